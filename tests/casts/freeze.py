@@ -24,7 +24,7 @@ def outcomes(device):
     """Returns the outcomes by group and name: of each call at each dtype and mix, in order."""
     regions = [CastRegion(CastSpec(low, (device,), OpTable.default())) for low in LOW]
     found = {"rows": {}, "functions": {}}
-    for row in rows():
+    for row in rows(device):
         found["rows"][row] = " ".join(
             outcome(region, called, row, placed(row, convert(args, *dtypes), device), kwargs)
             for args, kwargs in arguments(row)

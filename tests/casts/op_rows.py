@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from apex._core.op_names import in_place
 from apex._core.op_table import OpTable
 from apex._torch import dispatcher
 from tests.casts.op_calls import floats, signs
@@ -61,6 +63,31 @@ def _network(gates: int, states: int, *, packed: bool) -> tuple[Any, ...]:
         return (*data, hidden, weights, True, 1, 0.0, True, False)
     return (floats(3, 2, 4), hidden, weights, True, 1, 0.0, True, False, False)
 
+
+_INDEX, _PLACES = torch.tensor([1]), torch.tensor([[1, 0, 1]])
+_WRITES = {
+    **dict.fromkeys(("index_add", "index_copy"), (_x, 0, _INDEX, floats(1, 3))),
+    "index_put": (_x, [_INDEX], floats(1, 3)),
+    "index_reduce": (_x, 0, _INDEX, floats(1, 3), "prod"),
+    "masked_scatter": (_x, torch.tensor([True, False, True]), _y),
+    "put": (_x, _INDEX, floats(1)),
+    **dict.fromkeys(("scatter_add", "scatter.src"), (_x, 0, _PLACES, floats(1, 3))),
+    "scatter.reduce": (_x, 0, _PLACES, floats(1, 3)),
+    "scatter_reduce.two": (_x, 0, _PLACES, floats(1, 3), "amax"),
+    "lerp.Scalar": (_x, _y, 0.25),
+    "lerp.Tensor": (_x, _y, _z),
+}
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+    _coo, _csr = _square.to_sparse(), _square.to_sparse_csr()
+_SPARSE = {
+    "_sparse_mm": (_coo, _tall),
+    "_sparse_mm.reduce": (_csr, _tall, "sum"),
+    "_sparse_addmm": (_tall, _coo, _tall),
+    "sparse_sampled_addmm": (_csr, _tall, _x),
+    **dict.fromkeys(("smm", "hspmm"), (_coo, _tall)),
+    "sspaddmm": (_coo, _coo, _square),
+}
 
 _GATES = {"lstm": (4, 2), "gru": (3, 1), "rnn_tanh": (1, 1), "rnn_relu": (1, 1)}
 
@@ -151,9 +178,13 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "convolution": (floats(2, 3, 8), floats(4, 3, 3), floats(4), [1], [0], [1], False, [0], 1),
     "linalg_multi_dot": ([_square, _tall, _x],),
     **dict.fromkeys(("linalg_vecdot", "cdist", "complex", "polar"), (_x, _y)),
-    "index_copy": (_x, 0, torch.tensor([1]), floats(1, 3)),
-    "index_put": (_x, [torch.tensor([0])], floats(1, 3)),
-    "scatter_add": (_x, 0, torch.tensor([[1, 0, 1]]), floats(1, 3)),
+    **_WRITES,
+    **{in_place(row): args for row, args in _WRITES.items()},
+    **_SPARSE,
+    "fused_moving_avg_obs_fake_quant": (
+        *(_x, torch.tensor([1]), torch.tensor([1]), torch.zeros(1), torch.ones(1)),
+        *(torch.ones(1), torch.zeros(1, dtype=torch.int32), 0.1, 0, 255, 0),
+    ),
     "view_as_complex": (_tall,),
     **dict.fromkeys(("quantile", "nanquantile"), (_x, torch.tensor([0.25, 0.5]))),
     **dict.fromkeys(("quantile.scalar", "nanquantile.scalar"), (_x, 0.5)),
@@ -186,7 +217,10 @@ _WITH_OPTIONS: dict[str, list[Arguments]] = {
     "norm.ScalarOpt_dtype": [((_x, 2), {"dtype": torch.float32})],
     "norm.ScalarOpt_dim_dtype": [((_x, 2, [1], False), {"dtype": torch.float32})],
     "linalg_solve_triangular": [((_definite, _tall), {"upper": True})],
-    "to.dtype_layout": [],  # its dtype is its result's: test_casting_ops.py
+    **{
+        f"{name}.reduce": [(_WRITES["scatter.reduce"], {"reduce": "add"})]
+        for name in ("scatter", "scatter_")
+    },
 }
 
 
@@ -202,10 +236,13 @@ def arguments(row: str) -> list[Arguments]:
     return [(_ARGUMENTS.get(plain, (_x,)), {})]
 
 
-def rows() -> list[str]:
-    """Returns every row that is called by itself, of those that this torch has."""
+def rows(device: str = "cpu") -> list[str]:
+    """Returns every row that is called by itself, of those that this torch has.
+
+    The emulated device has no sparse tensors.
+    """
     known = [row for row in OpTable.default().rows if dispatcher.has_operator(f"aten::{row}")]
-    return [row for row in known if arguments(row)]
+    return [r for r in known if arguments(r) and (device == "cpu" or r not in _SPARSE)]
 
 
 def floating(value: Any) -> list[Tensor]:
@@ -219,9 +256,9 @@ def floating(value: Any) -> list[Tensor]:
 
 
 def called(row: str, args: Any, kwargs: Any) -> Any:
-    """Calls a row's operator, or in place on a copy of its first argument."""
-    if OpTable.default().rows.get(row, "").endswith("_inplace"):
-        args = (args[0].clone(), *args[1:])
+    """Calls a row's operator, if it writes into its arguments on copies of them."""
+    if row.partition(".")[0].endswith("_") or row == "fused_moving_avg_obs_fake_quant":
+        args = tree_map_only(Tensor, torch.clone, args)
     return dispatcher.overload(row)(*args, **kwargs)
 
 

@@ -10,8 +10,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from apex import amp
-from apex.debug.auto_trace import arm
-from tests.amp.cases import Net, backward, loss_of, one_weight, overflow, prepared, sgd
+from apex.debug.watch import arm
+from tests.support.steps import Net, backward, loss_of, one_weight, overflow, prepared, sgd
 from tests.training import cases
 from tests.training.test_cost import HostReads
 

@@ -171,7 +171,7 @@ def test_a_function_that_the_user_registered_is_named():
     row = row_of(found, "tanh")
     assert (row.computed_in, row.decided_by) == (
         "bfloat16",
-        "registered by you: low precision (tanh)",
+        "registered by you: low_precision (tanh)",
     )
 
 
@@ -183,16 +183,6 @@ def test_casts_disabled_in_the_model_are_named():
     model = prepared(Body(forward, layer=nn.Linear(4, 2)), "O4")
     row = row_of(explain(model, torch.randn(3, 4), backward=False), "addmm", "layer")
     assert (row.computed_in, row.decided_by) == ("float32", "op casts off here")
-
-
-# -- there and back again ------------------------------------------------------------------------
-
-
-def test_casts_with_an_operator_between_them_are_no_round_trip():
-    found = explain(
-        Body(lambda self, x: (x.bfloat16() + 1).float()), torch.randn(3), backward=False
-    )
-    assert found.findings == ()
 
 
 # -- the whole -----------------------------------------------------------------------------------
@@ -280,92 +270,24 @@ def test_a_class_is_no_loss_function():
         explain(net(), torch.randn(3, 4), loss_fn=nn.MSELoss)
 
 
-# -- what could be saved ---------------------------------------------------------------------------
-
-
-def attention(softmax=lambda self, scores: scores.softmax(-1)):
-    def forward(self, x):
-        h = self.a(x)
-        return self.b(softmax(self, h @ h.mT) @ h)
-
-    return Body(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), drop=nn.Dropout(0.5))
-
-
-def explained(model, level="O4", **options):
-    return explain(prepared(model, level, **options), torch.randn(3, 4))
-
-
-def finding(found, title):
-    return next((each for each in found.findings if each.title == title), None)
-
-
-def test_a_round_trip_through_an_operator_is_a_finding_forward_and_backward():
-    saved = finding(explained(attention()), "softmax runs in fp32")
-    assert (saved.casts, saved.bytes) == (4, 4 * 9 * 6)
-    assert saved.seconds > 0.0
-    assert saved.remedy == "to keep it in bf16: run its line `with amp.disable_casts():`"
-    dropped = explained(attention(lambda self, scores: self.drop(scores.softmax(-1))))
-    assert finding(dropped, "softmax runs in fp32").casts >= 2
-    assert explained(attention(), level="O0").findings == ()
-
-
-def test_the_remedy_by_disable_casts_saves_the_round_trip():
-    def softmax(self, scores):
-        with amp.disable_casts():
-            return scores.softmax(-1)
-
-    assert finding(explained(attention(softmax)), "softmax runs in fp32") is None
-
-
-def test_the_remedy_for_a_norm_and_for_weights_is_the_level_that_converts_them():
-    def normed():
-        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-
-    found = explained(normed())
-    weights = finding(found, "weights are cast to bf16 in every pass")
-    assert (weights.casts, weights.bytes, weights.modules) == (4, 2 * (16 + 4) * 6, ("0", "2"))
-    for saved in (weights, finding(found, "layer_norm runs in fp32")):
-        assert "level 'O5'" in saved.remedy
-    assert explained(normed(), level="O5").findings == ()
-
-
-def test_casts_that_undo_one_another_are_a_finding():
-    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 2)}
-    model = prepared(Body(lambda self, x: self.b(self.a(x).float()), **layers), "O4")
-    found = explain(model, torch.randn(3, 4), loss_fn=total)
-    saved = finding(found, "casts from bf16 to fp32 to bf16 undo one another")
-    assert (saved.casts, saved.bytes) == (4, 4 * 12 * 6)
-    assert "remove the first of the two casts, usually a .float() in the code" in saved.remedy
-
-
-def test_a_cast_whose_result_is_also_used_is_not_wasted():
-    def forward(self, x):
-        low = x.bfloat16()
-        return (low + 1.0), low.float()
-
-    (saved,) = explain(Body(forward), torch.randn(3, 4), backward=False).findings
-    assert (saved.casts, saved.bytes) == (1, 72)
-
-
 # -- text and JSON ---------------------------------------------------------------------------------
 
 
 def test_text_and_json_hold_the_same(tmp_path):
-    found = explained(attention())
+    found = explain(prepared(net(), "O4"), torch.randn(3, 4))
     text = str(found)
-    assert text.startswith("Body, explained: level O4\n  100 % of ")
+    assert text.startswith("Sequential, explained: level O4\n  100 % of ")
     assert "low precision list (linear)" in text
-    assert "  1. " in text
     data = json.loads(found.to_json())
     assert data["total"]["casts"] == found.total.casts
     assert len(data["ops"]) == len(found.ops)
     for suffix in (".json", ".txt"):
         found.save(tmp_path / f"found{suffix}")
-        assert "softmax" in (tmp_path / f"found{suffix}").read_text(encoding="utf-8")
+        assert "addmm" in (tmp_path / f"found{suffix}").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match=r"found\.html.*\.json, \.txt"):
         found.save(tmp_path / "found.html")
 
 
 def test_rows_beyond_the_limit_are_counted():
-    found = explained(attention())
+    found = explain(prepared(net(), "O4"), torch.randn(3, 4))
     assert f"{len(found.ops) - 2} faster rows omitted" in found.to_text(rows=2)

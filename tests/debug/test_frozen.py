@@ -6,7 +6,7 @@ from torch import nn
 
 from apex import amp
 from apex.debug import frozen_updates
-from apex.debug.frozen import wanted_values
+from apex.debug.check import _wanted_values
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
@@ -49,7 +49,7 @@ def test_the_step_is_the_same_as_without_the_block(make):
 def test_the_intended_value_is_that_of_the_wider_step():
     weight = weight_of([1.0, 2.0], torch.bfloat16, grad=0.5)
     optimizer = torch.optim.SGD([weight], lr=1e-3)
-    (wanted,) = wanted_values(optimizer).values()
+    (wanted,) = _wanted_values(optimizer, 1.0).values()
     assert torch.equal(wanted, torch.tensor([1.0, 2.0]) - 1e-3 * torch.tensor(0.5))
     assert torch.equal(weight, torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
 

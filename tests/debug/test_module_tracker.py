@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from apex.debug.module_tracker import ModuleTracker
+from apex.debug.place import Tracker
 
 
 class Log(TorchDispatchMode):
@@ -26,7 +27,7 @@ class Log(TorchDispatchMode):
         tracker.record_site()
         line = tracker.location().rpartition(":")
         name = str(func).split(".")[1]
-        self.seen.append((name, tracker.module, tracker.direction, line[0], int(line[2] or 0)))
+        self.seen.append((name, tracker.module[0], tracker.direction, line[0], int(line[2] or 0)))
         return func(*args, **(kwargs or {}))
 
     def of(self, op):
@@ -37,7 +38,7 @@ class Log(TorchDispatchMode):
 
 
 def logged(run, *models):
-    with ModuleTracker(*models) as tracker, Log(tracker) as log:
+    with Tracker(*models) as tracker, Log(tracker) as log:
         run()
     return log
 
@@ -74,11 +75,11 @@ def test_forward_and_backward_of_an_op_belong_to_the_module_that_called_it():
 
 def test_the_model_itself_has_the_empty_name_and_is_inside():
     net = Net(nn.Identity())
-    with ModuleTracker(net) as tracker:
-        insides = [tracker.inside]
-        net.register_forward_pre_hook(lambda *_: insides.append((tracker.module, tracker.inside)))
+    with Tracker(net) as tracker:
+        insides = [tracker.module[1]]
+        net.register_forward_pre_hook(lambda *_: insides.append(tracker.module))
         net(x())
-        insides.append(tracker.inside)
+        insides.append(tracker.module[1])
     assert insides == [False, ("", True), False]
 
 
@@ -206,25 +207,21 @@ def test_a_scripted_module_has_its_name_and_keeps_no_hook():
 def test_other_threads_have_modules_of_their_own():
     net, other = Net(Exp()), Exp()
     names = []
-    with ModuleTracker(net) as tracker:
+    with Tracker(net) as tracker:
 
         def ask():
             other(x())
-            names.append(tracker.module)
+            names.append(tracker.module[0])
 
         def ask_in_a_thread(*_):
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
-            names.append(tracker.module)
+            names.append(tracker.module[0])
 
         net.body[0].register_forward_pre_hook(ask_in_a_thread)
         net(x())
     assert names == ["", "body.0"]
-
-
-def hooks_of(net):
-    return [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in net.modules()]
 
 
 def test_nothing_is_left_after_an_exception_in_the_middle_of_a_module():
@@ -233,14 +230,12 @@ def test_nothing_is_left_after_an_exception_in_the_middle_of_a_module():
             raise ZeroDivisionError
 
     net = Net(Fails())
-    tracker = ModuleTracker(net)
-    with tracker:
-        assert hooks_of(net) == [2, 2, 2]
-    with pytest.raises(ZeroDivisionError), tracker:
+    before = dict(modules._global_forward_hooks), dict(modules._global_forward_pre_hooks)
+    with pytest.raises(ZeroDivisionError), Tracker(net) as tracker:
         net(x())
-    assert hooks_of(net) == [0, 0, 0]
+    assert (modules._global_forward_hooks, modules._global_forward_pre_hooks) == before
     assert _get_current_dispatch_mode() is None
-    assert (tracker.module, tracker.inside, tracker.direction) == ("", False, "forward")
+    assert (tracker.module, tracker.direction) == (("", False), "forward")
 
 
 def test_a_caught_exception_leaves_the_module_that_raised():
@@ -284,6 +279,6 @@ def test_a_copy_made_while_tracking_runs_untracked(how):
 
 def test_a_replica_of_data_parallel_runs_untracked():
     exp = Exp()
-    with ModuleTracker(exp) as tracker, Log(tracker) as log:
+    with Tracker(exp) as tracker, Log(tracker) as log:
         exp._replicate_for_data_parallel()(x())
     assert log.of("exp") == [("", "forward")]

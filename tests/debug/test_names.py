@@ -61,5 +61,5 @@ def test_importing_amp_loads_no_module_of_debug(module):
 
 def test_a_fresh_process_can_start_from_the_alias():
     assert run("from apex.amp.debug import History; print(History.__module__)") == (
-        "apex.debug.history"
+        "apex.debug.watch"
     )

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
-from tests.amp.cases import backward, prepared
+from tests.support.steps import backward, prepared
 from tests.training import cases
 
 

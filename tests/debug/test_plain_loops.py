@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from apex import amp
 from apex.amp import debug
-from apex.debug.loops import loop_of
+from apex.debug.watch import loop_of
 from apex.optimizers import FP16_Optimizer
 from tests.training.cases import batch, batches, net
 
@@ -107,10 +107,9 @@ def test_history_records_scale_and_norm_of_unscaled_gradients(make, optimizer):
     assert [item.grad_norm for item in history.passes] == pytest.approx(loop.norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("optimizer", [sgd, fused], ids=["sgd", "fused"])
-def test_history_marks_the_skips_of_a_grad_scaler(optimizer, clip):
-    loop = fp16_autocast(make=optimizer, clip=clip)
+def test_history_marks_the_skips_of_a_grad_scaler(optimizer):
+    loop = fp16_autocast(make=optimizer)
     history = amp.debug.History(loop.optimizer, scaler=loop.scaler)
     for x, y in batches(4, overflow_at={1}):
         loop.step(x, y)
@@ -119,7 +118,7 @@ def test_history_marks_the_skips_of_a_grad_scaler(optimizer, clip):
     norms = [item.grad_norm for item in history.passes]
     assert not math.isfinite(norms.pop(1))
     del loop.norms[1]
-    assert norms == pytest.approx(loop.norms, rel=1e-5)  # before clipping
+    assert norms == pytest.approx(loop.norms, rel=1e-5)
     assert history.skipped == 1
 
 
@@ -173,12 +172,11 @@ def test_a_grad_scaler_s_other_objects_step_as_before():
 def test_fp16_optimizer_is_watched_inside():
     model = net().half()
     optimizer = FP16_Optimizer(sgd(model.parameters(), lr=1e-6), static_loss_scale=8.0)
-    history = amp.debug.History(optimizer, updates_every=1)
+    history = amp.debug.History(optimizer)
     x, y = batch()
     optimizer.backward(((model(x.half()).float() - y) ** 2).mean())
     optimizer.step()
     assert len(history.passes) == 1
-    assert [item.weights for item in history.modules] == [0]  # it steps masters
 
 
 def test_a_step_with_a_closure_is_recorded():
@@ -229,8 +227,7 @@ def test_after_stop_nothing_is_left_on_optimizer_and_scaler():
     first = amp.debug.History(loop.optimizer, scaler=loop.scaler)
     second = amp.debug.History(loop.optimizer)
     third = amp.debug.arm(loop.optimizer, **loop.watched)
-    assert type(loop.scaler) is not before[1]
-    assert isinstance(loop.scaler, torch.amp.GradScaler)
+    assert type(loop.scaler) is before[1]
     for _ in range(2):
         first.stop()
         second.stop()
@@ -268,7 +265,7 @@ def test_a_grad_scaler_of_ones_own_class_keeps_its_methods():
     history = amp.debug.History(loop.optimizer, scaler=loop.scaler)
     loop.step(*batch())
     assert (loop.scaler.updates, len(history.passes)) == (1, 1)
-    assert type(loop.scaler).__name__ == "Mine"
+    assert type(loop.scaler) is Mine
 
 
 def test_tools_keep_nothing_alive():
@@ -317,18 +314,6 @@ class Accelerated(torch.optim.Optimizer):
 
     def step(self, closure=None):
         self.optimizer.step(closure)
-
-
-@pytest.mark.parametrize("watch", [amp.debug.History, amp.debug.arm], ids=["History", "arm"])
-def test_a_step_beside_the_grad_scaler_is_said_once(watch):
-    loop = fp16_autocast()
-    _handle = watch(loop.optimizer, **loop.watched)
-    loop.step(*batch())
-    loop.scaler.scale(loop.loss(*batch())).backward()
-    with pytest.warns(UserWarning, match=r"call scaler\.step\(optimizer\), then scaler\.update"):
-        loop.optimizer.step()
-    loop.optimizer.step()
-    loop.step(*batch())
 
 
 def test_a_step_before_the_grad_scaler_s_first_loss_is_no_mistake():
@@ -480,12 +465,11 @@ def test_a_compiled_step_is_watched(log, make):
     loop = make(make=lambda p: torch.optim.SGD(p, lr=0.1))
     loop.called = torch.compile(loop.model, backend="eager")
     loop.optimizer.step = torch.compile(loop.optimizer.step, backend="eager")
-    history = amp.debug.History(loop.optimizer, **loop.watched, updates_every=1)
+    history = amp.debug.History(loop.optimizer, **loop.watched)
     amp.debug.arm(loop.optimizer, **loop.watched)
     for x, y in batches(3):
         loop.step(x, y)
     assert [item.grad_norm for item in history.passes] == pytest.approx(loop.norms, rel=1e-5)
-    assert all(item.weights + item.gradients > 0 for item in history.modules)
 
 
 def test_parameters_without_a_model_go_by_what_the_optimizer_knows():
@@ -607,7 +591,7 @@ def test_on_a_device_a_fused_loop_waits_for_nothing(overflows):
     model = net().cuda()
     optimizer = fused(model.parameters())
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
-    history = amp.debug.History(optimizer, model=model, scaler=scaler, updates_every=1)
+    history = amp.debug.History(optimizer, model=model, scaler=scaler)
     handle = amp.debug.arm(optimizer, model=model, scaler=scaler)
     x, y = (part.cuda() for part in batch())
 
@@ -627,7 +611,6 @@ def test_on_a_device_a_fused_loop_waits_for_nothing(overflows):
         torch.cuda.set_sync_debug_mode("default")
     assert [item.overflow for item in history.passes] == [False, overflows]
     assert history.passes[1].loss_scale == (2.0**9 if overflows else 2.0**10)
-    assert [item.gradients > 0 for item in history.modules] == [True, True]
     handle.disarm()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
-from tests.amp.cases import backward
+from tests.support.steps import backward
 
 FP16, FP32 = torch.float16, torch.float32
 INF, NAN = float("inf"), float("nan")

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import apex.amp as amp
-from apex.debug.skips import NonfiniteGradient, why_skipped
-from tests.amp.cases import LEVELS, Net, backward, loss_of, overflow, prepared, sgd
-from tests.amp.test_report import LINE
+from apex.amp.nonfinite import NonfiniteGradient
+from apex.debug.check import why_skipped
+from tests.names.test_report import LINE
+from tests.support.steps import LEVELS, Net, backward, loss_of, overflow, prepared, sgd
 
 
 def break_two(model, optimizer):

@@ -36,7 +36,7 @@ def suggested(model, level, length=24, **keywords):
     )
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("level", ["O5"])
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_module_is_found_and_nothing_else(fault, level):
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_a_planted_module_is_found_and_nothing_else(fault, level):
     assert "faulty" in str(found)
 
 
-@pytest.mark.parametrize(("level", "seed"), [("O4", 0), ("O5", 1)])
+@pytest.mark.parametrize(("level", "seed"), [("O5", 1)])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_model_needs_none(name, level, seed):
     torch.manual_seed(seed)
@@ -139,7 +139,7 @@ def test_formats_hold_all_data():
 # -- what is left behind -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("level", ["O5"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_as_before(level, fails):
     torch.manual_seed(0)
@@ -231,21 +231,3 @@ def test_a_prepared_model_and_missing_inputs_are_refused():
     model = amp.initialize(model, opt_level="O5", verbosity=0)
     with pytest.raises(ValueError, match=r"which amp has prepared.*before amp\.initialize"):
         amp.debug.suggest_fp32(model, torch.ones(2, 4))
-
-
-class Positions(nn.Module):
-    """Angles from a buffer that 16-bit models keep in fp32; Rotary's is persistent."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("positions", torch.arange(4096.0, 4112.0), persistent=False)
-
-    def forward(self, x):
-        return x * self.positions.data.cos()
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_buffer_that_stays_in_fp32_needs_no_module(level):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), Positions(), nn.Linear(16, 4))
-    assert amp.debug.suggest_fp32(model, torch.randn(8, 16), opt_level=level).modules == []

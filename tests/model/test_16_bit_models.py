@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import apex.amp as amp
-from tests.amp.cases import LOW, Net, backward, loss_of, sgd, train
+from tests.support.steps import LOW, Net, backward, loss_of, sgd, train
 
 LOW_DTYPES = [torch.float16, torch.bfloat16]
 FP32_LEVELS = ("O0", "O1", "O4")

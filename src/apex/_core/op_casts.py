@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.op_table import Category
@@ -99,6 +99,16 @@ def has_double(values: Args) -> bool:
     return False
 
 
+def has_sparse(values: Args) -> bool:
+    """Returns whether any tensor in ``values``, lists included, has a sparse layout."""
+    return any(
+        value.layout is not torch.strided
+        if isinstance(value, Tensor)
+        else isinstance(value, (list, tuple)) and has_sparse(value)
+        for value in values
+    )
+
+
 def _all_to(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Args, Kwargs]:
     if kwargs:
         kwargs = {name: cast_to(value, dtype) for name, value in kwargs.items()}
@@ -156,30 +166,10 @@ def _refuse_low_self(op: str, args: Args, kwargs: Kwargs, low: torch.dtype) -> t
     return args, kwargs
 
 
-def _to_cpu_as_fp32(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
-    # Tensor.cpu() and .to("cpu") dispatch with the tensor's own dtype, without non_blocking and
-    # copy. Module.cpu() does, too, so nn.Parameter and nn.Buffer objects keep their dtype. So does
-    # Tensor.numpy(), by which scripts look up the range of fp16 (numpy has no bf16):
-    # np.finfo(torch.tensor(0, dtype=x.dtype).numpy().dtype).
-    tensor = args[0]
-    if tensor.dtype is torch.float16 and tensor.dim() == 0 and tensor.device.type == "cpu":
-        return args, kwargs
-    if (
-        tensor.dtype in LOW_PRECISION
-        and kwargs.get("dtype") is tensor.dtype
-        and kwargs["device"].type == "cpu"
-        and not kwargs.keys() & {"non_blocking", "copy"}
-        and not isinstance(tensor, (nn.Parameter, nn.Buffer))
-    ):
-        return args, {**kwargs, "dtype": torch.float32}
-    return args, kwargs
-
-
 _RULES: dict[Category, CastRule] = {
     "low_precision": _all_to,
-    "low_precision_inplace": _all_to_result,
+    "destination": _all_to_result,
     "recurrent": _all_to,
     "fp32": _all_to_fp32,
     "promote": _all_to_widest,
-    "to_cpu": _to_cpu_as_fp32,
 }

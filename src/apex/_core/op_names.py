@@ -6,6 +6,11 @@ The names are those of apex's lists (``amp.lists``); newer functions of the same
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from apex._torch import dispatcher
 
 Names = Mapping[str, tuple[str, ...]]
 
@@ -13,6 +18,12 @@ Names = Mapping[str, tuple[str, ...]]
 def _same(names: str) -> dict[str, tuple[str, ...]]:
     """Returns the names as a map to the aten operator of the same name (default overload)."""
     return {name: (name,) for name in names.split()}
+
+
+def in_place(op: str) -> str:
+    """Returns the in-place operator of another, such as ``"pow_.Scalar"``."""
+    name, dot, overload = op.partition(".")
+    return f"{name}_{dot}{overload}"
 
 
 UNARY: Names = _same(
@@ -118,9 +129,32 @@ _PROMOTING_OPERATORS: Names = dict.fromkeys(
     (),
 )
 
-PROMOTE: Names = _same(
-    "addcdiv addcmul atan2 cross bilinear dot vdot equal index_copy index_put scatter_add"
-)
+PROMOTE: Names = {
+    **_same("addcdiv addcmul atan2 cross bilinear dot vdot equal"),
+    "lerp": ("lerp.Scalar", "lerp.Tensor"),
+}
+
+# They write one tensor into another, which torch wants of the same dtype.
+WRITES: Names = {
+    **_same("index_add index_copy index_put index_reduce masked_scatter put scatter_add"),
+    "scatter": ("scatter.src", "scatter.reduce"),
+    "scatter_reduce": ("scatter_reduce.two",),
+}
+
+IN_PLACE_WRITES: Names = {
+    **{f"{name}_": tuple(map(in_place, ops)) for name, ops in WRITES.items()},
+    "lerp_": ("lerp_.Scalar", "lerp_.Tensor"),
+}
+
+QUANTIZATION: Names = _same("fused_moving_avg_obs_fake_quant")
+
+SPARSE: Names = {
+    **_same("smm hspmm sspaddmm"),
+    "_sparse_mm": ("_sparse_mm", "_sparse_mm.reduce"),
+    "_sparse_addmm": ("_sparse_addmm",),
+    "sparse_sampled_addmm": ("sparse_sampled_addmm",),
+}
+"""Products of which an operand is always sparse."""
 
 _METHODS_WITHOUT_BF16: Names = {
     **_same("cholesky cholesky_inverse cholesky_solve geqrf inverse orgqr ormqr qr svd"),
@@ -169,6 +203,9 @@ _TORCH: Names = {
     **_COMPLEX,
     **_SOFTMAX,
     **PROMOTE,
+    **WRITES,
+    **QUANTIZATION,
+    **SPARSE,
     **_NATIVE_PROMOTION,
     **_SEQUENCES,
 }
@@ -182,12 +219,14 @@ _METHODS: Names = {
     "__pow__": POW["pow"],
     "__rpow__": ("pow.Scalar", "pow.Tensor_Tensor"),
     "__ipow__": ("pow_.Scalar", "pow_.Tensor"),
-    "cpu": ("to.dtype_layout",),
+    "cpu": (),
     **{name: ops for name, ops in REDUCTIONS.items() if not name.endswith("_mean")},
     **MATRICES,
     **_METHODS_WITHOUT_BF16,
     **_SOFTMAX,
     **{name: ops for name, ops in PROMOTE.items() if name != "bilinear"},
+    **WRITES,
+    **IN_PLACE_WRITES,
     **_NATIVE_PROMOTION,
     **_PROMOTING_OPERATORS,
 }
@@ -202,8 +241,47 @@ NAMES: Mapping[str, Names] = {
     },
     "torch.Tensor": _METHODS,
 }
-"""The known names of every namespace, with the aten operators that each dispatches to.
+"""The names with rows, and those of apex's lists, with the aten operators that each dispatches to.
 
 For a name without operators, torch's own promotion (arithmetic, comparisons, ``cat``, ``stack``) or
-other rows (Python functions) determine the result dtype; a row of its own could not change it.
+other rows (Python functions) determine the result dtype.
 """
+
+
+def operators(namespace: str, name: str) -> tuple[str, ...]:
+    """Returns the aten operators of a name of torch; none of a function that is Python.
+
+    Raises:
+        ValueError: If torch has no such function.
+    """
+    if namespace not in NAMES:
+        raise ValueError(
+            f"Unknown namespace {namespace!r} of amp.lists: use one of {', '.join(NAMES)}."
+        )
+    known = NAMES[namespace].get(name)
+    if known:
+        return known
+    holder: Any = {"torch": torch, "torch.Tensor": torch.Tensor}.get(namespace, torch.nn.functional)
+    if known is None and not callable(getattr(holder, name, None)):
+        raise ValueError(
+            f"amp.lists cannot cast {namespace}.{name}: torch has no such function. Correct the "
+            "name, or register a function of another module: amp.register_float_function(module, "
+            "name)."
+        )
+    if namespace == "torch.nn.functional" and not dispatcher.is_builtin(name):
+        return ()
+    return dispatcher.overloads_of(_plain(name))
+
+
+def _plain(name: str) -> str:
+    """Returns the operator of a method such as ``__radd__``, or the name itself."""
+    if not name.startswith("__"):
+        return name
+    own = name.strip("_")
+    if own.startswith("i") and own[1:] in _ARITHMETIC_METHODS:
+        return f"{_ARITHMETIC_METHODS[own[1:]]}_"
+    own = own[1:] if own.startswith("r") and own[1:] in _ARITHMETIC_METHODS else own
+    return _ARITHMETIC_METHODS.get(own, own)
+
+
+_ARITHMETIC_METHODS = {**{name: name for name in _ARITHMETIC.split()}, "truediv": "div"}

@@ -20,28 +20,24 @@ Category = Literal[
     "fp32",
     "promote",
     "banned",
-    "low_precision_inplace",
+    "destination",
     "fp32_inplace",
     "recurrent",
-    "to_cpu",
 ]
 """How a row casts an operator's arguments.
 
-``low_precision``: all to the region's dtype; float64 only inside prepared forwards and
-``torch.autocast`` blocks.
+``low_precision``: all to the region's dtype; float64 is kept, and sparse operands go to fp32.
 ``fp32``: fp16 and bf16 to fp32; float64 and a ``dtype=`` argument are kept.
 ``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
-``low_precision_inplace``: all to the dtype of the tensor that receives the result: ``self``, or
-``out``.
+``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
 ``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
 NotImplementedError (``x **= 2`` makes a new fp32 tensor).
 ``recurrent``: input, state and weights of a whole RNN to the region's dtype.
-``to_cpu``: none, but ``Tensor.cpu()`` of a low-precision tensor returns fp32.
 """
 
 # torch calls ``pow_`` for the last, whose row would refuse 16 bits.
-_INPLACE_LOW = (
+_INTO_SELF = (
     *("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_", "square_"),
     *(f"{product}.out" for product in op_names.PRODUCTS if product != "prelu"),
 )
@@ -68,40 +64,49 @@ result, and another kernel would only cost time. ``cross_entropy_loss`` is not a
 passes ``log_softmax`` its input's dtype, which the inner row would keep.
 """
 
+SPARSE_OPERANDS: frozenset[str] = frozenset({"matmul", "mm", "addmm", "mv", "bmm"})
+"""Products that torch casts itself, but takes to 16 bits for which its sparse kernels are missing.
+
+``linear`` is not among them: another kernel would cost 5 us in every linear layer.
+"""
+
+_WRITES = dict.fromkeys(("index_copy", "index_put", "scatter_add"), "promote")
 _NATIVE_ON_ACCELERATORS: Mapping[str, str] = {
-    "binary_cross_entropy": "banned",
+    **_WRITES,
+    "binary_cross_entropy": "raises",
     "grid_sampler": "promote",
     "tensordot": "promote",
     "linalg_matrix_norm": "refuses",
     "linalg_matrix_norm.str_ord": "refuses",
 }
+_NATIVE_ON_CPU: Mapping[str, str] = {
+    **_WRITES,
+    "binary_cross_entropy": "fp32",
+    **dict.fromkeys(("cat", "stack"), "promote"),
+    **dict.fromkeys(
+        (
+            *("adaptive_max_pool3d", "max_pool3d", "max_unpool2d", "max_unpool3d"),
+            *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
+            *("replication_pad3d", "fake_quantize_per_tensor_affine"),
+        ),
+        "fp32",
+    ),
+}
 
 NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"binary_cross_entropy": "fp32"},
+    "cpu": _NATIVE_ON_CPU,
     "cuda": _NATIVE_ON_ACCELERATORS,
     "xpu": _NATIVE_ON_ACCELERATORS,
-    "mps": {"grid_sampler": "promote", "tensordot": "promote"},
+    "mps": {**_WRITES, "grid_sampler": "promote", "tensordot": "promote"},
 }
 """Categories of torch's own autocast, by device type, where they differ from the table.
 
-``refuses``: raises on 16-bit input, which its kernel does not cast. torch's autocast kernels that
-are not listed here follow the table (torch 2.13).
-"""
+``raises``: on any input. ``refuses``: raises on 16-bit input, which its kernel does not cast.
+torch's autocast kernels that are not listed here follow the table (torch 2.13).
 
-PASSED_ON: Mapping[str, tuple[str, ...]] = {
-    "cpu": (
-        *("cat", "stack", "fake_quantize_per_tensor_affine"),
-        *("adaptive_max_pool3d", "max_pool3d", "max_unpool2d", "max_unpool3d"),
-        *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
-        "replication_pad3d",
-    )
-}
-"""Operators without a row that torch's own autocast casts, by device type.
-
-torch promotes the arguments of ``cat`` and ``stack`` itself; its autocast does the same, but raises
-for the 16-bit dtype that is not its own ("Unexpected floating ScalarType in
-at::autocast::prioritize"). The others keep their input's dtype on every other device; what they
-compute is exact in it.
+Some of the CPU's have no row. torch promotes the arguments of ``cat`` and ``stack`` itself; its
+autocast does the same, but raises for the 16-bit dtype that is not its own. The others keep their
+input's dtype on every other device; what they compute is exact in it.
 """
 
 DEVICE_LIMITS: Mapping[str, Mapping[str, Category]] = {"mps": {"conv_transpose3d.input": "fp32"}}
@@ -139,8 +144,7 @@ class OpTable:
       results, and that of ``F.normalize``, are fp32.
     - ``1 / x`` calls ``x.reciprocal()``, so it is fp32.
     - ``F.interpolate(mode="area")`` calls ``F.adaptive_avg_pool``, so it keeps its dtype.
-    - ``x.to("cpu")``, and ``x.type_as(y)`` on the CPU, dispatch as ``x.cpu()`` and return fp32,
-      except with a dtype, ``non_blocking`` or ``copy``.
+    - ``x.cpu()`` keeps its dtype: write ``x.float().cpu().numpy()``.
 
     Attributes:
         rows: Category by aten operator and overload, such as ``{"pow.Scalar": "fp32"}``.
@@ -171,16 +175,17 @@ class OpTable:
             op_names.FUNCTIONAL_FP32,
             op_names.TORCH_FP32,
             op_names.WITHOUT_BF16,
+            op_names.QUANTIZATION,
+            op_names.SPARSE,
         )
         groups: dict[Category, Iterable[str]] = {
             "low_precision": low,
             "fp32": fp32,
             "promote": _ops(op_names.PROMOTE),
             "banned": functional["binary_cross_entropy"],
-            "low_precision_inplace": _INPLACE_LOW,
+            "destination": _ops(_INTO_SELF, op_names.WRITES, op_names.IN_PLACE_WRITES),
             "fp32_inplace": _INPLACE_FP32,
             "recurrent": _ops(op_names.RECURRENT),
-            "to_cpu": NAMES["torch.Tensor"]["cpu"],
         }
         return cls({op: category for category, ops in groups.items() for op in ops})
 
@@ -195,58 +200,36 @@ class OpTable:
 
         A function and a method of the same name share their operators, so both lose their rows.
         Names that torch itself promotes (``add``, ``cat``) have no rows.
-
-        Raises:
-            ValueError: If the name is unknown.
         """
-        removed = _operators_of(namespace, name)
+        removed = op_names.operators(namespace, name)
         return OpTable({op: category for op, category in self.rows.items() if op not in removed})
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
         """Returns the table with the operators of ``name`` in ``category``.
 
+        In-place operators keep the dtype of what they write: in fp32 rows, they refuse 16 bits.
+
         Raises:
-            ValueError: If the name or the category is unknown, or no row can change the name.
+            ValueError: If the name has no operators, or the category is unknown.
         """
         if category not in get_args(Category):
             raise ValueError(
                 f"Unknown op category {category!r}: use one of {', '.join(get_args(Category))}."
             )
-        ops = _operators_of(namespace, name)
-        if not ops and category != _inherent_category(name):
+        ops = op_names.operators(namespace, name)
+        if not ops:
             raise ValueError(
-                f"amp.lists cannot make {namespace}.{name} {category}: torch or its inner "
-                f"operators determine its dtype ({_inherent_category(name)}). "
-                f"{_register_instead(namespace, name)}"
+                f"amp.lists cannot make {namespace}.{name} {category}: it has no operator of its "
+                f"own. Register it: amp.register_float_function({namespace}, {name!r}), "
+                "amp.register_half_function or amp.register_promote_function."
             )
-        return OpTable({**self.rows, **dict.fromkeys(ops, category)})
+        into_self: Category = "fp32_inplace" if category == "fp32" else "destination"
+        rows = {op: into_self if _is_in_place(op) else category for op in ops}
+        return OpTable({**self.rows, **rows})
 
 
-def _operators_of(namespace: str, name: str) -> tuple[str, ...]:
-    """Returns the operators of a name; raises ValueError if it is unknown."""
-    if namespace not in NAMES:
-        raise ValueError(
-            f"Unknown namespace {namespace!r} of amp.lists: use one of {', '.join(NAMES)}."
-        )
-    if name not in NAMES[namespace]:
-        raise ValueError(
-            f"amp.lists cannot cast {namespace}.{name}: it is not among the "
-            f"{len(NAMES[namespace])} names of {namespace} that amp knows. "
-            f"{_register_instead(namespace, name)}"
-        )
-    return NAMES[namespace][name]
-
-
-def _inherent_category(name: str) -> Category:
-    """Returns the category that a name without operators has in effect."""
-    return "fp32" if name in op_names.FUNCTIONAL_FP32 else "promote"
-
-
-def _register_instead(namespace: str, name: str) -> str:
-    return (
-        "Before amp.initialize, register it instead: amp.register_half_function"
-        f"({namespace}, {name!r}), amp.register_float_function or amp.register_promote_function."
-    )
+def _is_in_place(op: str) -> bool:
+    return op.partition(".")[0].endswith("_")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
-from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion
+from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, settle
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.communication import Communicator, note_compiled_run
@@ -79,6 +79,7 @@ class Session:
             listeners: Called with every scale update, once it is readable on the host.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
         """
+        settle()
         self.policy = policy
         rule = rule or ScaleRule()
         self.scalers = [
@@ -250,6 +251,7 @@ class Session:
         Raises:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
+        settle()
         owners: dict[Any, None] = {self: None}
         for binding in bindings:
             owners[binding.owner] = None

@@ -105,15 +105,37 @@ def direct_call(op: str) -> Callable[..., Any]:
     return found
 
 
-def register(kernels: dict[str, Callable[..., Any]], key: str) -> Callable[[], None]:
-    """Registers kernels by operator for a dispatch key; returns a function that removes them.
+def overloads_of(name: str) -> tuple[str, ...]:
+    """Returns the overloads of an aten operator that take a tensor, without ``out=`` variants."""
+    packet = getattr(torch.ops.aten, name, None)
+    found = []
+    for each in () if packet is None else packet.overloads():
+        op = name if each == "default" else f"{name}.{each}"
+        if has_operator(f"aten::{op}"):
+            given = schema(op).arguments
+            takes = any("Tensor" in str(argument.type) for argument in given)
+            if takes and not any(argument.is_out for argument in given):
+                found.append(op)
+    return tuple(found)
+
+
+def is_builtin(name: str) -> bool:
+    """Returns whether ``torch.nn.functional.name`` calls the operator of its name."""
+    return hasattr(torch, name) or hasattr(torch._C._nn, name)
+
+
+_libraries: list[torch.library.Library] = []  # one that is collected removes its kernels
+
+
+def register(kernels: dict[str, Callable[..., Any]], key: str) -> None:
+    """Registers kernels by operator for a dispatch key, for good.
 
     A kernel receives the call's dispatch key set, then the operator's arguments.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    _libraries.append(library)
     with warnings.catch_warnings():
         # torch warns about replaced kernels; ours call the originals.
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for op, kernel in kernels.items():
             library.impl(op, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
-    return library._destroy

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,120 +31,77 @@ def signals(scaler: Any, optimizer: Optimizer) -> tuple[Tensor | None, Tensor | 
     return None if unscaled else scaler._get_scale_async(), total
 
 
-def enabled_scalers() -> list[GradScaler]:
-    """Returns every enabled ``GradScaler`` of the process; takes some 20 ms, and 0.2 s if any is.
+Steps = Sequence[tuple[Optimizer, Tensor]]
+"""The optimizers of an iteration, each with 0-d fp32: above 0 if its step was skipped."""
 
-    A loss carries no reference to the scaler that scaled it.
+
+def on_update(
+    scaler: GradScaler, before: Callable[[], Steps], after: Callable[[Steps, Tensor], None]
+) -> Callable[[], None]:
+    """Calls functions around a scaler's own ``update``; returns what ends it.
+
+    The second takes what the first returned, and the new scale, 0-d.
     """
-    if _found():
-        gc.collect()  # those of an earlier loop, such as a notebook's, may only be garbage
-    return _found()
+    watch = _Update(scaler, before, after)
+    scaler.__dict__["update"] = watch
+    return watch.stop
 
 
-def _found() -> list[GradScaler]:
-    # type(), because a proxy's __class__ may be a property with side effects.
-    found = (each for each in gc.get_objects() if issubclass(type(each), GradScaler))
-    return [scaler for scaler in found if scaler.is_enabled()]
+class _Update:
+    """Stands before the ``update`` of one scaler; copied and pickled as the scaler's own."""
 
+    def __init__(self, scaler: GradScaler, before: Any, after: Any) -> None:
+        self._scaler = weakref.ref(scaler)
+        self._inner: Any = scaler.__dict__.get("update")  # another watch
+        self._told: Any = (before, after)
 
-class ScalerListener(Protocol):
-    """Hears of a GradScaler's iterations."""
+    def __call__(self, new_scale: float | Tensor | None = None) -> None:
+        scaler = self._scaler()
+        if scaler is None:
+            return
+        own = self._inner or type(scaler).update.__get__(scaler)
+        if self._told is None or not scaler.is_enabled():
+            own(new_scale)
+            return
+        before, after = self._told
+        steps = before()
+        own(new_scale)
+        scale = scaler._get_scale_async()
+        if scale is not None:
+            after(steps, scale)
 
-    def gradients_complete(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        """Called once the gradients of an iteration are complete, before the step.
-
-        ``scale``, 0-d, is the factor that they still carry; None if they are unscaled.
-        """
-
-    def scale_updated(self, steps: Sequence[tuple[Optimizer, Tensor]], scale: Tensor) -> None:
-        """Called after ``scaler.update()``, with the new scale, 0-d.
-
-        Each optimizer of the iteration comes with 0-d fp32: above 0 if its step was skipped.
-        """
-
-
-class Watch:
-    """Calls a listener from a GradScaler's own methods, without a host sync.
-
-    The scaler gets a generated subclass of its class. It is copied and pickled as its own class,
-    without the watch.
-    """
-
-    def __init__(self, scaler: GradScaler, listener: ScalerListener) -> None:
-        self._scaler: weakref.ref[GradScaler] = weakref.ref(scaler)
-        self.listener = listener
-        if _WATCHES not in scaler.__dict__:
-            own = type(scaler)
-            names = {each: getattr(own, each) for each in ("__module__", "__qualname__", "__doc__")}
-            scaler.__class__ = type(own.__name__, (_WatchedScaler, own), names)
-            scaler.__dict__.update({_WATCHES: [], _STEPS: []})
-        scaler.__dict__[_WATCHES].append(self)
+    def __reduce__(self) -> Any:
+        return getattr, (self._scaler(), "update")  # of the copy, which has no watch
 
     def stop(self) -> None:
-        """Ends it; the last one gives the scaler its own class back. Idempotent."""
-        scaler = self._scaler()
-        watches = [] if scaler is None else scaler.__dict__.get(_WATCHES, [])
-        if scaler is None or self not in watches:
-            return
-        watches.remove(self)
-        if not watches:
-            del scaler.__dict__[_WATCHES], scaler.__dict__[_STEPS]
-            scaler.__class__ = type(scaler).__bases__[1]
+        """Ends it; idempotent."""
+        scaler, self._told = self._scaler(), None
+        while scaler is not None:  # what lies below a live watch goes with it
+            top = scaler.__dict__.get("update")
+            if not isinstance(top, _Update) or top._told is not None:
+                return
+            del scaler.__dict__["update"]
+            if top._inner is not None:
+                scaler.__dict__["update"] = top._inner
 
 
-_WATCHES = "_apex_watches"
-_STEPS = "_apex_steps"
-
-
-class _WatchedScaler(GradScaler):
-    """Overrides of a watched scaler; never instantiated."""
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        super().unscale_(optimizer)
-        if self.is_enabled():
-            self._tell_gradients(optimizer, None)
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_enabled():
-            return super().step(optimizer, *args, **kwargs)
-        scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if scales_itself and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self._tell_gradients(optimizer, self._get_scale_async())
-        result = super().step(optimizer, *args, **kwargs)
-        flags = [*self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
-        if flags and _STEPS in self.__dict__:
+def skips(scaler: GradScaler, optimizers: Iterable[Optimizer]) -> Steps:
+    """Returns those of the optimizers whose gradients a scaler has checked since its update."""
+    states, found = scaler._per_optimizer_states, []
+    for optimizer in optimizers:
+        known = id(optimizer) in states  # reading it would create an entry
+        flags = [*states[id(optimizer)]["found_inf_per_device"].values()] if known else []
+        if flags:
             # A copy: `update` adds up the flags of all optimizers in place.
             with suspend_modes():
                 each = [moved(flag.reshape(()), flags[0].device) for flag in flags]
-                found = torch.stack(each).sum()
-            self.__dict__[_STEPS].append((optimizer, found))
-        return result
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        super().update(new_scale)
-        scale = self._get_scale_async()
-        if not self.is_enabled() or scale is None:
-            return
-        steps, self.__dict__[_STEPS] = self.__dict__[_STEPS], []
-        for watch in tuple(self.__dict__[_WATCHES]):
-            watch.listener.scale_updated(steps, scale)
-
-    def _tell_gradients(self, optimizer: Optimizer, scale: Tensor | None) -> None:
-        for watch in tuple(self.__dict__[_WATCHES]):
-            watch.listener.gradients_complete(optimizer, scale)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {name: item for name, item in state.items() if name not in (_WATCHES, _STEPS)}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the scaler's own class, so that no generated class is named."""
-        return object.__new__, (type(self).__bases__[1],), self.__getstate__()
+                found.append((optimizer, torch.stack(each).sum()))
+    return found
 
 
 def current_scale(scaler: GradScaler) -> Tensor | None:
-    """Returns the scale on its device, 0-d; None if disabled or before the first loss."""
-    return scaler._get_scale_async() if scaler.is_enabled() else None
+    """Returns the scale on its device, 0-d; None before the first loss."""
+    return scaler._get_scale_async()
 
 
 def holds_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:

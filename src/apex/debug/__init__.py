@@ -8,16 +8,15 @@ from typing import Any
 # Each public name and its module, loaded on first use so that other scripts do not pay for it. No
 # module shares its name with what it defines: importing the module would shadow the function.
 _MODULES = {
-    "History": "history",
-    "arm": "auto_trace",
-    "check_numerics": "numerics",
+    "History": "watch",
+    "arm": "watch",
+    "check_numerics": "check",
     "explain": "explaining",
-    "frozen_updates": "frozen",
+    "frozen_updates": "check",
     "suggest_fp32": "suggest",
     "trace_overflow": "overflow",
     "trace_rounding": "rounding",
-    "two_pass_steps": "two_pass",
-    "why_skipped": "skips",
+    "why_skipped": "check",
 }
 
 __all__ = [  # noqa: PLE0604 - the keys are strings

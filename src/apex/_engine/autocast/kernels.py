@@ -1,223 +1,242 @@
-"""Builds autocast kernels, and determines which operators need one on a device type."""
+"""Autocast kernels, which cast an operator's arguments by its row in a live session's table.
+
+Note [Kernels stay]
+    torch's autocast state is the only state. Kernels are registered once per process, for
+    autocast's dispatch keys alone. Each looks up the newest live session whose dtype is autocast's;
+    without one it does what torch's own kernel does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import functools
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from apex._core.op_casts import CastRule, has_double, rules_for
+from apex._core.op_casts import CastRule, has_double, has_sparse, rules_for
 from apex._core.op_table import (
     COVERED_INSIDE,
     DEVICE_LIMITS,
-    FP16_RANGE,
     NATIVE_DIFFERENCES,
-    PASSED_ON,
+    SPARSE_OPERANDS,
     CastSpec,
     OpTable,
 )
-from apex._engine.autocast.thread_casts import threads
 from apex._torch import dispatcher
 from apex._torch.dispatcher import AUTOCAST_KEYS
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import before_each_run, untraced
 
 Kernel = Callable[..., Any]
 
-_get_dtype, _is_on = torch.get_autocast_dtype, torch.is_autocast_enabled
+_get_dtype = torch.get_autocast_dtype
+_live: dict[int, CastSpec] = {}  # oldest first
+_digests: dict[int, str] = {}  # by the same numbers
+_numbers = itertools.count()
+_registered: set[tuple[str, str]] = set()
+_lock = threading.Lock()
 
 
-class ThreadRules(Protocol):
-    """The op casts of the thread that calls a kernel."""
+def begin(spec: CastSpec) -> int:
+    """Makes a spec apply under autocast to its dtype; returns the number for :func:`end`.
 
-    def spec(self, device: str) -> CastSpec | None:
-        """Returns the spec that applies on a device type; None if no session uses it."""
-
-    def casts_double(self) -> bool:
-        """Returns whether low-precision operators cast float64, too."""
-
-    def run_backward(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Returns ``run(*args, **kwargs)``, which runs a backward pass."""
-
-
-class Group(NamedTuple):
-    """Operators of one device type whose kernels are registered and removed together."""
-
-    device: str
-    ops: tuple[str, ...]
-
-
-class Coverage:
-    """torch's own autocast kernels on one device type, read before ours are registered.
-
-    Attributes:
-        native: torch's own kernels, by operator of the default table.
-        passed_on: Operators without a row that torch's own autocast casts, and ours leaves alone.
+    Raises:
+        ValueError: If a device type has no autocast known to us.
     """
-
-    def __init__(self, device: str) -> None:
-        self.native: dict[str, Any] = {}
-        self._device = device
-        self._filled: list[str] = []
-        for op in OpTable.default().rows:
-            if not dispatcher.has_operator(f"aten::{op}"):
-                continue  # not in this torch release
-            native = dispatcher.has_autocast(op, device)
-            if native:
-                own = dispatcher.kernel_of(op, AUTOCAST_KEYS[device])
-                self.native[op] = own or _Restated(op, device)
-            if _needs_kernel(op, device, native):
-                self._filled.append(op)
-        self._base = Group(device, tuple(op for op in self._filled if op not in FP16_RANGE))
-        self.passed_on = Group(device, PASSED_ON.get(device, ()))
-
-    def groups(self, table: OpTable) -> Iterator[Group]:
-        """Yields the groups for a table: the rows that torch lacks, and each row the user changed.
-
-        The first is the same for every table: its kernels look up the row when called.
-        """
-        yield self._base
-        default = OpTable.default().rows
-        for op in sorted({*default, *table.rows} - {*self._base.ops}):
-            without = None if op in self._filled else default.get(op)
-            if table.rows.get(op) != without:
-                yield Group(self._device, (op,))
-
-    def native_groups(self) -> list[Group]:
-        """Returns the operators left to torch's own kernels, each as a group.
-
-        Excludes those that promote, for which torch's kernels always behave as ours.
-        """
-        rows = OpTable.default().rows
-        left = (op for op in self.native if rows[op] != "promote" and op not in self._base.ops)
-        return [Group(self._device, (op,)) for op in left]
-
-    def kernels(self, group: Group, rules: ThreadRules) -> dict[str, Kernel]:
-        """Returns a kernel for each operator of a group."""
-        if group is self.passed_on:
-            return dict.fromkeys(group.ops, dispatcher.pass_on)
-        native = self.native
-        return {op: build_kernel(op, self._device, rules, native.get(op)) for op in group.ops}
-
-
-class _Restated:
-    """Does what torch's own autocast kernel of one operator does, on a torch before 2.9."""
-
-    def __init__(self, op: str, device: str) -> None:
-        row = DEVICE_LIMITS.get(device, {}).get(op, OpTable.default().rows[op])
-        self._category = NATIVE_DIFFERENCES[device].get(op, row)
-        self._redispatch, self._call = (
-            dispatcher.overload(op).redispatch,
-            dispatcher.direct_call(op),
+    unknown = [device for device in spec.device_types if device not in AUTOCAST_KEYS]
+    if unknown:
+        raise ValueError(
+            f"Op casts (O1, O4) got a model on {', '.join(unknown)}; they work on "
+            f"{', '.join(AUTOCAST_KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
         )
-        rules: Mapping[Any, CastRule] = rules_for(op, dispatcher.schema(op))
-        self._rule = rules.get(self._category)  # "refuses" has none: below autocast it raises
-        self._name, self._device = op, device
-        self._key = dispatcher.autocast_key(device)
-        self._below = dispatcher.keys_below_autocast(device)
-
-    def call_boxed(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Casts and calls, as the kernel that ``torch.library.get_kernel`` returns."""
-        if self._category == "banned":
-            raise RuntimeError(
-                f"{self._name} cannot run under torch.autocast: 16 bits cannot hold the logarithms "
-                f"near 0 and 1. Call {self._name}_with_logits, or disable autocast around it."
-            )
-        keeps_double = self._category == "low_precision" and has_double(args)
-        if self._rule is None or keeps_double:
-            return self._redispatch(keyset & self._below, *args, **kwargs)
-        cast_args, cast_kwargs = self._rule(args, kwargs, _get_dtype(self._device))
-        return _below_autocast(self._device, self._key, self._call, cast_args, cast_kwargs)
+    with _lock:
+        for device in spec.device_types:
+            ops = [op for op in _needed(spec.table, device) if (device, op) not in _registered]
+            built = {op: _build(op, device) for op in ops}
+            if built:
+                dispatcher.register(built, AUTOCAST_KEYS[device])
+            _registered.update((device, op) for op in ops)
+    number = next(_numbers)
+    _digests[number] = digest(spec)
+    _live[number] = spec
+    tag_caches()
+    return number
 
 
-def _below_autocast(
-    device: str, key: Any, call: Kernel, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Calls an operator with autocast off.
+def end(number: int) -> None:
+    """Ends what :func:`begin` began; idempotent, and safe in finalizers and in any thread."""
+    if _live.pop(number, None) is not None:
+        del _digests[number]
+        tag_caches()
 
-    Note [Sessions that end in a kernel]
-        A garbage collection may end a session at any line of a kernel, and turn its casts off. So
-        the switch ends as it was then set, if it was; twice, because a Ctrl-C may interrupt the
-        first.
+
+def newest(device: str, dtype: torch.dtype) -> CastSpec | None:
+    """Returns the newest live spec of a device type and dtype."""
+    found = _newest(device, dtype)
+    return None if found is None else found[1]
+
+
+def _newest(device: str, dtype: torch.dtype) -> tuple[int, CastSpec] | None:
+    for number, spec in reversed([*_live.items()]):
+        if spec.dtype is dtype and device in spec.device_types:
+            return number, spec
+    return None
+
+
+@functools.cache
+def _same_rows(device: str, dtype: torch.dtype, digest: str | None) -> Callable[[], None]:
+    """Returns a function that raises once other rows apply than in compiled code."""
+
+    def check() -> None:
+        found = _newest(device, dtype)
+        if (None if found is None else _digests.get(found[0])) != digest:
+            raise RuntimeError("other rows apply now")
+
+    return check
+
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that no compiler traces."""
+
+
+def digest(spec: CastSpec) -> str:
+    """Returns a digest of the rows of a spec."""
+    rules = repr((sorted(spec.table.rows.items()), spec.allow_banned))
+    return hashlib.sha256(rules.encode()).hexdigest()[:16]
+
+
+class _Tag(threading.local):
+    before: str | None = None
+
+
+_tag = _Tag()  # torch's settings are those of a thread
+
+
+def tag_caches() -> None:
+    """Names the live rows in the key of compilers' caches, which outlive the process.
+
+    Code compiled under casts has them built in, and the caches do not see the kernels: a process
+    without apex would load it. A session that ended in another thread is named until this thread's
+    next amp call.
     """
-    exclude = dispatcher.exclude_key
-    here = threads.current
-    applied, on = here.applied, _is_on(device)
-    try:
-        try:
-            exclude(key, True)
-            return call(*args, **kwargs)
-        finally:
-            exclude(key, not (on if here.applied is applied else device in here.applied))
-    finally:
-        exclude(key, not (on if here.applied is applied else device in here.applied))
+    from torch.compiler import config
+
+    rules = sorted({*_digests.values()})
+    if _tag.before is None and rules:
+        _tag.before = config.cache_key_tag
+    if _tag.before is not None:
+        config.cache_key_tag = "-".join([_tag.before, "apex", *rules]) if rules else _tag.before
+    if not rules:
+        _tag.before = None
 
 
-def build_kernel(op: str, device: str, rules: ThreadRules, native: Any) -> Kernel:
-    """Returns the kernel of one operator for the autocast key of a device type.
+def _needed(table: OpTable, device: str) -> Iterator[str]:
+    """Yields the operators that torch does not cast as the table says."""
+    default = OpTable.default().rows
+    for op in sorted({*default, *table.rows, *NATIVE_DIFFERENCES[device]}):
+        if dispatcher.has_operator(f"aten::{op}"):
+            differs = _row_on(op, device, table) != native_category(op, device)
+            if differs or op in SPARSE_OPERANDS:
+                yield op
 
-    It casts by the operator's row in the spec of the calling thread, or calls torch's own kernel if
-    that follows the table. Without a spec it behaves as torch does.
 
-    Args:
-        op: Operator and overload, such as ``"pow.Scalar"``.
-        device: Device type.
-        rules: The op casts of the calling thread.
-        native: torch's own autocast kernel, or None.
-    """
-    redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
-    cudnn = device == "cuda" and torch.version.hip is None
-    cast_rules = rules_for(op, dispatcher.schema(op))
-    default = OpTable.default().rows.get(op)
+def _row_on(op: str, device: str, table: OpTable) -> str | None:
+    category = table.rows.get(op)
     limit = DEVICE_LIMITS.get(device, {}).get(op)
-    follows = native is not None and limit is None and op not in NATIVE_DIFFERENCES[device]
+    return category if limit is None or category != OpTable.default().rows.get(op) else limit
+
+
+@functools.cache  # as it was before our kernels were there
+def native_category(op: str, device: str) -> str | None:
+    """Returns the category of torch's own autocast for an operator; None if it has no kernel."""
+    row = _row_on(op, device, OpTable.default())
+    if dispatcher.has_autocast(op, device):
+        return NATIVE_DIFFERENCES[device].get(op, row)
+    return row if op in COVERED_INSIDE else None
+
+
+def _build(op: str, device: str) -> Kernel:
+    """Returns the kernel of one operator for the autocast key of a device type."""
+    redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
     key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
+    cudnn = device == "cuda" and torch.version.hip is None
+    rules: Mapping[Any, CastRule] = rules_for(op, dispatcher.schema(op))
     exclude = dispatcher.exclude_key
+    native, natively = _native_kernel(op, device), native_category(op, device)
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        spec = rules.spec(device)
-        category = None if spec is None else spec.table.rows.get(op)
-        if follows and category == default:
-            if not (has_double(args) and rules.casts_double()):
-                return native.call_boxed(keyset, *args, **kwargs)
-        elif spec is None and native is not None and _is_on(device):
-            return native.call_boxed(keyset, *args, **kwargs)
-        if spec is None or category is None:
+        low = _get_dtype(device)
+        found = _newest(device, low)
+        spec = None if found is None else found[1]
+        if type(args[0]) not in _PLAIN:
+            before_each_run(_same_rows(device, low, None if found is None else _digests[found[0]]))
+        category = None if spec is None else _row_on(op, device, spec.table)
+        keeps = False
+        if category == "low_precision" and has_sparse(args):
+            category = "fp32"
+        elif native is not None and (spec is None or category == natively):
+            return native(keyset, *args, **kwargs)
+        elif category == "low_precision":
+            keeps = has_double(args)
+        elif category == "recurrent":
+            # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
+            keeps = cudnn and low is torch.float16
+        elif category == "fp32_inplace":
+            # torch's own kernels work in place on memory of their own.
+            keeps = not dispatcher.is_above_autograd(keyset, args[0])
+        elif category == "banned" and spec is not None and spec.allow_banned:
+            category = "fp32"
+        if category is None or keeps:
             # Only this call goes below autocast; the inner operators of a composite still see it.
             return redispatch(keyset & below, *args, **kwargs)
-        if category == "low_precision" and has_double(args) and not rules.casts_double():
-            return redispatch(keyset & below, *args, **kwargs)
-        low = _get_dtype(device)
-        if category == "recurrent" and cudnn and low is torch.float16:
-            # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
-            return redispatch(keyset & below, *args, **kwargs)
-        if category == "banned" and spec.allow_banned:
-            category = "fp32"
-        elif limit is not None and category == default:
-            category = limit
-        cast_args, cast_kwargs = cast_rules[category](args, kwargs, low)
-        # As _below_autocast, whose frame would cost 0.1 us a call.
-        here = threads.current
-        applied, on = here.applied, _is_on(device)
+        cast_args, cast_kwargs = rules[category](args, kwargs, low)
         try:
-            try:
-                exclude(key, True)
-                return call(*cast_args, **cast_kwargs)
-            finally:
-                exclude(key, not (on if here.applied is applied else device in here.applied))
+            exclude(key, True)
+            return call(*cast_args, **cast_kwargs)
         finally:
-            exclude(key, not (on if here.applied is applied else device in here.applied))
+            exclude(key, False)
 
-    return _of_scripts(kernel, op, device, default)
+    return _of_constants(kernel) if op == "equal" else kernel
+
+
+def _native_kernel(op: str, device: str) -> Kernel | None:
+    """Returns torch's own autocast kernel of an operator; None if it has none."""
+    if not dispatcher.has_autocast(op, device):
+        return None
+    own = dispatcher.kernel_of(op, AUTOCAST_KEYS[device])
+    return restated(op, device) if own is None else own.call_boxed
+
+
+def restated(op: str, device: str) -> Kernel:
+    """Returns what torch's own kernel of an operator does, for a torch before 2.9."""
+    category = native_category(op, device)
+    redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
+    key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
+    rules: Mapping[Any, CastRule] = rules_for(op, dispatcher.schema(op))
+    rule = rules.get(category)  # "refuses" has none
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if category == "raises":
+            raise RuntimeError(f"{op} is unsafe to autocast. Call {op}_with_logits.")
+        if rule is None or (category == "low_precision" and has_double(args)):
+            return redispatch(keyset & below, *args, **kwargs)
+        cast_args, cast_kwargs = rule(args, kwargs, _get_dtype(device))
+        try:
+            dispatcher.exclude_key(key, True)
+            return call(*cast_args, **cast_kwargs)
+        finally:
+            dispatcher.exclude_key(key, False)
+
+    return kernel
 
 
 def _of_constants(kernel: Kernel) -> Kernel:
-    """Returns ``kernel`` for TorchScript's passes, too.
-
-    They compare constants of equal dtypes, of which some come as numbers.
-    """
+    """Returns ``kernel`` for TorchScript, too, which compares constants, some of them numbers."""
 
     @untraced
     def outer(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,33 +246,3 @@ def _of_constants(kernel: Kernel) -> Kernel:
         return one == other
 
     return outer
-
-
-def _of_scripts(kernel: Kernel, op: str, device: str, category: str | None) -> Kernel:
-    """Returns ``kernel`` for the calls of scripts, where torch's own must not be cast.
-
-    torch's kernels copy with ``to``, too, and rely on the dtype; they may pass a number. They work
-    in place on memory of their own. Those calls do not come from above autograd.
-    """
-    if op == "equal":
-        return _of_constants(kernel)
-    if category not in ("to_cpu", "fp32_inplace"):
-        return kernel
-    redispatch, below = dispatcher.overload(op).redispatch, dispatcher.keys_below_autocast(device)
-    key, call = dispatcher.autocast_key(device), dispatcher.direct_call(op)
-
-    @untraced
-    def outer(keyset: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(source, Tensor):  # which `redispatch` does not take
-            return _below_autocast(device, key, call, (source, *args), kwargs)
-        if dispatcher.is_above_autograd(keyset, source):
-            return kernel(keyset, source, *args, **kwargs)
-        return redispatch(keyset & below, source, *args, **kwargs)
-
-    return outer
-
-
-def _needs_kernel(op: str, device: str, native: bool) -> bool:
-    if op in NATIVE_DIFFERENCES[device] or op in DEVICE_LIMITS.get(device, {}):
-        return True
-    return not (native or op in COVERED_INSIDE)

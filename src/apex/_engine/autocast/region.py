@@ -1,32 +1,42 @@
-"""Cast regions: where op casts are on, in which thread, and by which spec."""
+"""Cast regions: where op casts are on, in which thread, and by which spec.
+
+Note [Ambient casts]
+    A session turns autocast on in the thread that called ``initialize``. When the session ends
+    there, the state from before it returns at once. A ``torch.autocast`` block around that point
+    restores the switch at its end, and another thread cannot set it; so the next forward or amp
+    call of the thread sets it again.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from apex._core import tree
 from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.blocks import no_casts
-from apex._engine.autocast.kernel_registry import Registry
-from apex._engine.autocast.mixed import resolve_mixed
-from apex._engine.autocast.thread_casts import (
+from apex._engine.autocast import kernels
+from apex._engine.autocast.blocks import (
     DEVICE_TYPES,
-    AmbientRequest,
     autocast_depth,
-    backward_id,
     get_dtype,
+    is_off,
     is_on,
-    threads,
+    off,
+    set_dtype,
+    set_on,
+    under,
 )
-from apex._torch.dynamo import at_tracing, untraced_frame
+from apex._torch.autograd import backward_id
+from apex._torch.dynamo import at_tracing, is_compiling_here, untraced, untraced_frame
 
 __all__ = [
     "CastRegion",
@@ -36,6 +46,7 @@ __all__ = [
     "active_dtype",
     "active_spec",
     "casts_off",
+    "settle",
 ]
 
 P = ParamSpec("P")
@@ -44,172 +55,173 @@ R = TypeVar("R")
 _is_compiling = torch.compiler.is_compiling
 
 
-class _Rules:
-    """The op casts of the calling thread.
+class _Request:
+    """A request for ambient casts in one thread.
 
-    In threads that no region has entered, the newest session's table applies: autograd's device
-    threads, and threads that run compiled code or a ``torch.autocast`` of their own.
+    Attributes:
+        alive: Whether it stands; any thread may set it to False.
+        applied: Whether the thread's switches follow it.
     """
-
-    def spec(self, device: str) -> CastSpec | None:
-        here = threads.current
-        if here.stale:
-            here.settle()
-            if not is_on(device):
-                return None
-        return here.specs.get(device) or _registry.newest(device)
-
-    def casts_double(self) -> bool:
-        return bool(threads.current.runs) or autocast_depth() > 0
-
-    @untraced_frame
-    def run_backward(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        inside = resolve_mixed(_cast_by, _registry.newest)
-        try:
-            try:
-                inside.__enter__()
-                return run(*args, **kwargs)
-            finally:
-                inside.__exit__()
-        finally:  # see Note [Interrupted blocks]
-            if inside.modes is not None:
-                inside.__exit__()
-
-
-_rules = _Rules()
-_registry = Registry(_rules)
-
-
-def _withdraw_after_fork() -> None:
-    """Withdraws the ambient casts in a forked process.
-
-    Its thread is a copy of one that called ``initialize``, but the results of data loader workers
-    must not depend on how they are started.
-    """
-    here = threads.current
-    for request in here.requests:
-        request.alive = False
-    here.stale = True
-    here.settle()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_withdraw_after_fork)
-
-
-class _Casts:
-    """Runs functions with the casts of a spec on, while its kernels are registered."""
 
     def __init__(self, spec: CastSpec) -> None:
         self.spec = spec
-        self._casts_double = False
-
-    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, except in ``no_casts``.
-
-        A weight used by several operators is cast once inside the outermost run; the cast is
-        dropped at its end, as the weight may change after it.
-        """
-        if _is_compiling():
-            if get_dtype("cpu") is _TRACED_OFF:
-                return fn(*args, **kwargs)
-            self._check_doubles(args, kwargs)
-            return _traced(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
-        return self.run_eagerly(fn, *args, **kwargs)
-
-    @untraced_frame
-    def run_eagerly(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """As :meth:`run`, for a caller that knows that no compiler traces it."""
-        here = threads.current
-        if here.stale:
-            here.settle()
-        if here.off and _stays_off(self.spec):
-            return fn(*args, **kwargs)
-        if not self._casts_double:
-            self._check_doubles(args, kwargs)
-        before = here.state_before(self.spec)
-        try:
-            try:
-                before = here.turn_on(self.spec, before)
-                return fn(*args, **kwargs)
-            finally:
-                here.restore(before)
-        finally:  # see Note [Interrupted blocks]
-            if here.busy != before[0]:
-                here.restore(before)
-
-    @at_tracing
-    def handle_doubles(self) -> None:
-        """Makes low-precision operators cast float64 tensors too, inside runs.
-
-        torch's own kernels leave float64 as it is, and then fail on mixed float64 and low
-        precision. ``run`` calls this at the first float64 argument, because it makes every matmul
-        call Python.
-        """
-        if not self._casts_double:
-            self._casts_double = True
-            _registry.replace_native_of(self.spec)
-
-    def _check_doubles(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        for value in args:
-            if isinstance(value, Tensor) and value.dtype is torch.float64:
-                self.handle_doubles()
-        for value in kwargs.values() if kwargs else ():
-            if isinstance(value, Tensor) and value.dtype is torch.float64:
-                self.handle_doubles()
+        self.thread = threading.get_ident()
+        self.depth = autocast_depth()
+        self.alive = True
+        self.applied = False
 
 
-class CastRegion(_Casts):
-    """Runs functions with op casts on.
+class _Thread(threading.local):
+    """The ambient casts of one thread.
 
-    While a region lives, the kernels that its devices lack are registered. Pickling or copying
-    makes an independent region with the same spec.
+    Attributes:
+        requests: The requests, oldest first.
+        before: The switch of each device type before the first of them, and the weight cache's.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[_Request] = []
+        self.before: dict[str, tuple[bool, torch.dtype]] = {}
+        self.cache = True
+
+    def apply(self) -> bool:
+        """Turns on the newest live request of each device type; returns whether it could."""
+        depth = autocast_depth()
+        if self.requests and self.requests[0].depth > depth:
+            self.before.clear()  # a block around a request has ended, and restored the switch
+        for request in self.requests:
+            if request.depth > depth:
+                request.depth, request.applied = depth, False
+        living = [request for request in self.requests if request.alive]
+        ended = [request for request in self.requests if not request.alive]
+        inside = any(depth > request.depth or _is_in_operator(request) for request in ended)
+        if inside or (ended and (backward_id() != -1 or is_compiling_here())):
+            return False  # a block, an operator, a pass or dynamo restores the switch at its end
+        dtypes = {device: r.spec.dtype for r in living for device in r.spec.device_types}
+        if not self.before:
+            self.cache = torch.is_autocast_cache_enabled()
+        for device in dtypes:
+            self.before.setdefault(device, (is_on(device), get_dtype(device)))
+        for device, (on, dtype) in self.before.items():
+            set_on(device, on or device in dtypes)
+            set_dtype(device, dtypes.get(device, dtype))
+        # No weight cache outside of regions, where changes of weights go unnoticed.
+        torch.set_autocast_cache_enabled(self.cache and not dtypes)
+        for request in self.requests:
+            request.applied = request.alive
+        return True
+
+    def settle(self) -> None:
+        """Applies again what a block or another thread has ended, and drops it."""
+        if any(not request.alive or request.depth for request in self.requests) and self.apply():
+            self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        self.requests = [request for request in self.requests if request.alive]
+        kept = {device for request in self.requests for device in request.spec.device_types}
+        self.before = {device: was for device, was in self.before.items() if device in kept}
+
+
+_here = _Thread()
+
+
+def _is_in_operator(request: _Request) -> bool:
+    """Returns whether an operator has turned off the switch of ambient casts, for its inside."""
+    return request.applied and not all(map(is_on, request.spec.device_types))
+
+
+@untraced
+def settle() -> None:
+    """Ends this thread's casts of sessions that ended elsewhere; see Note [Ambient casts]."""
+    if _here.requests:
+        _here.settle()
+        kernels.tag_caches()
+
+
+@functools.cache
+def _withdraw_in_forks() -> None:
+    """Withdraws ambient casts in forked processes.
+
+    Results of data loader workers must not depend on how they are started.
+    """
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=lambda: _withdraw([*_here.requests]))
+
+
+def _withdraw(requests: list[_Request]) -> None:
+    while requests:
+        request = requests.pop()
+        request.alive = False
+        if request.thread == threading.get_ident():
+            _here.apply()
+
+
+class CastRegion:
+    """Runs functions with op casts on; while it lives, its rows apply to autocast of its dtype.
+
+    Pickling or copying makes an independent region with the same spec.
 
     Raises:
         ValueError: If a device type of the spec has no autocast.
     """
 
     def __init__(self, spec: CastSpec) -> None:
-        super().__init__(spec)
-        self._requests: list[AmbientRequest] = []
-        self._registration = _registry.register(spec)
-        weakref.finalize(self, _end, self._registration, self._requests).atexit = False
+        self.spec = spec
+        self._digest = kernels.digest(spec)
+        self._requests: list[_Request] = []
+        weakref.finalize(self, _end, kernels.begin(spec), self._requests).atexit = False
 
     def __reduce__(self) -> tuple[type[CastRegion], tuple[CastSpec]]:
         return CastRegion, (self.spec,)
 
-    def enter_ambient(self) -> None:
-        """Turns casts on in this thread until ``leave_ambient``.
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, except in ``casts_off``.
 
-        Of several ambient regions the newest live one applies; after the last one, the previous
-        state returns.
+        float64 arguments become fp32. A weight used by several operators is cast once in the
+        outermost run.
         """
-        registration = _registry.register(self.spec, rules=False)
-        request = AmbientRequest(self.spec, threads.current, registration, _registry.unregister)
+        if _is_compiling():
+            if not self._digest:  # a guard: code with other rows is compiled again
+                return fn(*args, **kwargs)
+        elif _here.requests:
+            _here.settle()
+        if is_off():
+            return fn(*args, **kwargs)
+        if kwargs or not all(map(_is_cast, args)):
+            args, kwargs = tree.map_arguments(_without_double, args, kwargs)  # type: ignore[assignment]
+        return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+
+    @untraced_frame
+    def run_eagerly(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """As :meth:`run`, for a caller that knows that no compiler traces it."""
+        return self.run(fn, *args, **kwargs)
+
+    def enter_ambient(self) -> None:
+        """Turns casts on in this thread until ``leave_ambient``; of several, the newest apply."""
+        _withdraw_in_forks()
+        _here.settle()
+        request = _Request(self.spec)
         self._requests.append(request)
-        threads.current.request(request)
+        _here.requests.append(request)
+        _here.apply()
 
     def leave_ambient(self) -> None:
-        """Withdraws this region's ambient casts; idempotent, and safe in any thread.
-
-        Takes effect at once in the calling thread, and in another before its next operator that has
-        a row.
-        """
+        """Withdraws this region's ambient casts; see Note [Ambient casts]. Idempotent."""
         _withdraw(self._requests)
+        settle()
 
 
-def _stays_off(spec: CastSpec) -> bool:
-    """Returns whether casts stay off in a run of ``spec`` inside ``no_casts``.
+def _end(number: int, requests: list[_Request]) -> None:
+    _withdraw(requests)
+    kernels.end(number)
 
-    In a backward pass that began inside ``no_casts`` they are on, except when
-    torch.utils.checkpoint recomputes what ran with ambient casts off: it sets the switch itself, as
-    in the forward.
-    """
-    here = threads.current
-    if backward_id() == here.task:
-        return True
-    recomputes = bool(here.requests) and autocast_depth() >= here.off
-    return recomputes and not any(map(is_on, spec.device_types))
+
+def _is_cast(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype is not torch.float64
+
+
+def _without_double(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.float64 else tensor
 
 
 class UncastRegion:
@@ -224,150 +236,43 @@ class UncastRegion:
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
-        if _is_compiling():
-            return _traced([d for d in DEVICE_TYPES if is_on(d)], None, fn, *args, **kwargs)
-        return self.run_eagerly(fn, *args, **kwargs)
+        devices = [device for device in DEVICE_TYPES if is_on(device)]
+        if devices and not self._users:
+            devices = [device for device in devices if _is_ours(device)]
+        return under(devices, None, fn, *args, **kwargs)
 
     @untraced_frame
     def run_eagerly(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """As :meth:`run`, for a caller that knows that no compiler traces it."""
-        here = threads.current
-        if not here.specs and not self._users:
-            return fn(*args, **kwargs)
-        before = here.state_with(DEVICE_TYPES if self._users else here.specs)
-        try:
-            try:
-                before = here.turn_off(before, for_runs=False)
-                return fn(*args, **kwargs)
-            finally:
-                here.restore(before)
-        finally:
-            if here.busy != before[0]:
-                here.restore(before)
+        return self.run(fn, *args, **kwargs)
 
 
-def casts_off() -> AbstractContextManager[Any]:
-    """Returns ``no_casts()`` for differentiable code; under dynamo, a form that it can trace."""
-    if _is_compiling():
-        return _traced_off([device for device in DEVICE_TYPES if is_on(device)])
-    # In autograd's device threads torch.utils.checkpoint turns casts on to recompute.
-    return _CastsOff([device for device in DEVICE_TYPES if is_on(device) and _rules.spec(device)])
+@contextmanager
+def casts_off() -> Iterator[None]:
+    """A context or decorator in which nothing is cast, in regions inside, too."""
+    if not _is_compiling():
+        settle()
+    with off([device for device in DEVICE_TYPES if is_on(device)]):
+        yield
 
 
-class _CastsOff(no_casts):
-    """A block without casts that is also a decorator, as contextlib's are."""
-
-    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """Returns ``fn`` with casts off in each call, also those of later sessions."""
-
-        @functools.wraps(fn)
-        def uncast(*args: P.args, **kwargs: P.kwargs) -> R:
-            with casts_off():
-                return fn(*args, **kwargs)
-
-        return uncast
+@at_tracing
+def _is_ours(device: str) -> bool:
+    return kernels.newest(device, get_dtype(device)) is not None
 
 
 def active_spec() -> CastSpec | None:
-    """Returns the spec by which this thread casts now; None if casts are off.
-
-    If the device types have different specs, returns that of the first one with casts on.
-    """
-    for device in threads.current.specs or DEVICE_TYPES:
-        if is_on(device):
-            return _rules.spec(device)
+    """Returns the spec by which this thread casts now; None if casts are off."""
+    settle()
+    for device in DEVICE_TYPES:
+        if is_on(device) and (spec := kernels.newest(device, get_dtype(device))) is not None:
+            return spec
     return None
 
 
 def active_dtype() -> torch.dtype | None:
-    """Returns the low-precision dtype that this thread casts to now; None if casts are off.
-
-    Unlike :func:`active_spec`, it can be traced by ``torch.compile``.
-    """
-    if _is_compiling():
-        on = [device for device in DEVICE_TYPES if is_on(device)]
-        return get_dtype(on[0]) if on else None
-    spec = active_spec()
-    return None if spec is None else spec.dtype
-
-
-_TRACED_OFF = torch.float32
-"""The CPU's autocast dtype while ``disable_casts`` is traced.
-
-No region uses this dtype, and dynamo keeps it in the graph, so a region traced inside recognizes
-it. Whether casts are on would not be enough, because an outer region may have turned them on.
-"""
-
-
-def _traced(
-    devices: Sequence[str],
-    dtype: torch.dtype | None,
-    fn: Callable[P, R],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> R:
-    """Calls ``fn`` under autocast to ``dtype`` (None: off).
-
-    Nests one ``with`` per device, which dynamo can trace.
-    """
-    if not devices:
-        return fn(*args, **kwargs)
-    with torch.autocast(devices[0], dtype, enabled=dtype is not None, cache_enabled=False):
-        return _traced(devices[1:], dtype, fn, *args, **kwargs)
-
-
-@contextmanager
-def _traced_off(devices: Sequence[str]) -> Iterator[None]:
-    if not devices:
-        with torch.autocast("cpu", _TRACED_OFF, enabled=False, cache_enabled=False):
-            yield
-        return
-    with torch.autocast(devices[0], enabled=False, cache_enabled=False), _traced_off(devices[1:]):
-        yield
-
-
-def _cast_by(
-    specs: Mapping[str, CastSpec], fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    if any(is_on(device) for device in specs) or _is_switched_off():
-        return fn(*args, **kwargs)  # casts are those of torch's switch: of a recompute, for example
-    if _is_compiling():
-        for device, spec in specs.items():
-            fn = functools.partial(_traced, [device], spec.dtype, fn)
-        return fn(*args, **kwargs)
-    for spec in {id(spec): spec for spec in specs.values()}.values():
-        fn = functools.partial(_Casts(spec).run, fn)
-    return fn(*args, **kwargs)
-
-
-@at_tracing
-def _is_switched_off() -> bool:
-    """Returns whether code inside a backward pass has turned off the casts of mixed dtypes."""
-    here = threads.current
-    if get_dtype("cpu") is _TRACED_OFF:
-        return True
-    if here.off:
-        return backward_id() == here.task or any(map(_stays_off, here.specs.values()))
-    return here.runs > 0
-
-
-def _withdraw(requests: list[AmbientRequest]) -> None:
-    while requests:
-        request = requests.pop()
-        request.alive = False
-        thread = request.thread()
-        if thread is None:
-            continue
-        thread.stale = True
-        if thread is threads.current:
-            thread.settle()
-            if thread.busy:
-                continue  # the enclosing block settles it at its end
-        if request.unregister.alive:  # see Note [Sessions that end elsewhere]
-            _registry.replace_native(request.registration)
-
-
-def _end(registration: int, requests: list[AmbientRequest]) -> None:
-    _withdraw(requests)
-    _registry.unregister(registration)
+    """Returns the dtype that this thread casts to now, which can be traced; None without casts."""
+    if not _is_compiling():
+        settle()
+    on = [device for device in DEVICE_TYPES if is_on(device) and _is_ours(device)]
+    return get_dtype(on[0]) if on else None

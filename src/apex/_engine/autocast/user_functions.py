@@ -6,7 +6,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -45,8 +44,7 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
         ValueError: If ``kind`` is unknown.
         TypeError: If ``fn`` is not callable.
     """
-    if kind not in get_args(Kind):
-        raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
+    _check(kind)
     if not callable(fn):
         raise TypeError(f"amp can cast callables only; got {type(fn).__name__} {fn!r}.")
     plain: Callable[P, R] = getattr(fn, "__wrapped__", fn) if _is_cast(fn) else fn
@@ -68,13 +66,15 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
 class UserRegistry:
     """Registered functions of other modules, replaced by cast versions while a session lives.
 
-    A session may end in another thread, or in a garbage collection at any point of ``apply``.
+    Attributes:
+        listed: Module, name and kind of further functions that the next ``apply`` replaces.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._entries: dict[tuple[int, str], _Entry] = {}
-        self._applied: list[_Replaced] = []
+        self.listed: list[tuple[Any, str, Kind]] = []
+        self._lock = threading.RLock()  # a session may end in a garbage collection of this thread
+        self._kinds: dict[tuple[Any, str], Kind] = {}
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._sessions = 0
 
     def register(self, module: ModuleType | type, name: str, kind: Kind) -> None:
@@ -84,102 +84,73 @@ class UserRegistry:
             ValueError: If the module has no such function, or the kind is unknown.
             TypeError: If ``name`` is not a string.
         """
-        where = getattr(module, "__name__", repr(module))
-        if kind not in get_args(Kind):
-            raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
+        _check(kind)
         if not isinstance(name, str):
             raise TypeError(
                 f"amp.register_*_function got {name!r}; it takes a module and the name of a "
                 "function in it: amp.register_half_function(torch, 'einsum')."
             )
         if not callable(getattr(module, name, None)):
+            where = getattr(module, "__name__", repr(module))
             raise ValueError(
                 f"No function {name!r} in {where}. Pass the module that holds the function and its "
                 "name there: amp.register_half_function(torch, 'einsum')."
             )
-        entry = _Entry(module, name, kind)
         with self._lock:
             if self._sessions:
-                self._applied += entry.replace()
-            self._entries[id(module), name] = entry
+                self._replace(module, name, kind)
+            self._kinds[module, name] = kind
 
     def kinds(self) -> dict[str, Kind]:
         """Returns the kind of every registered function by its name."""
-        return {entry.name: entry.kind for entry in self._entries.values()}
+        return {name: kind for (_, name), kind in self._kinds.items()}
 
     def apply(self) -> None:
-        """Replaces every registered function not replaced yet; pairs with one ``undo``."""
+        """Replaces the registered and listed functions; pairs with one ``undo``."""
         with self._lock:
-            # First, so that a session that ends during this call is not the last one.
             self._sessions += 1
-            added: list[_Replaced] = []
             try:
-                for entry in list(self._entries.values()):
-                    added += entry.replace()
-                self._applied += added
+                for (module, name), kind in [*self._kinds.items()]:
+                    self._replace(module, name, kind)
+                for module, name, kind in self.listed:
+                    self._replace(module, name, kind)
             except BaseException:
-                _restore_all(added)
                 self.undo()
                 raise
 
     def undo(self) -> None:
         """Ends one ``apply``; the last one restores every function."""
         with self._lock:
-            if self._sessions == 0:
-                raise RuntimeError("undo() of user functions was called without apply().")
             self._sessions -= 1
-            if self._sessions == 0:
-                _restore_all(self._applied)
+            while self._replaced and not self._sessions:
+                module, name, before, ours = self._replaced.pop()
+                if vars(module).get(name) is not ours:
+                    continue  # other code has replaced ours since
+                if before is _ABSENT:
+                    delattr(module, name)
+                else:
+                    setattr(module, name, before)
 
-
-def _restore_all(replaced: list[_Replaced]) -> None:
-    while replaced:
-        replaced.pop().restore()
-
-
-@dataclass(frozen=True)
-class _Entry:
-    module: ModuleType | type
-    name: str
-    kind: Kind
-
-    def replace(self) -> list[_Replaced]:
-        """Sets the cast function in the module; returns nothing if it is already there."""
-        own = vars(self.module).get(self.name, _ABSENT)
-        function = getattr(self.module, self.name)
-        if getattr(function, _MARK, None) == self.kind:
-            return []
-        value: Any = cast_function(function, self.kind)
+    def _replace(self, module: Any, name: str, kind: Kind) -> None:
+        own, function = vars(module).get(name, _ABSENT), getattr(module, name)
+        if getattr(function, _MARK, None) == kind:
+            return
+        value: Any = cast_function(function, kind)
         # A bound method read from a class is a class method; its replacement must not bind again.
-        if inspect.isclass(self.module) and (
+        if inspect.isclass(module) and (
             inspect.ismethod(function) or isinstance(own, staticmethod)
         ):
             value = staticmethod(value)
-        setattr(self.module, self.name, value)
-        return [_Replaced(self, own, vars(self.module)[self.name])]
-
-
-@dataclass(frozen=True)
-class _Replaced:
-    entry: _Entry
-    before: Any
-    ours: Any
-
-    def restore(self) -> None:
-        """Restores the attribute, unless other code has replaced ours.
-
-        That code may still call ours, which then calls the original directly.
-        """
-        module, name = self.entry.module, self.entry.name
-        if vars(module).get(name) is not self.ours:
-            return
-        if self.before is _ABSENT:
-            delattr(module, name)
-        else:
-            setattr(module, name, self.before)
+        setattr(module, name, value)
+        self._replaced.append((module, name, own, vars(module)[name]))
 
 
 _ABSENT = object()
+
+
+def _check(kind: object) -> None:
+    if kind not in get_args(Kind):
+        raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
 
 
 def _is_cast(fn: object) -> bool:

@@ -261,9 +261,10 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        run = getattr(_own_class(self), method.__name__, method)  # scripts replace methods
         if _is_compiling() or (state := state_of(self)) is None:
-            return method(self, *args, **kwargs)
-        return _explaining(self, state, method, self, *args, **kwargs)
+            return run(self, *args, **kwargs)
+        return _explaining(self, state, run, self, *args, **kwargs)
 
     return explained
 

@@ -3,18 +3,21 @@
 One module per namespace: ``functional_overrides``, ``torch_overrides`` and ``tensor_overrides``,
 each with the mutable lists ``FP16_FUNCS``, ``FP32_FUNCS``, ``CASTS`` (promotion) and
 ``SEQUENCE_CASTS``; the first also has ``BANNED_FUNCS``, which scripts may add to the others.
-``amp.initialize`` builds its session's op table from them.
+``amp.initialize`` builds its session's op table from them. A name may be any function of torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from apex._core import op_names
 from apex._core.arguments import shown
 from apex._core.op_table import Category, OpTable
+from apex._engine.autocast.user_functions import Kind
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 __all__ = ["functional_overrides", "op_table", "tensor_overrides", "torch_overrides"]
@@ -33,20 +36,38 @@ _LISTS: dict[str, Category] = {
     "BANNED_FUNCS": "banned",
 }
 
+_KINDS: dict[Category, Kind] = {
+    "low_precision": "low_precision",
+    "fp32": "float",
+    "promote": "promote",
+}
+
 
 def op_table(dtype: torch.dtype) -> OpTable:
     """Returns the op table of a low-precision dtype, with the user's changes to the lists.
 
     Raises:
-        ValueError: If an added name is unknown, or the list's category cannot apply to it.
+        ValueError: If torch has no function of an added name.
     """
     table = OpTable.default().for_dtype(dtype)
-    for namespace, list_name, name in _changes(removed=True):
-        del list_name
+    for namespace, _, name in _changes(removed=True):
         table = table.without(namespace, name)
-    for namespace, list_name, name in _changes(removed=False):
-        table = table.with_(namespace, name, _LISTS[list_name])
+    for namespace, category, name in _changes(removed=False):
+        if op_names.operators(namespace, name) or category not in _KINDS:
+            table = table.with_(namespace, name, category)
     return table
+
+
+def python_functions() -> list[tuple[Any, str, Kind]]:
+    """Returns module, name and kind of each added name that is a Python function of torch.
+
+    Those have no operator, and are cast as the user's registered functions are.
+    """
+    return [
+        (_MODULES[namespace].MODULE, name, _KINDS[category])
+        for namespace, category, name in _changes(removed=False)
+        if category in _KINDS and not op_names.operators(namespace, name)
+    ]
 
 
 def _names() -> dict[tuple[str, str], set[str]]:
@@ -58,11 +79,11 @@ def _names() -> dict[tuple[str, str], set[str]]:
     }
 
 
-def _changes(*, removed: bool) -> Iterator[tuple[str, str, str]]:
+def _changes(*, removed: bool) -> Iterator[tuple[str, Category, str]]:
     for (namespace, list_name), now in _names().items():
         before = _ORIGINAL[namespace, list_name]
         for name in sorted(before - now if removed else now - before):
-            yield namespace, list_name, name
+            yield namespace, _LISTS[list_name], name
 
 
 def _name(entry: object) -> str:

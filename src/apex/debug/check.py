@@ -1,0 +1,372 @@
+"""Single questions: which values are not finite, why a step was skipped, which weights stay."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from apex._core import arguments, dtypes, finite, tree
+from apex._core.param_groups import params_of, states_in
+from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
+from apex._torch import copies, dtensor
+from apex._torch.grad_scaler import holds_unscaled
+from apex.amp.nonfinite import NonfiniteGradient, nonfinite_gradients
+from apex.debug import tracing
+from apex.debug.common import check_scaler, inner
+from apex.debug.watch import loop_of
+
+_COUNT = "state step"
+"""Role of the tensor in which torch's optimizers count steps."""
+
+_MAX_LISTED = 10
+"""Number of non-finite tensors that ``str`` lists."""
+
+
+def why_skipped(
+    optimizer: Any, *, model: nn.Module | Sequence[nn.Module] | None = None
+) -> list[NonfiniteGradient]:
+    """Returns the gradients that hold inf or NaN; empty if all are finite or cleared.
+
+    Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device. With
+    ``verbosity=2``, ``amp.initialize`` prints the same list at every overflow.
+
+    Args:
+        optimizer: An optimizer prepared by ``amp.initialize``, at any level, or that of a plain
+            loop: call it after ``backward`` or, with a ``GradScaler``, after ``scaler.step``.
+        model: The model or models of a plain loop, for names.
+
+    Raises:
+        RuntimeError: If the amp session of an optimizer from a file is gone.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        >>> loss = (model.weight * torch.tensor([[1.0, torch.inf]])).sum()
+        >>> with amp.scale_loss(loss, optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> for gradient in amp.debug.why_skipped(optimizer):
+        ...     print(gradient)
+        weight (1 inf of 2)
+    """
+    loop = loop_of("why_skipped", [optimizer], models=model)
+    names = loop.names()
+    return nonfinite_gradients((names[id(param)], param) for param in loop.params())
+
+
+# -- numerics --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorNumerics:
+    """A summary of one tensor's values.
+
+    Attributes:
+        name: Qualified name of the parameter or buffer in the model.
+        role: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"master"`` or ``"state NAME"``.
+        dtype: Name of the dtype, such as ``"float16"``.
+        inf: Number of infinite elements, of either sign.
+        nan: Number of NaN elements.
+        elements: Number of elements; of a sharded tensor, those on this rank.
+        largest: Largest finite absolute value; of complex numbers, of their parts.
+        limit: Largest finite value of the dtype.
+        mask: Whether it is a buffer whose infinities are those of a mask: all of one sign, among
+            numbers that are all equal.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    inf: int
+    nan: int
+    elements: int
+    largest: float
+    limit: float
+    mask: bool = False
+
+    @property
+    def finite(self) -> bool:
+        """Whether it holds neither inf nor NaN, except for the infinities of a mask."""
+        return self.mask or not (self.inf or self.nan)
+
+    @property
+    def headroom(self) -> float:
+        """Powers of two from the largest value to ``limit``; inf if all values are 0."""
+        return math.log2(self.limit / self.largest) if self.largest else math.inf
+
+    def __str__(self) -> str:
+        counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
+        what = f"{', '.join(counts)} of {self.elements}" if counts else f"up to {self.largest:.3g}"
+        return f"{self.name} ({self.role}, {self.dtype}): {what}"
+
+
+class Numerics(tuple[TensorNumerics, ...]):
+    """The result of :func:`check_numerics`: a tuple, true if all tensors are finite."""
+
+    __slots__ = ()
+
+    @property
+    def nonfinite(self) -> list[TensorNumerics]:
+        """The tensors that hold inf or NaN."""
+        return [item for item in self if not item.finite]
+
+    @property
+    def least_headroom(self) -> TensorNumerics | None:
+        """The finite tensor with the least headroom, apart from counts of steps; None if none."""
+        values = (item for item in self if item.finite and item.role != _COUNT)
+        return min(values, key=lambda item: item.headroom, default=None)
+
+    def __bool__(self) -> bool:
+        return not self.nonfinite
+
+    def __str__(self) -> str:
+        """Returns the tensors that are not finite, or else the one closest to overflow."""
+        bad = self.nonfinite
+        if bad:
+            more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
+            return "Not finite:\n" + "\n".join(f"  {line}" for line in [*bad[:_MAX_LISTED], *more])
+        close = self.least_headroom
+        if close is None:
+            return "No floating-point tensor."
+        return f"All {len(self)} tensors finite; closest to overflow: {close}."
+
+
+@torch.no_grad()
+def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
+    """Finds inf and NaN in parameters, buffers, gradients, masters and optimizer state.
+
+    Call it between two steps to locate a persistent NaN: one in the optimizer's state returns at
+    every step, whatever the batch. Waits for the device once, at the end.
+
+    Args:
+        model: Any model, prepared or not.
+        optimizer: Its optimizer, prepared by ``amp.initialize`` or plain, to check masters and
+            state too, under the names of the model's parameters.
+
+    Raises:
+        TypeError: If ``model`` is not a module, or ``optimizer`` is not an optimizer.
+
+    Example:
+        >>> import torch
+        >>> from apex import amp
+        >>> model = torch.nn.Linear(2, 1)
+        >>> bool(amp.debug.check_numerics(model))
+        True
+        >>> model.weight.data[0, 1] = torch.nan
+        >>> print(amp.debug.check_numerics(model))
+        Not finite:
+          weight (parameter, float32): 1 nan of 2
+    """
+    arguments.module("amp.debug.check_numerics", model)
+    held = [
+        (name, role, finite.summed_values(dtensor.local(tensor.detach())))
+        for name, role, tensor in _named(model, optimizer)
+        if tracing.is_checked(tensor)
+    ]
+    held = [item for item in held if item[2].numel()]
+    counts = copies.fetched([_counts(values) for *_, values in held])
+    return Numerics(
+        TensorNumerics(
+            name,
+            role,
+            dtypes.name(values.dtype),
+            int(inf),
+            int(nan),
+            values.numel(),
+            largest,
+            torch.finfo(values.dtype).max,
+            mask=role == "buffer" and 0 < inf < values.numel() and tracing.is_mask(values),
+        )
+        for (name, role, values), (inf, nan, largest) in zip(
+            held,
+            (each.tolist() for each in counts),  # sync: a diagnosis, asked for
+            strict=True,
+        )
+    )
+
+
+def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
+    for name, param in model.named_parameters():
+        yield name, "parameter", param
+        if param.grad is not None:
+            yield name, "gradient", param.grad
+    for name, buffer in model.named_buffers():
+        yield name, "buffer", buffer
+    if optimizer is None:
+        return
+    own = inner(optimizer)
+    binding = binding_of(own)
+    names = {id(param): name for name, param in model.named_parameters()}
+    masters = {} if binding is None else {id(pair.master): pair.model for pair in binding.pairs}
+    for param in params_of(own):
+        weight = masters.get(id(param))
+        name = names.get(id(param if weight is None else weight), "(a parameter of another model)")
+        if weight is not None:
+            yield name, "master", param
+            if param.grad is not None:
+                yield name, "gradient of the master", param.grad
+        for key, value in own.state.get(param, {}).items():
+            if isinstance(value, Tensor):
+                yield name, f"state {key}", value
+
+
+def _counts(values: Tensor) -> Tensor:
+    """Returns the counts of inf and NaN, and the largest finite magnitude."""
+    parts = tracing.real(values)
+    largest = torch.where(torch.isfinite(parts), parts, 0.0).abs().max()
+    found = torch.isinf(values).sum(), torch.isnan(values).sum(), largest
+    return torch.stack([each.double() for each in found])
+
+
+# -- frozen updates --------------------------------------------------------------------------------
+
+_WIDER = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float64,
+}
+"""The dtype in which the intended update is computed, by the weight's dtype."""
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@dataclass(eq=False)
+class FrozenUpdates:
+    """Counts of one optimizer step; filled in when the block around the step ends.
+
+    Attributes:
+        wanted: Number of weights whose intended update was not zero.
+        frozen: How many of these kept their value.
+    """
+
+    wanted: int = 0
+    frozen: int = 0
+
+    @property
+    def share(self) -> float:
+        """``frozen / wanted``; 0 if no weight was to move."""
+        return self.frozen / self.wanted if self.wanted else 0.0
+
+
+@contextmanager
+def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpdates]:
+    """Counts the weights that the step inside the block should have moved but did not.
+
+    A copy of the optimizer computes the intended update from the same weights, gradients and state
+    in a wider dtype (fp32 for 16-bit weights, fp64 for fp32 weights). If that update is not zero
+    but the weight stays the same, rounding has lost it, as for an Adam step of 1e-3 on a bf16
+    weight of 1. The counted weights are those that the optimizer steps: fp32 masters where they
+    exist. A step with a non-finite gradient counts nothing.
+
+    Costs a copy of weights and state, an additional step, and host syncs: use it for single steps.
+    Of a sharded model, every rank counts its own shards, and every rank must use it.
+
+    Args:
+        optimizer: An optimizer that steps without a closure, prepared by amp or plain.
+        scaler: The ``torch.amp.GradScaler`` by whose ``step`` a plain optimizer steps in the block.
+
+    Raises:
+        TypeError: If ``scaler`` is not a ``GradScaler``.
+        ValueError: If the optimizer's step needs a closure.
+
+    Example:
+        >>> import torch
+        >>> from apex.debug import frozen_updates
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, 0.001], dtype=torch.bfloat16))
+        >>> optimizer = torch.optim.SGD([weight], lr=1e-3)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> with frozen_updates(optimizer) as updates:
+        ...     optimizer.step()
+        >>> updates.frozen, updates.wanted
+        (1, 2)
+    """
+    check_scaler("frozen_updates", scaler)
+    own = inner(optimizer)
+    binding = binding_of(own)
+    kind = own_class(type(own))
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"amp.debug.frozen_updates got {kind.__name__}, whose step needs a closure: its update "
+            "depends on losses that only the closure can compute. Pass an optimizer that steps "
+            "without a closure."
+        )
+    if binding is not None:
+        binding.settle()
+    updates = FrozenUpdates()
+    if not _finite(params_of(own)):
+        yield updates
+        return
+    before = [param.detach().clone() for param in params_of(own) if param.grad is not None]
+    unscaled = scaler is None or any(holds_unscaled(scaler, each) for each in (optimizer, own))
+    wide = _wanted_values(own, 1.0 if unscaled else scaler.get_scale())
+    yield updates
+    for (param, wanted), old in zip(wide.items(), before, strict=True):
+        moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
+        stays = moves & (param.detach() == old)
+        updates.wanted += int(moves.count_nonzero())  # sync: a diagnosis on request
+        updates.frozen += int(stays.count_nonzero())  # sync: a diagnosis on request
+
+
+def _wanted_values(optimizer: Optimizer, scale: float) -> dict[Tensor, Tensor]:
+    """Returns, by parameter with a gradient, the values after a step in a wider dtype.
+
+    ``scale`` is the factor that the gradients carry. A plain copy of the optimizer steps.
+    """
+    wide = {param: _widened(param, scale) for param in params_of(optimizer)}
+    # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in (ATTRIBUTE, "step", "grad_scale", "found_inf", *_HOOKS)
+    }
+    shadow = object.__new__(own_class(type(optimizer)))
+    shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))
+    shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    for param, state in states_in(shadow.state):
+        match = functools.partial(_match_dtype, dtype=param.dtype)
+        for name, value in state.items():
+            state[name] = tree.map_tensors(match, value)
+    shadow.step()
+    return {param: wider.detach() for param, wider in wide.items() if param.grad is not None}
+
+
+def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
+    # 0-d tensors are step counts, whose dtype the kernels require.
+    narrower = value.dim() > 0 and value.dtype in _WIDER and value.dtype.itemsize < dtype.itemsize
+    return value.to(dtype) if narrower else value
+
+
+def _widened(param: Tensor, scale: float) -> Tensor:
+    dtype = _WIDER.get(param.dtype, param.dtype)
+    if param.device.type == "mps" and dtype is torch.float64:  # not supported there
+        dtype = torch.float32
+    wide = torch.nn.Parameter(param.detach().to(dtype, copy=True))
+    wide.requires_grad_(param.requires_grad)
+    if param.grad is not None:
+        wide.grad = param.grad.detach().to(dtype, copy=True) / scale
+    return wide
+
+
+def _finite(params: Sequence[Tensor]) -> bool:
+    """Returns whether all gradients are finite, those of other ranks' shards included."""
+    grads = [dtensor.local(param.grad) for param in params if param.grad is not None]
+    dense = map(finite.summed_values, grads)
+    bad = not all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis
+    found = torch.tensor(bad, dtype=torch.float32)
+    # The copy's step may communicate, and a rank whose shards are finite skips with the others.
+    dtensor.all_reduce_(found, dtensor.groups(params), "MAX")
+    return not found  # sync: as above

@@ -1,0 +1,203 @@
+"""What torch's own autocast does on each device type, as far as the op table relies on it.
+
+The autocast of CUDA, XPU and MPS casts fake tensors, without a device and without values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from apex._core.op_names import NAMES, WITHOUT_BF16
+from apex._core.op_table import (
+    NATIVE_DIFFERENCES,
+    CastSpec,
+    OpTable,
+)
+from apex._engine.autocast import kernels
+from apex._engine.autocast.region import CastRegion
+from apex._torch import dispatcher
+from tests.casts.op_calls import HOLDERS, Call, calls, convert, floats, tensor_dtypes
+from tests.casts.op_rows import arguments, rows
+
+LOW, FP32 = torch.bfloat16, torch.float32
+ROWS = OpTable.default().rows
+WANTED = {  # by category: dtypes of the result for fp32, bf16 and mixed inputs
+    "low_precision": (LOW, LOW, LOW),
+    "fp32": (FP32, FP32, FP32),
+    "promote": (FP32, LOW, FP32),
+    "refuses": (FP32, "raises", "raises"),
+    "raises": ("raises", "raises", "raises"),
+}
+# They read values or lay out memory, which fake tensors of a missing device do not let them.
+NOT_FAKED = {"equal", "ctc_loss", "grid_sample"}
+AT_LEAST = {"cpu": 30, "cuda": 60, "xpu": 60, "mps": 45}
+MORE = [
+    Call("torch", "tensordot", "", (floats(2, 3), floats(3, 2), 1), {}),
+    Call("torch.linalg", "matrix_norm", "", (floats(2, 2), 2), {}),
+]
+HOLDERS = {**HOLDERS, "torch.linalg": torch.linalg}
+
+
+@contextlib.contextmanager
+def native_autocast(device):
+    torch.set_autocast_enabled(device, True)
+    dtype = torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype(device, LOW)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, dtype)
+
+
+def fake(value, device):
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device=device)
+    if isinstance(value, list | tuple):
+        return type(value)(fake(item, device) for item in value)
+    return value
+
+
+def result(call, dtypes, device):
+    """Returns the dtype that comes out, or ``"raises"``."""
+    args = convert(call.args, *dtypes)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) if device != "cpu" else contextlib.nullcontext()
+    ):
+        if device != "cpu":
+            args = fake(args, device)
+        try:
+            out = getattr(HOLDERS[call.namespace], call.name)(*args, **call.kwargs)
+        except (RuntimeError, NotImplementedError):
+            return "raises"
+        return out.dtype if isinstance(out, Tensor) else type(out)
+
+
+def results(call, device):
+    given = [[FP32], [LOW], [LOW, FP32]][: 3 if len(tensor_dtypes(call.args)) > 1 else 2]
+    return tuple(result(call, dtypes, device) for dtypes in given)
+
+
+def native_calls(device):
+    """Yields calls of one operator that torch casts itself, and that operator."""
+    linalg = {"tensordot": ("tensordot",), "matrix_norm": ("linalg_matrix_norm",)}
+    for call in [*calls(), *MORE]:
+        ops = NAMES.get(call.namespace, linalg).get(call.name) or linalg.get(call.name, ())
+        native = [op for op in ops if dispatcher.has_operator(f"aten::{op}")]
+        native = [op for op in native if kernels.native_category(op, device)]
+        if native and call.namespace != "torch.Tensor" and runs(call, device):
+            yield call, native[0]
+
+
+def runs(call, device):
+    """Returns whether a fake tensor runs it: before torch 2.9 some calls ask for a driver."""
+    if device == "cpu":
+        return True
+    dtypes = [FP32, LOW] if call.name.startswith("conv") else [FP32]
+    return all(result(call, [dtype], device) != "raises" for dtype in dtypes)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
+def test_torchs_own_kernels_have_the_categories_that_the_table_says(device):
+    checked = set()
+    for call, op in native_calls(device):
+        if device != "cpu" and call.name in NOT_FAKED:
+            continue
+        with native_autocast(device):
+            found = results(call, device)
+        assert found == WANTED[kernels.native_category(op, device)][: len(found)], (
+            call.name,
+            op,
+            found,
+        )
+        checked.add(op)
+    assert len(checked) > AT_LEAST[device]
+
+
+# In fp32 on one device, in a session, too: the CPU has no kernel for it in 16 bits, or one that
+# adds up in them (docs/concepts/devices.md).
+ON_ONE_DEVICE = {
+    "cpu": {"adaptive_avg_pool3d", "avg_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"},
+    "mps": {"batch_norm"},
+}
+# They cast what rows have cast already; the names of others begin with an underscore.
+INSIDE_ROWS = {
+    *("cudnn_convolution", "cudnn_convolution_transpose", "grid_sampler_2d", "grid_sampler_3d"),
+    *("chain_matmul", "lu_solve", "mkldnn_rnn_layer", "multilabel_margin_loss_forward"),
+    *("native_layer_norm", "pinverse"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
+def test_what_torch_casts_on_one_device_is_cast_on_all_or_listed(device):
+    key = dispatcher.AUTOCAST_KEYS[device]
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    # Until torch 2.11 some had overloads for named dimensions.
+    own = {name.removeprefix("aten::") for name in names if not re.search("imname|names_", name)}
+    listed = ({*NATIVE_DIFFERENCES[device]} - {*ROWS}) | ON_ONE_DEVICE.get(device, set())
+    assert {op for op in own - {*ROWS, *listed, *INSIDE_ROWS} if op[0] != "_"} == set()
+    assert not listed & {*ROWS}
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if row in WITHOUT_BF16])
+def test_what_is_fp32_for_want_of_a_kernel_has_none(row):
+    for args, kwargs in arguments(row):
+        with pytest.raises(RuntimeError):  # NotImplementedError included
+            dispatcher.overload(row)(*convert(args, LOW), **kwargs)
+
+
+# Without MPS: that torch's fake tensors of it do not run what our rows make of a softmax.
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_what_torch_before_2_9_cannot_hand_out_is_restated(device):
+    for call, op in native_calls(device):
+        if device != "cpu" and call.name in NOT_FAKED:
+            continue
+        with torch.library._scoped_library("aten", "IMPL") as library:
+            kernel, key = kernels.restated(op, device), dispatcher.AUTOCAST_KEYS[device]
+            library.impl(op, kernel, key, with_keyset=True)
+            with native_autocast(device):
+                found = results(call, device)
+        assert found == WANTED[kernels.native_category(op, device)][: len(found)], (call.name, op)
+
+
+def test_under_a_region_cuda_follows_the_table_where_torchs_kernels_do_not():
+    region = CastRegion(CastSpec(LOW, ("cuda",), OpTable.default()))  # noqa: F841 - lives
+    categories = {"banned": "fp32", "refuses": "fp32"}
+    for call in [*calls(), *MORE]:
+        ops = NAMES.get(call.namespace, {}).get(call.name, ()) or ("linalg_matrix_norm",)
+        if call.namespace == "torch.Tensor" or call.name in NOT_FAKED or ops[0] not in ROWS:
+            continue
+        if not runs(call, "cuda"):
+            continue
+        if call.name == "__ipow__" or (call.category and not NAMES[call.namespace].get(call.name)):
+            continue
+        with native_autocast("cuda"):
+            found = results(call, "cuda")
+        category = categories.get(ROWS[ops[0]], ROWS[ops[0]])
+        assert found == WANTED[category][: len(found)], (call.name, found)
+
+
+def test_cross_entropy_takes_its_softmax_in_fp32():
+    """Its log_softmax is asked for the input's own dtype, which autocast honours."""
+    region, _other = (CastRegion(CastSpec(LOW, (d,), OpTable.default())) for d in ("cpu", "cuda"))
+    logits, target = torch.randn(4, 10).to(LOW) * 10, torch.arange(4)
+    got = region.run(F.cross_entropy, logits, target)
+    assert torch.equal(got, F.cross_entropy(logits.float(), target))
+    seen = []
+
+    class Softmaxes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._log_softmax.default:
+                seen.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Softmaxes(), native_autocast("cuda"):
+        F.cross_entropy(*fake((logits, target), "cuda"))
+    assert seen == [FP32]

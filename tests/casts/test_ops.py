@@ -1,0 +1,393 @@
+"""Op casts beyond apex's lists: RNNs, attention, einsum, dtype arguments, changed tables."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion
+
+DEFAULT = OpTable.default()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LOW = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=LOW, ids=["bf16", "fp16"])
+def low(request):
+    return request.param
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def region(low, device):
+    return CastRegion(CastSpec(low, (device,), DEFAULT))
+
+
+def region_of(table: OpTable, *, allow_banned: bool = False) -> CastRegion:
+    return CastRegion(CastSpec(torch.float16, ("cpu",), table, allow_banned))
+
+
+# -- recurrent ------------------------------------------------------------------------------------
+
+RNNS = [
+    (nn.LSTM, {}),
+    (nn.LSTM, {"bidirectional": True, "num_layers": 2}),
+    (nn.LSTM, {"proj_size": 2}),
+    (nn.GRU, {"batch_first": True}),
+    (nn.GRU, {"bidirectional": True}),
+    (nn.RNN, {}),
+    (nn.RNN, {"nonlinearity": "relu", "num_layers": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), RNNS)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("given", ["fp32", "low"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+def test_rnn_runs_in_low_precision(region, low, device, kind, options, packed, given):
+    rnn = kind(4, 3, **options).to(device)
+    x = torch.randn(3, 2, 4, device=device).to(low if given == "low" else torch.float32)
+    lengths = [2, 3] if options.get("batch_first") else [3, 2]
+    plain = kind(4, 3, **options).to(device)
+    plain.load_state_dict(rnn.state_dict())
+    plain.to(low)
+    expected = plain(x.to(low))[0]
+    if packed:
+        first = bool(options.get("batch_first"))
+        lengths = [3, 2, 1] if first else [3, 2]
+        x = pack_padded_sequence(x[:, :3] if not first else x.repeat(1, 2, 1), lengths, first)
+    out, hidden = region.run(rnn, x)
+    data = out.data if packed else out
+    assert data.dtype is low
+    for state in hidden if isinstance(hidden, tuple) else (hidden,):
+        assert state.dtype is low
+    if not packed:
+        torch.testing.assert_close(out, expected)
+    data.float().sum().backward()
+    assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in rnn.parameters())
+
+
+def test_rnn_takes_states_of_another_dtype(region, low, device):
+    rnn, x = nn.LSTM(4, 3).to(device), torch.randn(3, 2, 4, device=device)
+    states = (torch.zeros(1, 2, 3, device=device), torch.zeros(1, 2, 3, device=device))
+    assert region.run(rnn, x, states)[0].dtype is low
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_cell_runs_in_low_precision(region, low, device, kind):
+    cell, x = kind(4, 3).to(device), torch.randn(2, 4, device=device)
+    state = region.run(cell, x)
+    for part in state if isinstance(state, tuple) else (state,):
+        assert part.dtype is low
+    again = region.run(cell, x.to(low), state)
+    (again[0] if isinstance(again, tuple) else again).float().sum().backward()
+    assert cell.weight_ih.grad.dtype is torch.float32
+
+
+# -- attention, einsum ----------------------------------------------------------------------------
+
+
+def test_attention_takes_mixed_dtypes(region, low, device):
+    q, k, v = torch.randn(3, 1, 2, 3, 4, device=device)
+    mask = torch.zeros(3, 3, device=device)
+    got = region.run(F.scaled_dot_product_attention, q, k.to(low), v, attn_mask=mask)
+    expected = F.scaled_dot_product_attention(q.to(low), k.to(low), v.to(low), mask.to(low))
+    assert got.dtype is low
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_multi_head_attention_runs_in_low_precision(region, low, device, weights, mode):
+    module = nn.MultiheadAttention(4, 2, batch_first=True).to(device).train(mode == "train")
+    x = torch.randn(2, 3, 4, device=device)
+    assert region.run(module, x, x.to(low), x, need_weights=weights)[0].dtype is low
+
+
+def test_einsum_and_tensordot_take_mixed_dtypes(region, low, device):
+    a, b = torch.randn(2, 3, device=device), torch.randn(3, 2, device=device).to(low)
+    for got in (region.run(torch.einsum, "ij,jk->ik", a, b), region.run(torch.tensordot, a, b, 1)):
+        assert got.dtype is low
+        torch.testing.assert_close(got, a.to(low) @ b)
+
+
+# -- dtype rules ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fn", [torch.sum, torch.prod])
+@pytest.mark.parametrize("asked", [torch.float64, torch.float16, torch.float32])
+def test_dtype_argument_is_honoured(region, low, device, fn, asked):
+    assert region.run(fn, torch.ones(2, device=device).to(low), dtype=asked).dtype is asked
+
+
+@pytest.mark.parametrize("asked", [torch.float64, torch.bfloat16, None])
+def test_dtype_argument_of_softmax_is_honoured(region, low, device, asked):
+    x = torch.ones(2, 2, device=device).to(low)
+    for fn in (F.softmax, F.log_softmax, F.softmin):
+        assert region.run(fn, x, 1, 3, asked).dtype is (asked or torch.float32)
+    assert region.run(torch.cumsum, x, 1, dtype=asked).dtype is (asked or torch.float32)
+
+
+@pytest.mark.parametrize("order", [2, 1, "fro", "nuc", float("inf")])
+def test_norms_of_any_order_are_fp32(region, low, device, order):
+    x = torch.ones(2, 2, device=device).to(low)
+    assert region.run(torch.norm, x, order).dtype is torch.float32
+    assert region.run(torch.linalg.norm, x, order).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("mode", "antialias"),
+    [
+        *((mode, False) for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")),
+        *((mode, True) for mode in ("bilinear", "bicubic")),
+    ],
+)
+def test_interpolate_is_fp32_in_every_mode(region, low, device, mode, antialias):
+    x = torch.rand(1, 1, 3, 3, device=device).to(low)
+    got = region.run(F.interpolate, x, scale_factor=2.0, mode=mode, antialias=antialias)
+    assert got.dtype is torch.float32
+    expected = F.interpolate(x.float(), scale_factor=2.0, mode=mode, antialias=antialias)
+    torch.testing.assert_close(got, expected)
+
+
+def test_rms_norm_logsumexp_and_log1p_are_fp32(region, low, device):
+    x = torch.ones(2, 2, device=device).to(low)
+    for got in (
+        region.run(F.rms_norm, x, [2]),
+        region.run(torch.logsumexp, x, 1),
+        region.run(torch.log1p, x),
+        region.run(torch.std_mean, x)[0],
+    ):
+        assert got.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(torch.pinverse, torch.linalg.pinv, torch.matrix_exp, torch.linalg.matrix_exp),
+        *(torch.cov, torch.corrcoef),
+    ],
+)
+def test_functions_made_of_matrix_products_are_fp32_with_their_gradients(
+    region, low, device, function
+):
+    values = torch.tensor([[2.0, 1.0, 0.5], [0.25, 3.0, 1.0], [1.0, 0.5, 4.0]], device=device)
+    for dtype in (torch.float32, low):
+        x = values.to(dtype, copy=True).requires_grad_()
+        got = region.run(function, x)
+        (grad,) = torch.autograd.grad(got[0, 1], x)
+        plain = values.clone().requires_grad_()
+        expected = function(plain)
+        (exact,) = torch.autograd.grad(expected[0, 1], plain)
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(grad, exact.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, one: torch.sub(x, one, alpha=2),
+        lambda x, one: torch.addcmul(x, one, one, value=0.5),
+        lambda x, one: torch.baddbmm(one, one, x, beta=0.5),
+    ],
+    ids=["sub", "addcmul", "baddbmm"],
+)
+@pytest.mark.parametrize("device", ["cpu"])  # the emulated one has no tensors without memory
+@pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")  # torch's own, of its formulas
+def test_forward_mode_multiplies_the_zeros_of_constants_by_numbers(region, low, device, function):
+    x, one = torch.ones(1, 2, 2, device=device), torch.ones(1, 2, 2, device=device)
+    got = region.run(torch.func.jvp, lambda x: function(x, one), (x,), (one,))
+    expected = torch.func.jvp(lambda x: function(x, one), (x,), (one,))
+    assert [*map(torch.Tensor.tolist, got)] == [*map(torch.Tensor.tolist, expected)]
+
+
+def test_a_kernel_of_torch_may_work_in_place_on_memory_of_its_own(region, low, device):
+    x = torch.ones(2, 3, device=device, dtype=low)
+    out = torch.empty(2, device=device, dtype=low)
+    region.run(torch.logsumexp, x, 1, out=out)
+    assert out.tolist() == torch.logsumexp(x, 1).tolist()
+
+
+def test_squares_in_place_keep_the_tensor_that_they_write(region, low, device):
+    x = torch.full((2,), 3.0, device=device, dtype=low)
+    assert region.run(x.square_) is x
+    assert x.tolist() == [9.0, 9.0]
+
+
+def test_mean_keeps_low_precision_and_batch_norm_follows_its_input(region, low, device):
+    x = torch.randn(4, 2, device=device)
+    assert region.run(torch.mean, x.to(low)).dtype is low
+    norm = nn.BatchNorm1d(2).to(device)
+    assert region.run(norm, x.to(low)).dtype is low
+    assert region.run(norm, x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack], ids=["cat", "stack"])
+@pytest.mark.parametrize("first", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("second", [torch.float16, torch.float32])
+def test_cat_and_stack_promote_as_without_casts(region, device, join, first, second):
+    tensors = [torch.randn(2, 3, device=device).to(dtype) for dtype in (first, second)]
+    expected = join(tensors)
+    result = region.run(join, tensors)
+    assert result.dtype is expected.dtype
+    assert torch.equal(result, expected)
+
+
+def _unpool(pooled):
+    indices = torch.arange(pooled.numel(), device=pooled.device).view_as(pooled)
+    unpool = F.max_unpool2d if pooled.dim() == 3 else F.max_unpool3d
+    return unpool(pooled, indices, 2)
+
+
+KEEPING = {
+    "reflection_pad1d": (lambda x: F.pad(x, (1, 1), "reflect"), (2, 3, 4)),
+    "reflection_pad2d": (lambda x: F.pad(x, (1, 1, 1, 1), "reflect"), (2, 3, 4, 4)),
+    "replication_pad1d": (lambda x: F.pad(x, (1, 1), "replicate"), (2, 3, 4)),
+    "replication_pad2d": (lambda x: F.pad(x, (1, 1, 1, 1), "replicate"), (2, 3, 4, 4)),
+    "replication_pad3d": (lambda x: F.pad(x, (1,) * 6, "replicate"), (1, 2, 4, 4, 4)),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2), (1, 2, 4, 4, 4)),
+    "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, 2), (1, 2, 4, 4, 4)),
+    "max_unpool2d": (_unpool, (1, 2, 2)),
+    "max_unpool3d": (_unpool, (1, 2, 2, 2)),
+    "fake_quantize_per_tensor_affine": (
+        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.125, 0, -127, 127),
+        (2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_moves_values_keeps_its_dtype_on_every_device(region, low, device, name):
+    """torch's own autocast runs these in fp32 on a CPU, and nowhere else."""
+    fn, shape = KEEPING[name]
+    for dtype in (low, torch.float32):
+        x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+        result = region.run(fn, x)
+        assert result.dtype is dtype
+        torch.testing.assert_close(result, fn(x.float()).to(dtype), rtol=0, atol=0)
+        result.sum().backward()
+        assert x.grad.dtype is dtype
+
+
+def test_a_spectral_layer_gets_gradients(region, low, device):
+    x = torch.randn(3, 6, device=device).to(low).requires_grad_()
+
+    def mixed(x):
+        return torch.fft.ifft(torch.fft.fft(x) * 2).real
+
+    result = region.run(mixed, x)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result, 2 * x.float())
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
+
+
+def test_integers_and_complex_are_left_alone(region, device):
+    assert (
+        region.run(torch.sum, torch.ones(2, dtype=torch.int32, device=device)).dtype is torch.int64
+    )
+    z = torch.ones(2, 2, dtype=torch.complex64, device=device)
+    assert region.run(torch.einsum, "ij,jk->ik", z, z).dtype is torch.complex64
+    assert region.run(torch.exp, z).dtype is torch.complex64
+
+
+def test_out_variants_keep_the_dtype_of_out(region, low, device):
+    x = torch.ones(2, device=device).to(low)
+    out = torch.empty_like(x)
+    assert region.run(torch.exp, x, out=out) is out
+    assert out.dtype is low
+
+
+def test_functorch_transforms_see_the_casts(region, low, device):
+    x = torch.ones(2, 2, device=device).to(low)
+    assert region.run(torch.func.vmap(torch.exp), x).dtype is torch.float32
+    gradient = region.run(torch.func.grad(lambda x: torch.exp(x).sum()), x)
+    torch.testing.assert_close(gradient, x.float().exp().to(low))
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"weight": 10}], ids=str)
+def test_cross_entropy_is_that_of_fp32_logits(region, low, device, probabilities, options):
+    logits = (torch.randn(8, 10, device=device) * 10).to(low).requires_grad_()
+    target = torch.randint(10, (8,), device=device)
+    if probabilities:
+        target = torch.rand(8, 10, device=device).softmax(1)
+    if "weight" in options:
+        options = {"weight": torch.rand(10, device=device)}
+    loss = region.run(F.cross_entropy, logits, target, **options)
+    full = logits.detach().float().requires_grad_()
+    expected = F.cross_entropy(full, target, **options)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    assert logits.grad.dtype is low
+    torch.testing.assert_close(logits.grad, full.grad.to(low))
+
+
+# -- banned, changed tables -----------------------------------------------------------------------
+
+
+def test_banned_operator_runs_in_fp32_on_bfloat16():
+    region = CastRegion(CastSpec(torch.bfloat16, ("cpu",), DEFAULT))
+    p = torch.full((2,), 0.5, dtype=torch.bfloat16)
+    assert region.run(F.binary_cross_entropy, p, torch.ones_like(p)).dtype is torch.float32
+
+
+def test_banned_operator_runs_in_fp32_where_allowed():
+    p = torch.full((2,), 0.5, dtype=torch.float16)
+    region = region_of(DEFAULT, allow_banned=True)
+    got = region.run(F.binary_cross_entropy, p, torch.ones_like(p))
+    torch.testing.assert_close(got, F.binary_cross_entropy(p.float(), torch.ones(2)))
+
+
+def test_name_taken_off_the_lists_follows_torch():
+    x = torch.rand(2, 2)
+    half = x.half()
+    table = (
+        DEFAULT.without("torch.nn.functional", "softmax")
+        .without("torch", "mm")
+        .without("torch.nn.functional", "binary_cross_entropy")
+    )
+    changed = region_of(table)
+    assert changed.run(F.softmax, half, 1).dtype is torch.float16
+    assert changed.run(torch.mm, x, x).dtype is torch.float32
+    assert changed.run(F.binary_cross_entropy, half, half).dtype is torch.float16
+    assert changed.run(torch.exp, half).dtype is torch.float32
+    unchanged = region_of(DEFAULT)  # of two live sessions of one dtype, the newest's lists apply
+    assert unchanged.run(F.softmax, half, 1).dtype is torch.float32
+    assert unchanged.run(torch.mm, x, x).dtype is torch.float16
+
+
+def test_name_put_on_another_list_is_cast_so():
+    x = torch.rand(2, 2)
+    changed = region_of(DEFAULT.with_("torch", "mm", "fp32").with_("torch", "exp", "low_precision"))
+    assert changed.run(torch.mm, x.half(), x.half()).dtype is torch.float32
+    assert changed.run(torch.exp, x).dtype is torch.float16
+
+
+def test_native_row_comes_back_when_the_changed_table_goes():
+    region = region_of(DEFAULT.without("torch", "mm"))
+    x = torch.rand(2, 2)
+    assert region.run(torch.mm, x, x).dtype is torch.float32
+    del region
+    gc.collect()
+    with torch.autocast("cpu", torch.float16):
+        assert torch.mm(x, x).dtype is torch.float16
+
+
+def test_registering_kernels_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CastRegion(CastSpec(torch.bfloat16, ("cpu", "cuda", "xpu", "mps"), DEFAULT))

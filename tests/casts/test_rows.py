@@ -1,0 +1,167 @@
+"""Every row of the op table by its operator: the same dtypes and values on every device.
+
+The CPU and CUDA have values. Of XPU and MPS it is checked what the dispatcher would run: their
+autocast keys cast fake tensors as they would cast a device's.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from apex._core.op_table import (
+    DEVICE_LIMITS,
+    NATIVE_DIFFERENCES,
+    CastSpec,
+    OpTable,
+)
+from apex._engine.autocast.kernels import native_category
+from apex._engine.autocast.region import CastRegion
+from apex._torch import dispatcher
+from tests.casts.op_calls import convert
+from tests.casts.op_rows import arguments, called, floating, placed, rows
+
+FP32 = torch.float32
+LOW = [torch.bfloat16, torch.float16]
+CATEGORY = OpTable.default().rows
+
+ON_OTHERS = [(row, device) for device in ("xpu", "mps") for row in rows()]
+# Before any region lives: where torch's own kernel, or an inner row, casts as the table says.
+KEPT = {
+    (row, device)
+    for row, device in ON_OTHERS
+    if native_category(row, device) is not None and row not in NATIVE_DIFFERENCES[device]
+}
+# Their fake tensors ask for a kernel of the device's. torch has one source for CUDA's and XPU's.
+ONLY_ON_A_DEVICE = {("scaled_dot_product_attention", device) for device in ("xpu", "mps")}
+ONLY_ON_A_DEVICE |= {("gru_cell", "xpu")}
+
+
+# torch 2.15 warns of operators that only saved programs call, and of old ones.
+IGNORES = pytest.mark.filterwarnings(
+    "ignore:.*it is just left for JIT compatibility:UserWarning",
+    "ignore:torch.triangular_solve is deprecated:UserWarning",
+)
+
+
+@functools.cache
+def region(low, device):
+    return CastRegion(CastSpec(low, (device,), OpTable.default()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def end_regions():
+    yield
+    region.cache_clear()
+
+
+def mixes(args, low):
+    """Yields the dtypes that the call's tensors are given, the last repeated."""
+    yield from ([FP32], [low])
+    if len(floating(args)) > 1:
+        yield from ([low, FP32], [FP32, low])
+
+
+def wanted(row, dtypes, low, device="cpu"):
+    """Returns the dtype that a call computes in; None where it raises."""
+    category = DEVICE_LIMITS.get(device, {}).get(row, CATEGORY[row])
+    if category in ("low_precision", "recurrent"):
+        return low
+    if category == "destination":
+        return dtypes[0]
+    if category == "promote":
+        return functools.reduce(torch.promote_types, dtypes)
+    if category == "fp32_inplace" and dtypes[0] is low:
+        return None
+    if category == "banned" and torch.float16 in dtypes:
+        return None
+    return FP32
+
+
+def check(row, device):
+    for args, kwargs in arguments(row):
+        for low, dtypes in [(each, given) for each in LOW for given in mixes(args, each)]:
+            given = placed(row, convert(args, *dtypes), device)
+            dtype = wanted(row, dtypes, low)
+            if dtype is None:
+                with pytest.raises(NotImplementedError, match=row.partition(".")[0]):
+                    region(low, device).run(called, row, given, kwargs)
+                continue
+            got = region(low, device).run(called, row, given, kwargs)
+            expected = called(row, placed(row, convert(given, dtype), device), kwargs)
+            assert_same(got, expected, dtype)
+
+
+def assert_same(got, expected, dtype):
+    if not isinstance(expected, Tensor | tuple):
+        assert got == expected
+        return
+    for one, other in zip(floating([got]), floating([expected]), strict=True):
+        assert one.dtype is other.dtype is dtype
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("row", rows())
+@IGNORES
+def test_a_row_is_its_operator_on_explicitly_cast_arguments(row):
+    check(row, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", rows("cuda"))
+@IGNORES
+def test_a_row_on_cuda_is_its_operator_on_explicitly_cast_arguments(row):
+    check(row, "cuda")
+
+
+def faked(args, device):
+    return tree_map_only(
+        Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device), args
+    )
+
+
+def called_on(device, row, args, kwargs):
+    """Runs the autocast kernel that a call on the device would run.
+
+    torch's own casts tensors of its device only, fake ones too. Ours casts any, so that those of
+    the CPU give values; its key is put on them.
+    """
+    if (row, device) in KEPT:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return called(row, faked(args, device), kwargs)
+    with torch._C._IncludeDispatchKeyGuard(dispatcher.autocast_key(device)):
+        return called(row, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("row", "device"), [each for each in ON_OTHERS if each not in ONLY_ON_A_DEVICE]
+)
+@IGNORES
+def test_a_row_has_the_same_dtypes_on_other_devices(row, device):
+    low = torch.bfloat16
+    for args, kwargs in arguments(row):
+        for dtypes in mixes(args, low):
+            given, dtype = convert(args, *dtypes), wanted(row, dtypes, low, device)
+            if dtype is None:
+                with pytest.raises(NotImplementedError, match=row.partition(".")[0]):
+                    region(low, device).run(called_on, device, row, given, kwargs)
+                continue
+            try:
+                got = region(low, device).run(called_on, device, row, given, kwargs)
+            except RuntimeError as error:
+                if "is not linked with support for" in str(error):
+                    pytest.skip("fake tensors of this torch ask for a driver")
+                raise
+            assert {tensor.dtype for tensor in floating([got])} <= {dtype}
+            assert floating([got]) or got is True or got.dtype is torch.int64
+
+
+def test_every_row_is_called():
+    known = {row for row in CATEGORY if dispatcher.has_operator(f"aten::{row}")}
+    elsewhere = {row for row in known if row == "to.dtype_layout" or row.endswith(".out")}
+    assert set(rows()) == known - elsewhere

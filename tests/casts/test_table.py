@@ -1,0 +1,116 @@
+"""The op table as a value: what it knows, and how a user's change of the lists changes it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from apex._core.op_names import NAMES
+from apex._core.op_table import COVERED_INSIDE, CastSpec, OpTable
+
+LISTS = json.loads(
+    (Path(__file__).parents[1] / "support/reference/apex_op_lists.json").read_text(encoding="utf-8")
+)
+CATEGORIES = {
+    "half": {"low_precision"},
+    "float": {"fp32", "fp32_inplace"},
+    "promote": {"promote"},
+    "sequence_promote": {"promote"},
+    "banned": {"banned"},
+}
+
+
+def listed() -> list[tuple[str, str, str]]:
+    return [
+        (namespace, category, name)
+        for namespace, categories in LISTS.items()
+        if namespace != "about"
+        for category, names in categories.items()
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("namespace", "category", "name"), listed())
+def test_every_name_of_apex_is_known_with_its_category(namespace, category, name):
+    rows = OpTable.default().rows
+    ops = NAMES[namespace][name]
+    assert {rows[op] for op in ops} <= CATEGORIES[category]
+
+
+def test_default_is_one_object_and_equal_to_its_copies():
+    table = OpTable.default()
+    assert OpTable.default() is table
+    for other in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+        assert other == table
+        assert hash(other) == hash(table)
+
+
+NOT_IN_EVERY_TORCH = {
+    *("_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa.vec"),  # after 2.11
+    "linalg_matrix_sqrth",  # from 2.15
+    *("cholesky", "qr"),  # until 2.14
+}
+
+
+def test_every_row_names_an_operator_of_this_torch():
+    unknown = {
+        op for op in OpTable.default().rows if not torch._C._dispatch_has_kernel(f"aten::{op}")
+    }
+    assert unknown <= NOT_IN_EVERY_TORCH
+
+
+def test_operators_covered_inside_are_rows():
+    assert set(OpTable.default().rows) >= COVERED_INSIDE
+
+
+def test_mean_and_batch_norm_have_no_row():
+    assert not [op for op in OpTable.default().rows if op.startswith(("mean", "batch_norm"))]
+
+
+def test_without_drops_the_operators_of_the_name_and_no_others():
+    before = OpTable.default()
+    after = before.without("torch", "pow")
+    assert before.rows.keys() - after.rows.keys() == set(NAMES["torch"]["pow"])
+    assert before == OpTable.default()
+
+
+def test_without_a_name_that_torch_promotes_changes_nothing():
+    assert OpTable.default().without("torch", "cat") == OpTable.default()
+
+
+def test_with_moves_a_name_to_another_category():
+    table = OpTable.default().with_("torch.nn.functional", "layer_norm", "low_precision")
+    assert table.rows["layer_norm"] == "low_precision"
+    assert table != OpTable.default()
+
+
+def test_in_place_operators_of_a_name_keep_the_dtype_that_they_write():
+    table = OpTable.default().with_("torch.Tensor", "relu_", "fp32")
+    table = table.with_("torch.Tensor", "__iadd__", "promote")
+    assert (table.rows["relu_"], table.rows["add_.Tensor"]) == ("fp32_inplace", "destination")
+
+
+@pytest.mark.parametrize("change", ["without", "with_"])
+def test_a_name_that_torch_lacks_is_refused(change):
+    extra = ["fp32"] if change == "with_" else []
+    with pytest.raises(ValueError, match=r"torch\.sigmiod: torch has no such function.*register"):
+        getattr(OpTable.default(), change)("torch", "sigmiod", *extra)
+
+
+def test_unknown_namespace_and_category_name_the_choices():
+    with pytest.raises(ValueError, match=r"'numpy'.*torch\.nn\.functional"):
+        OpTable.default().without("numpy", "exp")
+    with pytest.raises(ValueError, match=r"'half'.*low_precision"):
+        OpTable.default().with_("torch", "exp", "half")
+
+
+def test_spec_is_hashable_and_compares_by_value():
+    first = CastSpec(torch.bfloat16, ("cpu",), OpTable.default())
+    second = pickle.loads(pickle.dumps(first))
+    assert first == second
+    assert len({first, second}) == 1

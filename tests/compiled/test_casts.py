@@ -1,0 +1,204 @@
+"""Cast regions under torch.compile: the dtypes of eager, and nothing left in its caches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import (
+    CastRegion,
+    UncastRegion,
+    active_dtype,
+    casts_off,
+)
+from apex._engine.autocast.user_functions import cast_function
+from apex._torch.dispatcher import release
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Model(nn.Module):
+    """Rows of torch and filled ones, composites among them."""
+
+    def __init__(self, region):
+        super().__init__()
+        self.linear, self.norm, self.region = nn.Linear(4, 4), nn.LayerNorm(4), region
+
+    def layers(self, x):
+        low = self.linear(x)
+        soft, norm, exp = torch.softmax(low, 1), self.norm(low), low.exp()
+        big = nn.functional.interpolate(low[None, None], scale_factor=2.0, mode="bilinear")
+        product = torch.einsum("ij,kj->ik", x, exp)
+        return low, soft, norm, exp, big, product, low.sum(), torch.addcmul(low, x, low)
+
+    def forward(self, x):
+        return self.region.run(self.layers, x)
+
+
+@pytest.fixture
+def model():
+    region = CastRegion(CastSpec(torch.bfloat16, ("cpu",), OpTable.default()))
+    yield Model(region)
+    region.leave_ambient()
+    torch._dynamo.reset()
+
+
+def compiled(model, backend):
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ambient", [True, False], ids=["ambient", "run-only"])
+def test_compiled_region_gives_the_dtypes_and_gradients_of_eager(model, backend, ambient):
+    x = torch.randn(3, 4)
+    if ambient:
+        model.region.enter_ambient()
+    eager = model(x)
+    with casts_off():
+        sum(y.float().sum() for y in eager).backward()
+    wanted = model.linear.weight.grad.clone()
+    model.zero_grad()
+    got = compiled(model, backend)(x)
+    with casts_off():
+        sum(y.float().sum() for y in got).backward()
+    assert [y.dtype for y in got] == [y.dtype for y in eager]
+    for ours, theirs in zip(got, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(model.linear.weight.grad, wanted, rtol=5e-2, atol=5e-2)
+
+
+def test_compiled_region_casts_in_another_thread(model):
+    x, dtypes = torch.randn(3, 4), []
+    run = compiled(model, "aot_eager")
+    thread = threading.Thread(target=lambda: dtypes.extend([y.dtype for y in run(x)]))
+    thread.start()
+    thread.join()
+    assert dtypes == [y.dtype for y in model(x)]
+
+
+def test_compiled_uncast_region_is_off_under_ambient_casts(model):
+    model.region.enter_ambient()
+    plain = Model(UncastRegion())
+    assert {y.dtype for y in compiled(plain, "aot_eager")(torch.randn(3, 4))} == {torch.float32}
+
+
+@pytest.mark.parametrize("ambient", [True, False], ids=["ambient", "run-only"])
+def test_traced_code_that_runs_in_eager_casts_alike(model, ambient):
+    if ambient:
+        model.region.enter_ambient()
+    x = torch.randn(3, 4)
+    assert [y.dtype for y in compiled(model, "eager")(x)] == [y.dtype for y in model(x)]
+
+
+@pytest.mark.parametrize("cache", [None, True, False])
+def test_users_compiled_autocast_follows_the_table_while_a_region_lives(model, cache):
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            return torch.mm(x, x).exp()
+
+    assert compiled(fn, "aot_eager")(torch.ones(2, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [("low_precision", torch.bfloat16), ("float", torch.float32), ("promote", torch.float32)],
+)
+@pytest.mark.parametrize("ambient", [True, False], ids=["ambient", "run-only"])
+def test_cast_functions_compile(model, kind, wanted, ambient):
+    fn = cast_function(torch.maximum, kind)
+    a, b = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    if kind == "float":
+        a = b
+    if ambient:
+        model.region.enter_ambient()
+        run = compiled(fn, "aot_eager")
+    else:
+        run = compiled(lambda a, b: model.region.run(fn, a, b), "aot_eager")
+    assert run(a, b).dtype is wanted
+
+
+@pytest.mark.skipif(release < (2, 7), reason="this torch traces no generator's context")
+def test_compiled_backward_of_code_under_disable_casts_is_that_of_fp32(model):
+    x = torch.randn(3, 4)
+
+    def fn(x):
+        with casts_off():
+            return model.linear(x).exp().sum()
+
+    fn(x).backward()
+    wanted = model.linear.weight.grad.clone()
+    model.zero_grad()
+    compiled(lambda x: model.region.run(fn, x), "aot_eager")(x).backward()
+    assert torch.equal(model.linear.weight.grad, wanted)
+
+
+def test_compiled_blocks_recompute_in_a_backward_pass(model):
+    """As regional compilation does under activation checkpointing."""
+    model.region.enter_ambient()
+    layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    x, grads = torch.randn(3, 4), []
+    for block in (layers, compiled(layers, "aot_eager")):
+        layers.zero_grad()
+        checkpoint(block, x, use_reentrant=False).float().pow(2).sum().backward()
+        grads.append([p.grad for p in layers.parameters()])
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.02, atol=0.02)
+
+
+def test_compiled_code_in_a_backward_pass_resolves_mixed_dtypes_by_its_session(model):
+    regions = model.region, CastRegion(CastSpec(torch.float16, ("cpu",), OpTable.default()))
+    helper, dtypes = compiled(lambda grad: grad @ torch.ones(4, 4), "aot_eager"), []
+    for region in regions:
+        region.enter_ambient()
+        out = model.linear(torch.ones(2, 4))
+        out.register_hook(lambda grad: dtypes.append(helper(grad).dtype))
+        out.sum().backward()
+        region.leave_ambient()
+    assert dtypes == [torch.bfloat16, torch.float16]
+
+
+def test_compiled_code_in_a_backward_pass_may_disable_casts(model):
+    @torch.compile(backend="aot_eager")
+    def norm(grad):
+        with torch.autocast("cpu", enabled=False):
+            return torch.layer_norm(grad, [4], torch.ones(4))
+
+    model.region.enter_ambient()
+    dtypes, out = [], model.linear(torch.ones(2, 4))
+    out.register_hook(lambda grad: dtypes.append(norm(grad).dtype))
+    out.sum().backward()
+    assert dtypes == [torch.bfloat16]
+
+
+def test_active_dtype_compiles(model):
+    def fn(x):
+        return x.to(active_dtype() or torch.float64)
+
+    run = compiled(fn, "aot_eager")
+    assert run(torch.ones(2)).dtype is torch.float64
+    model.region.enter_ambient()
+    assert run(torch.ones(2)).dtype is torch.bfloat16
+
+
+def test_regions_do_not_load_dynamo():
+    code = (
+        "import sys\n"
+        "from apex._core.op_table import CastSpec, OpTable\n"
+        "from apex._engine.autocast.region import CastRegion\n"
+        "import torch\n"
+        "r = CastRegion(CastSpec(torch.bfloat16, ('cpu',), OpTable.default()))\n"
+        "r.run(torch.exp, torch.ones(2))\n"
+        "del r\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
