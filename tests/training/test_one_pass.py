@@ -17,6 +17,7 @@ from apex.optimizers import FusedAdam, FusedSGD
 from benchmarks.loops import fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
 from tests.support.reference.loops import Loop
+from tests.support.two_pass import two_pass_steps
 from tests.training import cases
 from tests.training.test_cost import reads_of
 
@@ -70,7 +71,7 @@ def are_deferred(optimizer):
 
 
 def in_two_passes(fn):
-    with amp.debug.two_pass_steps():
+    with two_pass_steps():
         return fn()
 
 
@@ -652,7 +653,7 @@ def test_small_models_and_optimizers_in_python_take_two_passes(monkeypatch):
 
 
 def test_the_debug_switch_turns_it_off_and_on_again():
-    with amp.debug.two_pass_steps():
+    with two_pass_steps():
         assert not any(are_deferred(after_backward("O5")[1]))
     assert all(are_deferred(after_backward("O5")[1]))
 
@@ -673,7 +674,7 @@ def test_an_iteration_peaks_at_what_is_stored_and_16_bit_gradients(
     peak = peak_bytes(with_amp(task, level, max_norm=max_norm), 14 * params) / params
     # One block of 2**19 elements is 0.67 bytes per parameter.
     assert 16.0 <= peak <= 16.7
-    with amp.debug.two_pass_steps():
+    with two_pass_steps():
         work = with_amp(task, level, max_norm=max_norm)
         assert peak_bytes(work, 14 * params) / params >= 19.9
 
