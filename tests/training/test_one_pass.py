@@ -13,7 +13,7 @@ from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import blocks
-from apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD
 from benchmarks.loops import fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
 from tests.support.reference.loops import Loop
@@ -43,7 +43,6 @@ FUSED = {
     "FusedSGD": lambda p: FusedSGD(
         p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, set_grad_none=True
     ),
-    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1, adagrad_w_mode=True),
 }
 SCALES = {"O2": [128.0, 1000.0, "dynamic"], "O5": [1.0, 128.0, "dynamic"]}
 LEVEL_SCALES = [(level, scale) for level, scales in SCALES.items() for scale in scales]
