@@ -12,6 +12,7 @@ from apex.optimizers import FusedAdam, FusedSGD
 from benchmarks.loops import with_amp
 from benchmarks.memory import peak_bytes
 from tests.support import training as t
+from tests.support.two_pass import two_pass_steps
 
 KINDS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -68,7 +69,7 @@ def trained(name, *, blocks, net=t.net, clip=False, passes=1, shape=(3, 4)):
         if blocks:
             optimizer.step()
         else:
-            with amp.debug.two_pass_steps():
+            with two_pass_steps():
                 optimizer.step()
         rounded = [
             m.to(p.dtype) for m, p in zip(t.masters(optimizer), model.parameters(), strict=True)

@@ -168,7 +168,8 @@ def test_objects_may_be_freed_inside_a_backward_pass(level):
     y = x * 2
     y.register_hook(free)
     y.sum().backward()
-    amp.init(enabled=False)  # at the latest at this thread's next amp call
+    with amp.disable_casts():  # at the latest at this thread's next call of amp
+        pass
     assert product() is torch.float32
     assert not torch.is_autocast_enabled("cpu")
 

@@ -49,7 +49,6 @@ def test_modules_and_names_are_where_apex_had_them():
     assert master_params is amp.master_params
     assert handle.OptimWrapper is opt.OptimWrapper
     assert handle.LossScaler is opt.LossScaler is scaler.LossScaler
-    assert not rnn_compat.has_old_rnns()
 
 
 @pytest.mark.parametrize(

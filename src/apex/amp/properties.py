@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -205,19 +205,7 @@ _PARSERS: Mapping[str, Any] = {
 
 
 class Level:
-    """One level: a callable that sets the level's defaults in :class:`Properties`.
-
-    Attributes:
-        brief: One-line description.
-        more: The same line; see ``docs/concepts/levels.md`` for details.
-    """
-
-    brief: ClassVar[str]
-    more: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        """Sets the description by the class's name."""
-        cls.brief = cls.more = f"{cls.__name__}:  {DESCRIPTIONS[cls.__name__]}"
+    """One level: a callable that sets the level's defaults in :class:`Properties`."""
 
     def __call__(self, properties: Properties) -> Properties:
         """Sets every option to the level's default; returns ``properties``."""
@@ -225,7 +213,9 @@ class Level:
         return properties
 
 
-O0, O1, O2, O3, O4, O5 = (type(name, (Level,), {}) for name in _LEVELS)
-
+O0, O1, O2, O3, O4, O5 = (
+    type(name, (Level,), dict.fromkeys(("brief", "more"), f"{name}:  {text}"))
+    for name, text in DESCRIPTIONS.items()
+)
 opt_levels: Mapping[str, Level] = {kind.__name__: kind() for kind in (O3, O2, O1, O0, O4, O5)}
 """Levels by name."""
