@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
 
 enabled = True
-"""Whether steps may go block by block; ``amp.debug.two_pass_steps`` turns it off."""
+"""Whether steps may go block by block; tests turn it off."""
 
 least_elements = 2**21
 """Elements of masters from which on it pays.
