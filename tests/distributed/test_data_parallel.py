@@ -317,7 +317,6 @@ def train_after_a_rank_alone(rank, level, alone):
         called = model if alone == "module" else parallel
         with parallel.no_sync():
             backward(called, optimizer, *batch(0, 99))
-        amp.clip_grad_norm_(optimizer, 1.0)
         optimizer.zero_grad()
     train_steps(parallel, optimizer, (batch(rank, step) for step in range(2)))
     return state(parallel, optimizer)
@@ -332,13 +331,14 @@ def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, 
 
 
 def train_unevenly(rank, level):
-    model, optimizer = prepare(level, seed=rank)
+    model = net(rank)  # momentum would part: a join does not share it
+    model, optimizer = initialized(level, model, torch.optim.SGD(model.parameters(), lr=0.1))
     parallel = DistributedDataParallel(model)
     for epoch in range(2):
         with parallel.join():
             batches = (batch(rank, 10 * epoch + step) for step in range(2 + 2 * rank))
             train_steps(parallel, optimizer, batches)
-    backward(parallel, optimizer, *batch(rank, 99))
+    train_steps(parallel, optimizer, [batch(rank, 99)])
     return state(parallel, optimizer)
 
 

@@ -153,6 +153,10 @@ class Pair:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
 
+    def mark_shared(self) -> None:
+        """Records that all ranks have the same master; the step still compares the weights."""
+        self.new, self._model_version = False, _WRITTEN
+
     def set_exact(self, value: Tensor) -> None:
         """Sets the master of a model's parameter that was set to ``value``, rounded."""
         self.master.copy_(value)
