@@ -62,13 +62,6 @@ CASES = [
         torch.full((1, 3), 170.0),
     ),
     (
-        "a product before a softmax",
-        "scaled_dot_product_attention",
-        lambda x: (attention(x, x).float() + 0.0) * x,
-        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
-        torch.full((1, 3), 170.0),
-    ),
-    (
         "a mask beyond fp16's range before a softmax",
         "torch.finfo(scores.dtype).min",
         lambda x: (x.half() + torch.full((1, 3), -1e9).half()).softmax(-1) * x,
@@ -83,46 +76,11 @@ CASES = [
         X * 200,
     ),
     (
-        "a logarithm of probabilities",
-        "log_softmax",
-        lambda x: -(x.softmax(-1)[:, 1] + 0.0).log().mean(),
-        lambda x: F.cross_entropy(x, torch.tensor([1])),
-        X * 200,
-    ),
-    (
-        "a logarithm of probabilities",
-        "log_softmax",
-        lambda x: (x.exp() / x.exp().sum(-1, keepdim=True)).log(),
-        lambda x: x.log_softmax(-1),
-        X * torch.tensor([1.0, 150.0, 1.0]),
-    ),
-    (
-        "a logarithm of probabilities",
-        "logsigmoid(x)",
-        lambda x: -x.sigmoid().log(),
-        lambda x: -F.logsigmoid(x),
-        X * 200,
-    ),
-    (
-        "a logarithm of probabilities",
-        "binary_cross_entropy_with_logits",
-        lambda x: -(1 - x.sigmoid()).log(),
-        lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
-        X * 200,
-    ),
-    (
         "a logsumexp by hand",
         "torch.logsumexp(x, dim)",
         lambda x: x.exp().sum(-1).log(),
         lambda x: x.logsumexp(-1),
         X - 200,
-    ),
-    (
-        "a logsumexp by hand",
-        "torch.logsumexp(x, dim)",
-        lambda x: x.exp().sum(-1).log(),
-        lambda x: x.logsumexp(-1),
-        X + 200,
     ),
     (
         "a softmax by hand",
@@ -135,13 +93,6 @@ CASES = [
         "a softplus by hand",
         "softplus(x)",
         lambda x: (1 + x.exp()).log(),
-        F.softplus,
-        X + 200,
-    ),
-    (
-        "a softplus by hand",
-        "softplus(x)",
-        lambda x: x.exp().log1p(),
         F.softplus,
         X + 200,
     ),
@@ -174,34 +125,6 @@ CASES = [
         X,
     ),
     (
-        "an addition to a mask of the least number",
-        "masked_fill",
-        lambda x: ((x - 90).half() + torch.full((1, 3), -65504.0).half()).softmax(-1) * x,
-        lambda x: (x - 90).half().masked_fill(x < 9, -65504.0).softmax(-1) * x,
-        X,
-    ),
-    (
-        "a root of a negative number",
-        "x.var(dim, correction=0)",
-        lambda x: x / variance(x).sqrt(),
-        lambda x: x / (x.var(-1, correction=0) + 1e-5).sqrt(),
-        CLOSE,
-    ),
-    (
-        "a root of a negative number",
-        "x.var(dim, correction=0)",
-        lambda x: x * variance(x).rsqrt(),
-        lambda x: x * variance(x).clamp_min(1e-5).rsqrt(),
-        CLOSE,
-    ),
-    (
-        "a root of a negative number",
-        "clamp_min(eps)",
-        lambda x: (x * 1.0).sqrt(),
-        lambda x: x.clamp_min(1e-6).sqrt(),
-        X,
-    ),
-    (
         "a power of a negative number",
         "fractional exponent",
         lambda x: x**0.3,
@@ -230,24 +153,10 @@ CASES = [
         torch.ones(1, 3),
     ),
     (
-        "an inverse function at the end of its domain",
-        "x.clamp(-1 + eps, 1 - eps)",
-        lambda x: x.acos(),
-        lambda x: x.clamp(-1 + 1e-6, 1 - 1e-6).acos(),
-        torch.ones(1, 3),
-    ),
-    (
         "a norm by hand at 0",
         "torch.linalg.vector_norm",
         lambda x: x.square().sum(-1).sqrt(),
         lambda x: torch.linalg.vector_norm(x, dim=-1),
-        X * 0,
-    ),
-    (
-        "a norm by hand at 0",
-        "add an epsilon",
-        lambda x: (x * x).sum(-1).sqrt(),
-        lambda x: ((x * x).sum(-1) + 1e-6).sqrt(),
         X * 0,
     ),
     (
@@ -256,13 +165,6 @@ CASES = [
         lambda x: torch.where(x > 0, x.sqrt(), 0.0),
         lambda x: torch.where(x > 0, (x + 1e-6).sqrt(), 0.0),
         X * 0,
-    ),
-    (
-        "a softmax by hand",
-        "x.softmax(dim)",
-        lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
-        lambda x: x.softmax(-1),
-        X - 200,
     ),
     (
         "division by a norm that is 0",
@@ -293,20 +195,6 @@ CASES = [
         X * 300,
     ),
     (
-        "a square or a sum in fp16",
-        "x.sum(dtype=torch.float32)",
-        lambda x: x.half().sum(-1).float(),
-        lambda x: x.half().sum(-1, dtype=torch.float32),
-        torch.full((1, 3), 4e4),
-    ),
-    (
-        "division by 0 in fp16",
-        "an epsilon of 1e-4",
-        lambda x: half_norm(x * 0, 1e-8),
-        lambda x: half_norm(x * 0, 1e-4),
-        X,
-    ),
-    (
         "the derivative of eigenvectors or singular vectors of equal values",
         "torch.diag(1e-3 * torch.rand(n))",
         lambda x: torch.linalg.eigh(square(x))[1],
@@ -314,24 +202,10 @@ CASES = [
         X,
     ),
     (
-        "the derivative of eigenvectors or singular vectors of equal values",
-        "svdvals",
-        lambda x: sum(torch.linalg.svd(square(x))),
-        lambda x: torch.linalg.svdvals(square(x)),
-        X,
-    ),
-    (
         "a singular matrix",
         "A + eps * torch.eye(n)",
         lambda x: torch.logdet(square(x) * 0),
         lambda x: torch.logdet(square(x) * 0 + 1e-3 * torch.eye(3)),
-        X,
-    ),
-    (
-        "a singular matrix",
-        "A + eps * torch.eye(n)",
-        lambda x: torch.linalg.qr(square(x) * 0)[0],
-        lambda x: torch.linalg.qr(square(x) * 0 + 1e-3 * torch.eye(3))[0],
         X,
     ),
     (
@@ -352,12 +226,6 @@ def test_a_known_formula_is_named_with_the_form_that_works(pattern, words, formu
     assert words in first.remedy
     assert f" This is {pattern}." in str(first)
     assert first_of(better, x) is None
-
-
-def test_a_fault_of_no_known_formula_names_none():
-    first = first_of(lambda x: x * 3e38 * 1e3, X)
-    assert (first.op, first.pattern) == ("aten.mul", "")
-    assert " This is " not in str(first)
 
 
 def test_a_power_is_a_division_where_its_base_is_0_and_undefined_where_it_is_negative():
@@ -406,7 +274,6 @@ def test_a_layer_before_a_loss_is_no_attention():
 
 
 SMALL = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 1e-6}
-BELOW_1 = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 # words of the remedy, formula, what the words say
 LITERAL = {
@@ -464,14 +331,3 @@ def test_a_remedy_mends_as_it_is_written_in_every_dtype(name, dtype):
     assert words in first.remedy
     assert dtype is not torch.float16 or "fp16" in first.remedy
     assert after is None, after
-
-
-@pytest.mark.parametrize("dtype", BELOW_1)
-def test_the_margin_of_an_inverse_function_is_above_the_rounding_of_its_dtype(dtype):
-    eps, one = BELOW_1[dtype], torch.ones(1, 3)
-    first = first_of(lambda x: x.to(dtype).acos(), one)
-    assert (
-        f"{eps:g}".replace("e-06", "e-6").replace("0.001", "1e-3").replace("0.01", "1e-2")
-        in first.remedy
-    )
-    assert first_of(lambda x: x.to(dtype).clamp(-1 + eps, 1 - eps).acos(), one) is None
