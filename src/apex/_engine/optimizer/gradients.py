@@ -20,7 +20,7 @@ from apex._engine.optimizer.overflow_flag import OverflowFlag
 from apex._engine.tracked_pair import TrackedPair
 from apex._torch import parameters
 from apex._torch.counted import count_writes, uncount_writes
-from apex._torch.dynamo import allow_subclass_inputs, untraced
+from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class Gradients:
     """
 
     def __init__(self, stepped: Binding) -> None:
-        allow_subclass_inputs()  # a compiled clip takes counted gradients
         self._stepped = weakref.ref(stepped)
         self._pairs = stepped.pairs  # the same list
         self.state = GradState.READY
