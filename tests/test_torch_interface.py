@@ -1,4 +1,4 @@
-"""Private names of torch are used in ``apex._torch``; each use elsewhere is listed with a reason."""
+"""Private names of torch are used in ``apex._torch``; each elsewhere is listed with a reason."""
 
 import ast
 import runpy
