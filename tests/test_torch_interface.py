@@ -171,7 +171,7 @@ KNOWN = {
     "._forward_pre_hooks": ("apex/_engine/model/state.py", HOOKS),
     "._get_scale_async": (GRAD_SCALERS, GRAD_SCALER),
     "._getframe": (
-        f"{DEBUG} apex/_engine/mistakes.py apex/_unavailable.py {MODULES}",
+        f"{DEBUG} apex/_engine/mistakes.py apex/_unavailable.py",
         "of Python's sys",
     ),
     "._op": (DISPATCHER, "an overload's callable, 0.2 us faster than the overload itself"),
