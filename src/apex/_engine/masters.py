@@ -155,6 +155,10 @@ class Pair:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
 
+    def mark_shared(self) -> None:
+        """Records that all ranks have the same master; the step still compares the weights."""
+        self.new, self._model_version = False, _WRITTEN
+
     def set_exact(self, value: Tensor) -> None:
         """Sets the master of a model's parameter that was set to ``value``, rounded."""
         self.master.copy_(value)
@@ -369,10 +373,6 @@ class Masters:
         """Returns the pair of a model parameter, or ``None``."""
         return self._by_param.get(id(param))
 
-    def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
-        """Returns :meth:`master_of` of each parameter or buffer."""
-        return list(map(self.master_of, params))
-
     def master_of(self, param: Tensor) -> Tensor | None:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         pair = self._by_param.get(id(param))
@@ -397,16 +397,6 @@ class Masters:
         """Rounds every written master into its model parameter."""
         for pairs in list(self._by_holder.values()):
             write_back(pairs)
-
-    @torch.no_grad()
-    def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets the masters of newly loaded parameters to their values before rounding."""
-        for param, value in values:
-            pair = self.pair_of(param)
-            if pair is not None:
-                pair.set_exact(value)
-            elif (kept := self._kept_value(param)) is not None:
-                kept.copy_(value)
 
     @torch.no_grad()
     def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

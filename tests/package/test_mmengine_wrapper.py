@@ -9,9 +9,8 @@ from torch.nn.utils import get_total_norm
 from torch.testing import assert_close
 
 from apex import amp
-from tests.integrations.mmengine_cases import (
+from tests.package.mmengine_cases import (
     LEVELS,
-    WITH_MASTERS,
     WRAPPER_IDS,
     WRAPPERS,
     Ours,
@@ -71,15 +70,6 @@ def test_accumulated_iterations_update_once_and_share_the_loss(kind, level):
 
 @both_kinds
 @all_levels
-def test_the_last_iteration_updates_with_what_is_left_over(kind, level):
-    model, wrapper = wrapped(kind, level, accumulative_counts=2)
-    wrapper.initialize_count_status(model, 0, 3)
-    iterate(model, wrapper, range(3))
-    assert_close(values(wrapper), trained_by_hand(level, [[0, 1], [2]]), **EXACT)
-
-
-@both_kinds
-@all_levels
 def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
     model, wrapper = wrapped(kind, level, optimizer=None, clip_grad={"max_norm": 2.0**-10})
     wrapper.optimizer.param_groups[0]["lr"] = 1.0
@@ -92,24 +82,6 @@ def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
 
 
 @both_kinds
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_clip_grad_by_value_bounds_the_master_gradients(kind, level):
-    clip = {"type": "value", "clip_value": 2.0**-12}
-    model, wrapper = wrapped(kind, level, clip_grad=clip)
-    with wrapper.optim_context(model):
-        loss = loss_of(model, batch(0))
-    wrapper.backward(loss)
-    wrapper.step()
-    before = values(wrapper)
-    wrapper.zero_grad()
-    iterate(model, wrapper)
-    moved = [(old - new).abs().max() for old, new in zip(before, values(wrapper), strict=True)]
-    # Two steps of at most lr * clip_value each, the first also through the momentum.
-    assert max(moved).item() <= 0.125 * 2.0**-12 * 1.5 * (1 + 1e-3)
-    assert max(moved).item() > 0.125 * 2.0**-12
-
-
-@both_kinds
 @all_levels
 def test_an_overflow_skips_the_update_and_halves_the_dynamic_scale(kind, level):
     model, wrapper = wrapped(kind, level, loss_scale="dynamic")
@@ -118,17 +90,6 @@ def test_an_overflow_skips_the_update_and_halves_the_dynamic_scale(kind, level):
     overflow(model, wrapper)
     assert_close(values(wrapper), before, **EXACT)
     assert scale(wrapper) == 2.0**15
-
-
-@both_kinds
-def test_an_overflow_in_one_accumulated_iteration_skips_the_update(kind):
-    model, wrapper = wrapped(kind, "O5", loss_scale="dynamic", accumulative_counts=2)
-    with wrapper.optim_context(model):
-        before = values(wrapper)
-    overflow(model, wrapper)
-    iterate(model, wrapper)
-    assert wrapper.inner_count == 2
-    assert_close(values(wrapper), before, **EXACT)
 
 
 @both_kinds
@@ -144,50 +105,7 @@ def test_disabled_it_trains_as_a_plain_wrapper(kind, level):
     assert_close([*model.parameters()], [*plain_model.parameters()], **EXACT)
 
 
-def test_as_many_scales_as_asked_for_are_kept():
-    model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic", num_losses=2)
-    overflow(model, wrapper)
-    assert [scale(wrapper, 0), scale(wrapper, 1)] == [2.0**15, 2.0**16]
-
-
 # -- preparing -------------------------------------------------------------------------------
-
-
-@both_kinds
-@all_levels
-def test_the_first_context_prepares_model_and_optimizer_and_later_ones_do_nothing(kind, level):
-    model, wrapper = wrapped(kind, level)
-    assert not hasattr(wrapper.optimizer, "_amp_stash")
-    with wrapper.optim_context(model):
-        sessions = amp._amp_state.sessions()
-    assert hasattr(wrapper.optimizer, "_amp_stash")
-    iterate(model, wrapper, range(2))
-    assert amp._amp_state.sessions() == sessions
-    assert len(sessions) == 1
-
-
-def test_a_disabled_wrapper_asks_amp_once(monkeypatch):
-    model, wrapper = wrapped(Ours, "O1", enabled=False)
-    iterate(model, wrapper)
-    monkeypatch.delattr(amp, "initialize")
-    iterate(model, wrapper)
-
-
-@both_kinds
-def test_a_prepared_optimizer_is_taken_as_it_is(kind):
-    model = net()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O5", verbosity=0)
-    wrapper = kind(optimizer=optimizer, opt_level="O0")
-    iterate(model, wrapper)
-    assert model.first.weight.dtype is torch.bfloat16
-
-
-@both_kinds
-@all_levels
-def test_a_model_in_a_wrapper_of_mmengine_is_prepared_inside(kind, level):
-    model, wrapper = wrapped(kind, level)
-    iterate(nn.DataParallel(model), wrapper, range(2))
-    assert_close(values(wrapper), trained_by_hand(level, [[0], [1]]), **EXACT)
 
 
 def test_gradients_are_synchronized_only_where_the_parameters_update():
@@ -230,13 +148,6 @@ def test_the_signature_is_that_of_mmengine():
     assert arguments(Ours) == arguments(Theirs)
 
 
-@pytest.mark.parametrize("name", [*inspect.signature(Theirs.__init__).parameters][1:-1])
-def test_every_argument_is_an_attribute_as_in_mmengine(name):
-    _, ours = wrapped(Ours, "O1")
-    _, theirs = wrapped(Theirs, "O1")
-    assert getattr(ours, name) == getattr(theirs, name)
-
-
 def test_every_argument_reaches_amp():
     given = {
         "cast_model_type": torch.bfloat16,
@@ -251,63 +162,4 @@ def test_every_argument_reaches_amp():
     assert {name: options[name] for name in given} == {**given, "loss_scale": 128.0}
 
 
-def test_the_bounds_reach_the_dynamic_scale():
-    bounds = {"min_loss_scale": 4.0, "max_loss_scale": 16.0}
-    model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic", **bounds)
-    for _ in range(4):
-        overflow(model, wrapper)
-    assert scale(wrapper) == 4.0
-    assert amp._amp_state.loss_scalers[0]._max_loss_scale == 16.0
-
-
-def test_op_casts_can_be_left_out():
-    model, wrapper = wrapped(Ours, "O4", patch_torch_functions=False)
-    with wrapper.optim_context(model):
-        assert model(batch(0)).dtype is torch.float32
-
-
-def test_verbosity_1_shows_the_report(capsys):
-    model, wrapper = wrapped(Ours, "O5", verbosity=1)
-    iterate(model, wrapper)
-    assert "O5" in capsys.readouterr().out
-
-
 # -- what schedulers and loggers read --------------------------------------------------------
-
-
-@both_kinds
-@all_levels
-def test_learning_rate_momentum_and_count_are_those_of_the_optimizer(kind, level):
-    model, wrapper = wrapped(kind, level)
-    iterate(model, wrapper, range(2))
-    assert wrapper.get_lr() == {"lr": [0.125]}
-    assert wrapper.get_momentum() == {"momentum": [0.5]}
-    assert wrapper.inner_count == 2
-
-
-@both_kinds
-@all_levels
-def test_a_scheduler_made_before_the_first_iteration_sets_the_rate(kind, level):
-    from mmengine.optim import StepLR
-
-    model, wrapper = wrapped(kind, level)
-    scheduler = StepLR(wrapper, step_size=1, gamma=0.5)
-    iterate(model, wrapper)
-    scheduler.step()
-    assert wrapper.get_lr() == {"lr": [0.0625]}
-    before = values(wrapper)
-    wrapper.optimizer.param_groups[0]["lr"] = 0.0
-    iterate(model, wrapper)
-    assert_close(values(wrapper), before, **EXACT)
-
-
-@both_kinds
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_zero_grad_clears_masters_and_model(kind, level):
-    model, wrapper = wrapped(kind, level)
-    with wrapper.optim_context(model):
-        loss = loss_of(model, batch(0))
-    wrapper.backward(loss)
-    wrapper.zero_grad()
-    params = [*model.parameters(), *amp.master_params(wrapper.optimizer)]
-    assert all(param.grad is None for param in params)

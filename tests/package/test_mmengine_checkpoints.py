@@ -6,17 +6,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from apex import amp
-from tests.integrations.mmengine_cases import (
+from tests.package.mmengine_cases import (
     LEVELS,
     WRAPPER_IDS,
     WRAPPERS,
     Net,
     Ours,
     Theirs,
-    batch,
     iterate,
-    loss_of,
     net,
     overflow,
     scale,
@@ -43,18 +40,6 @@ def uninterrupted(kind, level, before, after):
     checkpoint = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
     iterate(model, wrapper, after)
     return checkpoint, (values(wrapper), model.state_dict(), scale(wrapper))
-
-
-@both_kinds
-@all_levels
-def test_the_scales_are_under_apex_amp_beside_the_optimizers_state(kind, level):
-    model, wrapper = wrapped(kind, level, loss_scale="dynamic")
-    iterate(model, wrapper)
-    overflow(model, wrapper)
-    state = wrapper.state_dict()
-    assert state["apex_amp"] == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
-    assert state["param_groups"][0]["lr"] == 0.125
-    assert len(state["state"]) == 6
 
 
 @both_kinds
@@ -90,23 +75,6 @@ def test_loading_leaves_the_given_dictionary_as_it_was():
     keys = [*state]
     wrapper.load_state_dict(state)
     assert [*state] == keys
-
-
-def test_loaded_scales_are_in_the_state_before_the_first_iteration_too():
-    _, wrapper = wrapped(Ours, "O2", loss_scale="dynamic")
-    scales = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}}
-    wrapper.load_state_dict({**wrapper.state_dict(), "apex_amp": scales})
-    assert wrapper.state_dict()["apex_amp"] == scales
-
-
-def test_a_fresh_wrapper_has_no_scales_and_its_checkpoint_changes_none():
-    _, fresh = wrapped(Ours, "O2", loss_scale="dynamic")
-    state = fresh.state_dict()
-    assert state["apex_amp"] == {}
-    model, wrapper = wrapped(Ours, "O2", loss_scale="dynamic")
-    overflow(model, wrapper)
-    wrapper.load_state_dict(state)
-    assert scale(wrapper) == 2.0**15
 
 
 def test_a_plain_checkpoint_leaves_the_scales_as_they_are():
@@ -159,16 +127,6 @@ def iterate_pair(nets, wrappers, steps):
             iterate(model, wrapper, [step])
 
 
-@both_kinds
-@all_levels
-def test_wrappers_of_a_dict_train_as_each_alone(kind, level):
-    nets, wrappers = pair(kind, level)
-    iterate_pair(nets, wrappers, range(2))
-    alone, wrapper = wrapped(kind, level, model=net(10), loss_scale="dynamic")
-    iterate(alone, wrapper, range(2))
-    assert_close(values(wrappers["discriminator"]), values(wrapper), **EXACT)
-
-
 @all_levels
 def test_wrappers_of_a_dict_resume_each_with_its_own_scale(level):
     nets, wrappers = pair(Ours, level)
@@ -188,28 +146,6 @@ def test_wrappers_of_a_dict_resume_each_with_its_own_scale(level):
     assert scales[0] > scales[1]
     for name, wrapper in wrappers.items():
         assert_close(values(new[name]), values(wrapper), **EXACT)
-
-
-@both_kinds
-def test_a_dict_reports_rates_and_momenta_by_name(kind):
-    nets, wrappers = pair(kind, "O5")
-    iterate_pair(nets, wrappers, [0])
-    assert wrappers.get_lr() == {"generator.lr": [0.125], "discriminator.lr": [0.125]}
-    momenta = wrappers.get_momentum()
-    assert momenta == {"generator.momentum": [0.5], "discriminator.momentum": [0.5]}
-
-
-@both_kinds
-def test_a_dict_clears_the_gradients_of_all(kind):
-    nets, wrappers = pair(kind, "O5")
-    for model, wrapper in zip(nets, wrappers.values(), strict=True):
-        with wrapper.optim_context(model):
-            loss = loss_of(model, batch(0))
-        wrapper.backward(loss)
-    wrappers.zero_grad()
-    for model, wrapper in zip(nets, wrappers.values(), strict=True):
-        params = [*model.parameters(), *amp.master_params(wrapper.optimizer)]
-        assert all(param.grad is None for param in params)
 
 
 def test_one_wrapper_of_a_dict_may_be_disabled():

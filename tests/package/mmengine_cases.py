@@ -15,7 +15,7 @@ from apex.integrations.mmengine import ApexOptimWrapper as Ours  # noqa: E402
 
 WRAPPERS = (Ours, Theirs)
 WRAPPER_IDS = ("ours", "mmengine")
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
+LEVELS = ("O1", "O2", "O5")
 WITH_MASTERS = ("O2", "O5")
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from apex import amp
-from tests.integrations.mmengine_cases import (
+from tests.package.mmengine_cases import (
     LEVELS,
     Ours,
     batch,

@@ -10,7 +10,7 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.runner import Runner
 from torch import nn
 
-from tests.integrations.mmengine_cases import Net, Ours
+from tests.package.mmengine_cases import Net, Ours
 
 BASE = """
 model = dict(type="{here}.Regressor")

@@ -44,11 +44,3 @@ def test_larc_stands_for_the_optimizer_inside():
     model, larc = amp.initialize(model, larc, opt_level="O5", verbosity=0)
     assert scales.is_prepared(larc)
     assert [*scales.state_dict(larc)] == ["loss_scaler0"]
-
-
-def test_an_optimizer_of_a_disabled_initialize_is_prepared_and_has_no_scales():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, enabled=False)
-    assert scales.is_prepared(optimizer)
-    assert scales.state_dict(optimizer) == {}
