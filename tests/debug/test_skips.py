@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import apex.amp as amp
-from apex.amp.nonfinite import NonfiniteGradient
+from apex.amp.report import NonfiniteGradient
 from apex.debug.check import why_skipped
 from tests.names.test_report import LINE
 from tests.support.steps import LEVELS, Net, backward, loss_of, prepared, sgd

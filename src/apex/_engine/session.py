@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -344,9 +343,6 @@ class Session:
     def master_of(self, param: Tensor) -> Tensor | None:
         return self.masters.master_of(param)
 
-    def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.masters.set_exact(values)
-
     def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.masters.expect(values)
 
@@ -354,13 +350,11 @@ class Session:
         if self.policy.master_weights:
             self.masters.write_back()
 
-    @contextmanager
-    def cast_gradients(self) -> Iterator[None]:
-        """A context in which parameters change their dtype: the models have no gradients there."""
+    def take_grads(self) -> None:
+        """Moves gradients from the models to the masters, before weights change their dtype."""
         for pair in self.masters.all():
             masters.take([pair])
             pair.model.grad = None
-        yield
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)

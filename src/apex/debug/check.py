@@ -20,7 +20,7 @@ from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._torch import copies, dtensor
 from apex._torch.grad_scaler import holds_unscaled
-from apex.amp.nonfinite import NonfiniteGradient, nonfinite_gradients
+from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.common import check_scaler, inner
 from apex.debug.watch import loop_of
