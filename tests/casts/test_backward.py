@@ -54,8 +54,7 @@ def gradients(level, device, *, recompute=None, scaled=True):
             scaled_loss.backward()
     else:
         loss.backward()
-    found = [param.grad.cpu() for param in model.parameters() if param.grad is not None]
-    return found
+    return [param.grad.cpu() for param in model.parameters() if param.grad is not None]
 
 
 @DEVICES
