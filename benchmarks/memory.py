@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from apex._engine.tracked_pair import Master
-from apex.debug.storages import Storages
+from apex.debug.common import Storages
 from benchmarks.allocation import growth
 from benchmarks.loops import Task, device, fused_adamw, native, with_amp
 from benchmarks.measurement import Goal, Measurement

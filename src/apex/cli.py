@@ -189,27 +189,11 @@ def _add_compare(subparsers: Any) -> None:
     add("target", metavar="TARGET", help="what to train; see below")
     add("--levels", metavar="NAMES", help="comma-separated, such as O0,O4,O5 (default: all)")
     add("--steps", type=count, default=100, metavar="N", help="training steps (default: 100)")
-    add(
-        *("--rounds",),
-        type=count,
-        default=20,
-        metavar="N",
-        help="timed steps of each level, interleaved (default: 20)",
-    )
-    add(
-        "--emulated",
-        action="store_true",
-        help="also train levels whose dtype this machine emulates, for 10 steps",
-    )
+    add("--rounds", type=count, default=20, metavar="N", help="timed steps a level (default: 20)")
+    add("--emulated", action="store_true", help="also train emulated levels, for 10 steps")
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
     _add_device(parser)
-    add(
-        "--output",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="the report (default: report.html)",
-    )
+    add("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
     _add_json(parser)
     add("--wide", action="store_true", help="print all columns")
 
@@ -265,8 +249,7 @@ def _add_migrate(subparsers: Any) -> None:
         "path",
         metavar="PATH",
         type=Path,
-        help="a file, or a folder: all *.py under it except in hidden folders, virtual "
-        "environments, site-packages and build",
+        help="a file, or a folder: all *.py under it but in hidden folders, environments, build",
     )
     _add_json(parser)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import apex.amp as amp
-from tests.amp.cases import (
+from tests.support.steps import (
     prepared,
 )
 

@@ -10,7 +10,7 @@ from torch import nn
 import apex.amp as amp
 from benchmarks.memory import kept_bytes
 from benchmarks.networks import Bert
-from tests.amp.cases import prepared
+from tests.support.steps import prepared
 
 
 def gelu_of(dtype):

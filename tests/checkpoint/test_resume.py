@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("name", runs.OPTIMIZERS)
-@pytest.mark.parametrize("level", runs.cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one_bit_for_bit(
     folder, level, name, losses
 ):
@@ -39,12 +39,12 @@ def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one_bit_for_bit(
 
 
 @pytest.mark.parametrize("losses", [1, 2])
-@pytest.mark.parametrize("level", runs.cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_the_runs_are_finite_and_their_scales_move_after_a_count_and_an_overflow(level, losses):
     """What makes the test above worth its name."""
-    pair = runs.first_half(level, "Adam", losses)
+    pair = runs.first_half(level, "SGD", losses)
     saved = runs.amp.state_dict().values()
-    runs.second_half(*pair, "Adam", losses)
+    runs.second_half(*pair, "SGD", losses)
     found = runs.amp.state_dict().values()
     assert all(weight.isfinite().all() for weight in pair[0].parameters())
     if losses == 2 or level in ("O1", "O2"):

@@ -21,7 +21,7 @@ def random_like(state):
     return {name: torch.rand(value.shape, generator=generator) for name, value in state.items()}
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_every_part_is_saved_as_in_the_whole(level):
     model, _ = trained(level)
     whole = model.state_dict()

@@ -15,7 +15,7 @@ def train(model, optimizer, seed):
 
 
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW", "RMSprop"])
-@pytest.mark.parametrize("level", cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_copy_made_in_mid_training_and_the_original_go_on_and_are_saved_alike(level, name):
     original = cases.prepared(level, cases.OPTIMIZERS[name])
     train(*original, seed=1)
@@ -27,7 +27,7 @@ def test_a_copy_made_in_mid_training_and_the_original_go_on_and_are_saved_alike(
     assert cases.same(cases.masters(original[1]), cases.masters(copied[1]))
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_weights_loaded_into_a_copy_reach_its_masters_and_not_the_original_s(level):
     original = cases.prepared(level)
     copied = copy.deepcopy(original)
@@ -39,7 +39,7 @@ def test_weights_loaded_into_a_copy_reach_its_masters_and_not_the_original_s(lev
     assert cases.same(cases.masters(original[1]), before)
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_copy_clears_the_gradients_of_its_own_masters(level):
     original = cases.prepared(level)
     cases.backward(*original, *cases.batch())
@@ -49,7 +49,7 @@ def test_a_copy_clears_the_gradients_of_its_own_masters(level):
     assert all(param.grad is not None for param in amp.master_params(original[1]))
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_restored_copy_has_the_values_of_its_masters(level):
     original = cases.prepared(level)
     train(*original, seed=1)
@@ -72,7 +72,7 @@ def test_a_model_copied_alone_has_rounded_weights_and_outlives_the_session(level
     assert cases.same(rounded, list(copied.state_dict().values()))
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
     model, optimizer = cases.prepared(level)
     train(model, optimizer, seed=1)
@@ -88,7 +88,7 @@ def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
     del optimizer
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_model_saved_whole_is_trained_on_after_restore_with_its_masters_loaded(level):
     model, optimizer = cases.prepared(level)
     train(model, optimizer, seed=1)

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed import HashStore, destroy_process_group, init_process_group
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from apex import amp
 from tests.training.cases import same
@@ -139,21 +137,6 @@ def test_the_average_detects_in_a_fresh_process_as_a_plain_fp32_model(
     assert same(found, expected(detector, values))
 
 
-@pytest.mark.parametrize("wrap", [DataParallel, DistributedDataParallel])
-def test_the_average_of_a_wrapped_model_is_saved_without_the_wrapper(detector, tmp_path, wrap):
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        _, optimizer, ema, values = trained(detector, "O1", wrap=wrap)
-        assert type(ema.ema) is wrap
-        ema.ema = ema.ema.module
-    finally:
-        destroy_process_group()
-    save(tmp_path / "best.pt", ema, optimizer)
-    values = {name.removeprefix("module."): value for name, value in values.items()}
-    found = detected(tmp_path, without=["apex"])
-    assert same(found, expected(detector, values))
-
-
 @pytest.mark.parametrize("level", ["O1"])
 def test_stripped_and_halved_it_is_what_its_fp16_values_give(detector, tmp_path, level):
     _, optimizer, ema, values = trained(detector, level)
@@ -173,46 +156,6 @@ def test_later_versions_save_a_half_copy_and_the_average_goes_on(detector, tmp_p
     assert same(dict(ema.ema.state_dict()), dict(values))
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     del optimizer
-
-
-@pytest.mark.parametrize("level", ["O1"])
-def test_the_average_itself_halved_at_the_end_is_saved_so(detector, tmp_path, level):
-    _, optimizer, ema, values = trained(detector, level)
-    ema.ema.half()
-    save(tmp_path / "best.pt", ema)
-    assert same(detected(tmp_path, without=["apex"]), expected(detector, values, torch.float16))
-    del optimizer
-
-
-@every_level
-def test_evaluations_in_between_leave_the_average_what_it_is(detector, tmp_path, level):
-    *_, keep, _, values = trained(detector, level)
-    *_, ema, evaluated = trained(detector, level, evaluates=True)
-    assert same(dict(values), dict(evaluated))
-    save(tmp_path / "best.pt", ema)
-    loaded = detector.attempt_load(tmp_path / "best.pt")
-    with amp.disable_casts():
-        assert same(loaded(next(batches(1))[0]), expected(detector, values))
-    del keep
-
-
-@every_level
-def test_training_is_resumed_from_the_whole_average(detector, tmp_path, level):
-    _, optimizer, ema, values = trained(detector, level)
-    save(tmp_path / "last.pt", ema, optimizer)
-    saved = torch.load(tmp_path / "last.pt", weights_only=False)
-    torch.manual_seed(3)
-    model = detector.Model()
-    model.load_state_dict(saved["model"].float().state_dict())
-    assert same(dict(model.state_dict()), dict(values))
-    resumed = detector.grouped_optimizer(model)
-    resumed.load_state_dict(saved["optimizer"])
-    model, resumed = amp.initialize(model, resumed, opt_level=level, verbosity=0)
-    images, targets = next(batches(1))
-    with amp.scale_loss(F.mse_loss(model(images).float(), targets), resumed) as scaled_loss:
-        scaled_loss.backward()
-    resumed.step()
-    assert not same(dict(model.state_dict()), dict(values))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

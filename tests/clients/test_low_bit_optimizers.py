@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.debug.storages import Storages
+from apex.debug.common import Storages
 from tests.clients.libraries import need
 from tests.training.cases import same, saved_and_loaded
 

@@ -123,7 +123,7 @@ def test_a_fault_is_named_in_the_step_of_its_first_appearance(tmp_path, messages
     first = callback.trace.first
     assert (first.module, first.direction) == ("fault", kind)
     found = json.loads(callback.path.with_suffix(".json").read_text())
-    assert found["trace"]["first"]["module"] == "fault"
+    assert found["first"]["module"] == "fault"
     (message,) = messages()
     assert message.startswith(text.strip())
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from apex import amp
 from apex.debug.watch import arm
-from tests.amp.cases import Net, backward, loss_of, one_weight, overflow, prepared, sgd
+from tests.support.steps import Net, backward, loss_of, one_weight, overflow, prepared, sgd
 from tests.training import cases
 from tests.training.test_cost import HostReads
 
@@ -103,14 +103,6 @@ def test_disarm_stops_a_trace_at_any_time(log, begun):
     assert log() == []
 
 
-def test_the_handle_disarms_as_a_context_manager():
-    model, optimizer = pair()
-    with arm(optimizer, after_skips=1):
-        bad_step(model, optimizer)
-        assert tracing()
-    assert not tracing()
-
-
 def own_hooks(model):
     return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
 
@@ -147,31 +139,6 @@ def test_validation_ends_the_trace(how):
     model.train(how != "eval")
     with torch.set_grad_enabled(how != "no_grad"):
         model(torch.ones(3, 4))
-    assert not tracing()
-
-
-def test_an_exception_handled_outside_the_model_does_not_end_the_trace():
-    model, optimizer = pair()
-    handle = arm(optimizer, after_skips=1)
-    bad_step(model, optimizer)
-    try:
-        raise ZeroDivisionError
-    except ZeroDivisionError:
-        model(torch.ones(3, 4))
-        assert tracing()
-    handle.disarm()
-
-
-def test_the_next_pass_of_the_same_loss_is_traced():
-    model, optimizer = pair(num_losses=2)
-    arm(optimizer, after_skips=2)
-    bad_step(model, optimizer, loss_id=1)
-    bad_step(model, optimizer, loss_id=0)
-    bad_step(model, optimizer, loss_id=1)
-    assert tracing()
-    good_step(model, optimizer, loss_id=0)
-    assert tracing()
-    bad_step(model, optimizer, loss_id=1)
     assert not tracing()
 
 
@@ -253,21 +220,6 @@ def test_the_skips_of_a_scale_that_settles_are_silent_and_leave_the_handle_armed
     assert not tracing()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_fault_after_the_scale_has_settled_is_reported(log, level):
-    model, optimizer = pair(level)
-    handle = arm(optimizer, after_skips=2)
-    for _ in range(30):  # the loss grows with the weights of 100: the scale falls for many steps
-        optimizer.zero_grad()
-        backward(loss_of(model), optimizer)
-        optimizer.step()
-    assert log() == []
-    for _ in range(4):
-        bad_step(model, optimizer)
-    assert handle.trace.first.module == "first"
-    assert len(log()) == 1
-
-
 # -- static scales ---------------------------------------------------------------------------
 
 STATIC = pytest.mark.parametrize(
@@ -306,20 +258,6 @@ def test_with_a_static_scale_the_first_nonfinite_gradients_are_named(log, level,
     assert handle.trace.first is not None
 
 
-def test_a_pass_for_optimizers_of_two_calls_is_watched_by_each(log):
-    pairs = [prepared("O4"), prepared("O4")]  # the loss is scaled by the second call's scale
-    arm(pairs[0][1])
-    for loss_of_batch in (good_batch, bad_batch, good_batch):
-        loss = sum(loss_of_batch(model) for model, _ in pairs)
-        with amp.scale_loss(loss, [optimizer for _, optimizer in pairs]) as scaled_loss:
-            scaled_loss.backward()
-        for _, optimizer in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
-    (message,) = log()
-    assert "not finite since backward pass 2 after amp.debug.arm: first.weight" in message
-
-
 @STATIC
 def test_with_a_static_scale_the_operator_is_named_if_the_script_skips_by_itself(
     log, level, options
@@ -349,15 +287,6 @@ def test_one_bad_batch_that_is_not_stepped_leaves_the_handle_armed(log, level, o
     assert tracing()
     iteration(model, optimizer, good_batch)
     assert len(log()) == 1
-
-
-@STATIC
-def test_finite_gradients_of_static_scales_start_nothing(log, level, options):
-    model, optimizer = prepared(level, **options)
-    with arm(optimizer) as handle:
-        for _ in range(3):
-            iteration(model, optimizer, good_batch)
-    assert (handle.trace, log()) == (None, [])
 
 
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
@@ -407,21 +336,6 @@ def test_an_untraced_step_runs_the_same_operators_and_host_reads(level):
         return operators.names, reads.count
 
     assert cost(armed=True) == cost(armed=False)
-
-
-def test_the_handle_keeps_neither_model_nor_optimizer_alive():
-    import gc
-    import weakref
-
-    model, optimizer = pair()
-    handle = arm(optimizer, after_skips=1)
-    bad_step(model, optimizer)
-    bad_step(model, optimizer)
-    assert handle.trace.first is not None
-    gone = weakref.ref(model), weakref.ref(optimizer)
-    del model, optimizer
-    gc.collect()
-    assert [reference() for reference in gone] == [None, None]
 
 
 def test_a_model_can_be_copied_and_saved_in_the_traced_iteration():

@@ -6,7 +6,6 @@ from torch import nn
 
 from apex import amp
 from apex.debug import frozen_updates
-from apex.debug.check import _wanted_values
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
@@ -31,42 +30,6 @@ def test_an_update_below_half_the_rounding_step_is_frozen(make, dtype):
     with frozen_updates(optimizer) as updates:
         optimizer.step()
     assert (updates.frozen, updates.wanted, updates.share) == (1, 2, 0.5)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_the_step_is_the_same_as_without_the_block(make):
-    counted, plain = (weight_of([1.0, 0.01, -0.3], torch.bfloat16) for _ in range(2))
-    first, second = make([counted]), make([plain])
-    for _ in range(3):
-        with frozen_updates(first):
-            first.step()
-        second.step()
-    assert torch.equal(counted, plain)
-    for name, value in second.state[plain].items():
-        assert torch.equal(torch.as_tensor(first.state[counted][name]), torch.as_tensor(value))
-
-
-def test_the_intended_value_is_that_of_the_wider_step():
-    weight = weight_of([1.0, 2.0], torch.bfloat16, grad=0.5)
-    optimizer = torch.optim.SGD([weight], lr=1e-3)
-    (wanted,) = _wanted_values(optimizer, 1.0).values()
-    assert torch.equal(wanted, torch.tensor([1.0, 2.0]) - 1e-3 * torch.tensor(0.5))
-    assert torch.equal(weight, torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
-
-
-def test_a_weight_without_a_gradient_is_not_counted():
-    idle = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([idle, weight_of([1.0], torch.bfloat16)], lr=1e-3)
-    with frozen_updates(optimizer) as updates:
-        optimizer.step()
-    assert updates.wanted == 1
-
-
-def test_an_update_of_zero_is_not_frozen():
-    optimizer = torch.optim.SGD([weight_of([1.0, 2.0], torch.bfloat16, grad=0.0)], lr=1e-3)
-    with frozen_updates(optimizer) as updates:
-        optimizer.step()
-    assert (updates.wanted, updates.share) == (0, 0.0)
 
 
 @pytest.mark.parametrize("grad", [torch.inf, torch.nan])

@@ -6,7 +6,6 @@ from logging.handlers import BufferingHandler
 import pytest
 import torch
 from torch import nn
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -14,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from apex.debug.check import why_skipped
 from apex.debug.overflow import trace_overflow
-from apex.parallel import SyncBatchNorm
-from tests.amp.cases import backward
 from tests.support.features import shards_on_cpu
+from tests.support.steps import backward
 
 pytestmark = pytest.mark.distributed
 
@@ -139,86 +137,3 @@ def first_of_received(rank):
 
 def test_memory_that_a_collective_overwrites_is_no_input(on_two_ranks):
     assert on_two_ranks(first_of_received) == [(None, [1.0] * 4)] * 2
-
-
-def first_of_activations(rank, functional):
-    model = net()
-    with trace_overflow(model) as trace:
-        out = model(torch.full((1, 2), 1.0 if rank else 0.01))
-        if functional:
-            own = functional_collectives.all_reduce(
-                out.detach(), "sum", torch.distributed.group.WORLD
-            )
-        else:
-            own = out.detach()
-            torch.distributed.all_reduce(own)
-        (out * own).sum().backward()
-    return trace.first.cause, trace.first.op
-
-
-@pytest.mark.parametrize("functional", [False, True])
-def test_activations_of_another_rank_are_no_data(on_two_ranks, functional):
-    (cause_0, _), (cause_1, op_1) = on_two_ranks(first_of_activations, functional)
-    assert cause_0 == "another rank"
-    assert (cause_1, op_1) == ("range", "aten.exp")
-
-
-def first_of_sum(rank):
-    model = nn.Linear(2, 2).bfloat16()
-    total = torch.full((2,), 3e38, dtype=torch.bfloat16)
-    with trace_overflow(model) as trace:
-        torch.distributed.all_reduce(total)
-        (model(torch.ones(1, 2, dtype=torch.bfloat16)) * total).sum().backward()
-    return trace.first.cause, "a sum of finite values" in trace.first.remedy
-
-
-def test_a_sum_over_ranks_that_overflows_is_not_computed_twice(on_two_ranks):
-    assert on_two_ranks(first_of_sum) == [("another rank", True)] * 2
-
-
-def first_of_sent(rank, send):
-    model = nn.Linear(2, 2)
-    values = torch.full((2,), float("nan" if rank else 1))
-    with trace_overflow(model) as trace:
-        if send == "broadcast":
-            torch.distributed.broadcast(values, 0)
-        elif rank:
-            torch.distributed.recv(values, 0)
-        else:
-            torch.distributed.send(values, 1)
-        model(values)
-    return trace.first, values.tolist()
-
-
-@pytest.mark.parametrize("send", ["broadcast", "send"])
-def test_memory_that_one_rank_fills_is_no_input_on_the_others(on_two_ranks, send):
-    assert on_two_ranks(first_of_sent, send) == [(None, [1.0] * 2)] * 2
-
-
-def first_broadcast(rank):
-    model = nn.Linear(2, 2)
-    values = torch.full((2,), float(1 if rank else "nan"))
-    with trace_overflow(model) as trace:
-        torch.distributed.broadcast(values, 0)
-        model(values)
-    return trace.first.cause
-
-
-def test_what_one_rank_broadcasts_is_its_own_data(on_two_ranks):
-    assert on_two_ranks(first_broadcast) == ["data", "another rank"]
-
-
-def first_of_statistics(rank):
-    model = nn.Sequential(nn.Linear(2, 2), Exp(), SyncBatchNorm(2))
-    nn.init.constant_(model[0].weight, 60.0)
-    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
-    try:
-        with trace_overflow(model) as trace:
-            model(torch.tensor([[1.0, 1.0] if rank else [0.01, 0.01], [0.02, 0.01]]))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return trace.first.cause
-
-
-def test_statistics_of_another_rank_are_no_uninitialized_memory(on_two_ranks):
-    assert on_two_ranks(first_of_statistics) == ["another rank", "range"]

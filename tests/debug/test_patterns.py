@@ -354,12 +354,6 @@ def test_a_known_formula_is_named_with_the_form_that_works(pattern, words, formu
     assert first_of(better, x) is None
 
 
-def test_a_fault_of_no_known_formula_names_none():
-    first = first_of(lambda x: x * 3e38 * 1e3, X)
-    assert (first.op, first.pattern) == ("aten.mul", "")
-    assert " This is " not in str(first)
-
-
 def test_a_power_is_a_division_where_its_base_is_0_and_undefined_where_it_is_negative():
     x = torch.tensor([[-1.0, 0.0, 1.0]])
     zero, negative = first_of(lambda x: x**-1, x), first_of(lambda x: x**0.5, x)
@@ -406,7 +400,6 @@ def test_a_layer_before_a_loss_is_no_attention():
 
 
 SMALL = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 1e-6}
-BELOW_1 = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 # words of the remedy, formula, what the words say
 LITERAL = {
@@ -464,14 +457,3 @@ def test_a_remedy_mends_as_it_is_written_in_every_dtype(name, dtype):
     assert words in first.remedy
     assert dtype is not torch.float16 or "fp16" in first.remedy
     assert after is None, after
-
-
-@pytest.mark.parametrize("dtype", BELOW_1)
-def test_the_margin_of_an_inverse_function_is_above_the_rounding_of_its_dtype(dtype):
-    eps, one = BELOW_1[dtype], torch.ones(1, 3)
-    first = first_of(lambda x: x.to(dtype).acos(), one)
-    assert (
-        f"{eps:g}".replace("e-06", "e-6").replace("0.001", "1e-3").replace("0.01", "1e-2")
-        in first.remedy
-    )
-    assert first_of(lambda x: x.to(dtype).clamp(-1 + eps, 1 - eps).acos(), one) is None

@@ -123,15 +123,6 @@ def test_a_difference_that_cancels_in_fp32_too_is_not_called_healthy(shift, foun
     assert found == "lost" or "fp32 holds hardly a digit" in trace.skipped[0].reason
 
 
-def test_a_call_with_several_results_counts_once():
-    model = nn.Sequential(nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3)).bfloat16()
-    with amp.debug.trace_rounding(model) as trace:
-        for _ in range(2):
-            model(torch.randn(2, 2, 9, dtype=torch.bfloat16)).sum().backward()
-    backward = [row for row in trace.rows if row.op == "aten.convolution_backward"]
-    assert {row.module: row.calls for row in backward} == {"0": 2, "1": 2}
-
-
 @pytest.mark.parametrize(("momentum", "op"), [(1e-3, "aten.native_batch_norm"), (0.1, None)])
 def test_a_running_mean_that_stands_still_is_named(momentum, op):
     torch.manual_seed(0)
@@ -195,14 +186,6 @@ def test_a_loss_of_large_logits_is_named():
             training.step(*batch(training.model))
         assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
         assert not trace.worst.inside
-
-
-def test_fp32_loses_nothing():
-    torch.manual_seed(0)
-    training = Training(Around(FAULTS["shift"][0]()), "fp32")
-    with amp.debug.trace_rounding(training.model) as trace:
-        training.step(*batch(training.model))
-    assert (trace.worst, trace.rows, trace.operators) == (None, (), 0)
 
 
 def test_an_fp32_module_is_the_remedy():

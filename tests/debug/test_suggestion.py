@@ -1,14 +1,12 @@
 """``suggest_fp32`` names the planted module and nothing else, and leaves everything as it was."""
 
 import copy
-import json
 
 import pytest
 import torch
 from torch import nn
 
 from apex import amp
-from apex.debug.suggest import Suggestion
 from tests.debug.rounding_cases import (
     FAULTS,
     HEALTHY,
@@ -18,7 +16,6 @@ from tests.debug.rounding_cases import (
     Shift,
     batch,
     cross_entropy,
-    mlp,
 )
 from tests.faults.memory import live_sessions
 
@@ -36,7 +33,7 @@ def suggested(model, level, length=24, **keywords):
     )
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("level", ["O5"])
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_module_is_found_and_nothing_else(fault, level):
     torch.manual_seed(0)
@@ -49,7 +46,7 @@ def test_a_planted_module_is_found_and_nothing_else(fault, level):
     assert "faulty" in str(found)
 
 
-@pytest.mark.parametrize(("level", "seed"), [("O4", 0), ("O5", 1)])
+@pytest.mark.parametrize(("level", "seed"), [("O5", 1)])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_model_needs_none(name, level, seed):
     torch.manual_seed(seed)
@@ -101,16 +98,6 @@ def test_a_model_that_is_nan_in_fp32_is_refused():
         )
 
 
-def test_a_model_that_overflows_at_every_loss_scale_is_no_healthy_one():
-    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(9)])
-    for layer in model:
-        nn.init.ones_(layer.weight)
-    found = amp.debug.suggest_fp32(model, torch.ones(2, 4), opt_level="O2")
-    assert found.modules == []
-    assert str(found).startswith("Could not tell which modules need fp32 at O2: the gradients over")
-    assert "No module needs fp32" not in str(found)
-
-
 def test_a_fault_outside_of_modules_is_noted():
     class Outside(nn.Module):
         def __init__(self):
@@ -127,19 +114,10 @@ def test_a_fault_outside_of_modules_is_noted():
     assert note.startswith("aten.sub in the model loses digits")
 
 
-def test_formats_hold_all_data():
-    suggestion = Suggestion(["a"], "O5", float("nan"), 0.01, {"a": 0.5}, ("A note.",))
-    data = json.loads(suggestion.to_json(), parse_constant=pytest.fail)
-    assert data["modules"] == ["a"]
-    assert data["error_before"] is None
-    assert data["setting"] == suggestion.setting
-    assert str(suggestion).endswith("A note.")
-
-
 # -- what is left behind -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("level", ["O5"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_as_before(level, fails):
     torch.manual_seed(0)
@@ -169,19 +147,6 @@ def test_everything_is_as_before(level, fails):
         assert torch.equal(now, old)
     assert live_sessions() == 0
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-
-
-def test_a_session_that_trains_is_not_disturbed():
-    torch.manual_seed(0)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    options = amp._amp_state.opt_properties
-    found = suggested(Around(Shift()), "O5")
-    assert found.modules == ["faulty"]
-    assert amp._amp_state.opt_properties is options
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
-    assert live_sessions() == 1
 
 
 # -- bad input -----------------------------------------------------------------------------------
@@ -231,21 +196,3 @@ def test_a_prepared_model_and_missing_inputs_are_refused():
     model = amp.initialize(model, opt_level="O5", verbosity=0)
     with pytest.raises(ValueError, match=r"which amp has prepared.*before amp\.initialize"):
         amp.debug.suggest_fp32(model, torch.ones(2, 4))
-
-
-class Positions(nn.Module):
-    """Angles from a buffer that 16-bit models keep in fp32; Rotary's is persistent."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("positions", torch.arange(4096.0, 4112.0), persistent=False)
-
-    def forward(self, x):
-        return x * self.positions.data.cos()
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_buffer_that_stays_in_fp32_needs_no_module(level):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), Positions(), nn.Linear(16, 4))
-    assert amp.debug.suggest_fp32(model, torch.randn(8, 16), opt_level=level).modules == []

@@ -7,6 +7,7 @@ from hypothesis.stateful import precondition, rule
 from apex import amp
 from apex._engine.optimizer import one_pass
 from tests.faults.machine import BOTH, INDEX, WHICH, Machine
+from tests.support.two_pass import two_pass_steps
 from tests.training import cases
 
 READS = ["read_by_master_params", "read_in_a_group", "read_in_the_model"]
@@ -112,6 +113,6 @@ class GradientRules(Machine):
     @rule()
     def change_the_number_of_passes_of_a_step(self):
         if one_pass.enabled:
-            self.two_passes.enter_context(amp.debug.two_pass_steps())
+            self.two_passes.enter_context(two_pass_steps())
         else:
             self.two_passes.close()

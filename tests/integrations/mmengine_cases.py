@@ -3,8 +3,8 @@
 import torch
 
 from apex import amp
-from tests.amp.cases import Net
 from tests.clients.libraries import need
+from tests.support.steps import Net
 
 need("mmengine.runner")
 need("apex.integrations.mmengine")

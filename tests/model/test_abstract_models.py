@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.amp.cases import TwoLayers
+from tests.support.steps import TwoLayers
 
 T = typing.TypeVar("T")
 

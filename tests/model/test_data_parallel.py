@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from apex import amp
 from tests.model.cases import EPS, LEVELS, prepared
 from tests.support.reference.loops import Loop
 from tests.training import cases
@@ -94,27 +93,3 @@ def test_a_replicas_state_dict_is_that_of_a_plain_replica(level):
     model, _ = prepared(level)
     assert list(replicate(model).state_dict()) == list(expected)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
-
-
-@every_level
-def test_a_replica_outlives_restore_of_its_model(level):
-    model, optimizer = prepared(level)
-    replica = replicate(model)
-    x = cases.batch()[0]
-    expected = model(x)
-    amp.restore(model, optimizer)
-    assert replica(x).dtype is expected.dtype
-
-
-@pytest.mark.gpu(devices=2)
-@every_level
-def test_on_gpus_the_wrapper_trains_as_its_model(level):
-    model = cases.net().cuda()
-    model, optimizer = prepared(level, model)
-    expected = copy.deepcopy((model, optimizer))
-    wrapped = nn.DataParallel(model)
-    for x, y in cases.batches(3):
-        cases.train_step(wrapped, optimizer, x.cuda(), y.cuda())
-        cases.train_step(*expected, x.cuda(), y.cuda())
-    for after, reference in zip(cases.masters(optimizer), cases.masters(expected[1]), strict=True):
-        torch.testing.assert_close(after, reference, rtol=0.0, atol=8 * EPS[level] + 1e-6)

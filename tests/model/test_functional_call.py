@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import functional_call, grad, jacfwd, jacrev, stack_module_state, vmap
+from torch.func import functional_call, grad, stack_module_state, vmap
 
 from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, LEVELS
@@ -57,19 +57,6 @@ def test_training_by_functional_call_is_training(level):
     assert cases.same(cases.masters(optimizer), loop.stepped)
 
 
-@every_level
-def test_given_fp32_values_that_are_cast_get_fp32_gradients(level):
-    model = inference(level)
-    x, y = cases.batch()
-    given = {name: p.float().requires_grad_() for name, p in params_of(model).items()}
-    dtypes = {name: param.dtype for name, param in model.named_parameters()}
-    values = {name: value.to(dtypes[name]) for name, value in given.items()}
-    F.mse_loss(functional_call(model, values, (x,)).float(), y).backward()
-    cases.loss_of(model, x, y).backward()
-    for name, param in model.named_parameters():
-        assert torch.equal(given[name].grad, param.grad.float())
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_levels_with_fp32_parameters_take_a_state_dict_as_it_is(level):
     model = inference(level)
@@ -83,16 +70,6 @@ def test_fp32_values_in_a_16_bit_model_are_refused_with_the_remedy(level):
     with pytest.raises(RuntimeError, match=r"0\.weight \(float32\)(.|\n)*value\.to\(param\.dtype"):
         functional_call(model, model.state_dict(), (cases.batch()[0],))
     assert model(cases.batch()[0]).dtype is torch.float32
-
-
-@every_level
-def test_func_grad_gives_the_gradients_of_backward(level):
-    model = inference(level)
-    x, y = cases.batch()
-    got = grad(lambda p: F.mse_loss(functional_call(model, p, (x,)).float(), y))(params_of(model))
-    cases.loss_of(model, x, y).backward()
-    for name, param in model.named_parameters():
-        assert cases.same(got[name], param.grad)
 
 
 @every_level
@@ -121,13 +98,3 @@ def test_an_ensemble_by_vmap_gives_what_its_models_give(level):
     torch.testing.assert_close(
         together, alone, rtol=0.0, atol=2 * EPS[level] + 1e-6, check_dtype=False
     )
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@every_level
-def test_forward_and_reverse_jacobians_agree(level):
-    model = inference(level)
-    x = cases.batch()[0][0]
-    forward, reverse = jacfwd(model)(x), jacrev(model)(x)
-    assert forward.shape == (2, 4)
-    torch.testing.assert_close(forward, reverse, rtol=0.0, atol=2 * EPS[level] + 1e-6)

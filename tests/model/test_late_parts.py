@@ -82,22 +82,6 @@ def test_a_late_batch_norm_and_late_buffers_are_as_the_level_says(level):
 
 
 @casting_levels
-def test_a_late_part_deep_inside_is_found_with_all_that_came_with_it(level):
-    model = nn.ModuleDict({"body": nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ModuleList())})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    late = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model["body"][1].insert(0, late)
-    exact = late[1].weight.detach().clone()
-    optimizer.add_param_group({"params": late[0].parameters()})
-    assert {param.dtype for param in late.parameters()} == {dtype_of(level)}
-    saved = {key: value.dtype for key, value in model.state_dict().items()}
-    assert set(saved.values()) == {torch.float32}
-    if level != "O3":
-        assert torch.equal(model.state_dict()["body.1.0.1.weight"], exact)
-
-
-@casting_levels
 def test_a_parameter_replaced_in_a_known_module_is_cast_with_its_group(level):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -253,43 +237,6 @@ def test_a_mask_that_fp16_cannot_hold_is_named_with_the_one_that_it_can(level):
     assert model(cases.batch()[0]).isfinite().all()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_mask_that_fp32_cannot_hold_gets_torch_s_own_error(level):
-    class Masked(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).float().masked_fill(x[:, :2] > 0, -1e39)
-
-    model = amp.initialize(Masked(4, 2), opt_level=level, verbosity=0)
-    with pytest.raises(RuntimeError, match=r"without overflow$"):
-        model(cases.batch()[0])
-
-
-@casting_levels
-def test_errors_of_the_users_own_pass_as_they_are(level):
-    class Failing(nn.Linear):
-        def forward(self, x):
-            raise error
-
-    model = amp.initialize(Failing(4, 2), opt_level=level, verbosity=0)
-    for error in (RuntimeError("no such type"), ValueError("type"), torch.OutOfMemoryError("type")):
-        with pytest.raises(type(error)) as raised:
-            model(cases.batch()[0])
-        assert raised.value is error
-
-
-@every_level
-def test_a_head_of_its_own_session_trains_in_a_prepared_model(level):
-    plain = cases.net()
-    plain[2] = new_head()
-    reference = cases.sgd(plain[2].parameters())
-    train_plain(plain, reference)
-    model = amp.initialize(cases.net(), opt_level=level, verbosity=0)
-    model[2] = new_head()
-    _, optimizer = prepared(level, model[2])
-    train(model, optimizer)
-    assert close(amp.master_params(optimizer), reference.param_groups[0]["params"], eps=EPS[level])
-
-
 FLOATS = [
     lambda model: model.float(),
     lambda model: model.type(torch.float32),
@@ -372,73 +319,6 @@ def test_float_between_backward_and_step_changes_no_step(level):
     assert cases.same(cases.masters(optimizer), cases.masters(expected[1]))
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("scale", [1.0, 128.0])
-@pytest.mark.parametrize("first", [True, False])
-def test_gradients_written_before_or_after_float_reach_the_masters(level, scale, first):
-    model, optimizer = prepared(level, loss_scale=scale)
-    x, y = cases.batch()
-    cases.backward(model, optimizer, x, y)
-    halves = [grad / 2 for grad in cases.grads(amp.master_params(optimizer))]
-    for change in ("write", "cast") if first else ("cast", "write"):
-        if change == "cast":
-            model.float()
-        for param in model.parameters() if change == "write" else ():
-            param.grad.mul_(0.5)
-    assert cases.same(cases.grads(amp.master_params(optimizer)), halves)
-    assert cases.same(cases.grads(model.parameters()), halves)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_half_is_what_the_model_is_already_and_batch_norm_stays(level):
-    model, _ = prepared(level, nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
-    before = model[1].weight.detach().clone()
-    model.to(dtype_of(level))
-    assert (model[0].weight.dtype, model[1].weight.dtype) == (dtype_of(level), torch.float32)
-    assert torch.equal(model[1].weight, before)
-    assert model(cases.batch()[0]).dtype is torch.float32
-
-
-@casting_levels
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_any_floating_dtype_can_be_asked_for(level, dtype):
-    model, optimizer = prepared(level)
-    model.to(dtype)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert model(cases.batch()[0]).dtype is torch.float32
-    train(model, optimizer, 1)
-
-
-@casting_levels
-def test_a_deep_copy_becomes_fp32_by_float_or_restore(level):
-    model, optimizer = prepared(level)
-    train(model, optimizer, 1)
-    x = cases.batch()[0]
-    for plain in (copy.deepcopy(model).float(), amp.restore(copy.deepcopy(model))):
-        assert {p.dtype for p in plain.parameters()} == {torch.float32}
-        assert close([plain(x)], [model(x)], eps=4 * EPS[level])
-    assert {p.dtype for p in model.parameters()} == {dtype_of(level)}
-
-
-@casting_levels
-def test_restore_after_float_is_plain(level):
-    model, optimizer = prepared(level)
-    train(model, optimizer, 1)
-    exact = exact_values(model, optimizer)
-    amp.restore(model.float(), optimizer)
-    assert type(model) is nn.Sequential
-    assert cases.same(list(model.parameters()), list(exact.values()))
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_copy_of_a_model_with_fp32_parameters_goes_to_half_and_back(level):
-    model, _ = prepared(level)
-    twin = copy.deepcopy(model).half()
-    assert {p.dtype for p in twin.parameters()} == {torch.float16}
-    x = cases.batch()[0]
-    assert close([twin.float()(x)], [model(x)], eps=torch.finfo(torch.float16).eps + EPS[level])
-
-
 @pytest.mark.parametrize(
     ("level", "part", "dtype"),
     [
@@ -471,39 +351,3 @@ def test_a_model_at_o0_computes_in_the_dtype_that_it_is_given_later(dtype, caplo
     assert f"weights are now {dtype}" in caplog.text
     assert cases.same([twin.to(torch.float32)(x).dtype, model(x)], [torch.float32, before])
     train(model.to(dtype), optimizer)
-
-
-@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "trained"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.to("cpu"),
-        lambda model: model.to(memory_format=torch.channels_last),
-        lambda model: model.share_memory(),
-        lambda model: model.apply(lambda module: None),
-        lambda model: model.requires_grad_(False).requires_grad_(True),
-        lambda model: model.register_module("extra", nn.Identity()),
-        lambda model: model.train(False).train(True),
-    ],
-    ids=["to", "memory_format", "share_memory", "apply", "requires_grad_", "module", "train"],
-)
-@every_level
-def test_changes_that_keep_the_values_change_no_step(level, change, fresh):
-    pairs = [prepared(level) for _ in range(2)]
-    for model, optimizer in pairs:
-        train(model, optimizer, 0 if fresh else 2)
-    change(pairs[0][0])
-    for model, optimizer in pairs:
-        train(model, optimizer, seed=2)
-    assert cases.same(*(cases.masters(optimizer) for _, optimizer in pairs))
-
-
-@every_level
-def test_a_model_compiled_in_place_after_initialize_trains_equally(level):
-    model, optimizer = prepared(level)
-    model.compile(backend="eager")
-    expected = prepared(level)
-    train(model, optimizer)
-    train(*expected)
-    assert close(cases.masters(optimizer), cases.masters(expected[1]), eps=EPS[level])
-    torch._dynamo.reset()

@@ -112,50 +112,11 @@ def test_parametrizations_may_compute_in_fp32_in_a_16_bit_model(level, wrap):
     assert close([weight_of(model)], [expected], eps=4 * EPS[level])
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_orthogonal_trains_where_parameters_are_fp32(level):
-    def make():
-        return wrapped(parametrizations.orthogonal)
-
-    plain, _ = reference(make)
-    expected = weight_of(plain)
-    model, optimizer = prepared(level, make())
-    train(model, optimizer)
-    assert close([weight_of(model)], [expected], eps=4 * EPS[level])
-
-
 @casting_levels
 def test_orthogonal_in_16_bits_says_how_to_keep_it_in_fp32(level):
     model, _ = prepared(level, wrapped(parametrizations.orthogonal))
     with pytest.raises(RuntimeError, match=r"(.|\n)*fp32_modules(.|\n)*ParametrizationList"):
         model(cases.batch()[0])
-
-
-@every_level
-def test_the_power_iteration_finds_the_norm_in_16_bits(level):
-    torch.manual_seed(0)
-    layer = parametrizations.spectral_norm(nn.Linear(16, 16))
-    model = amp.initialize(nn.Sequential(layer), opt_level=level, verbosity=0)
-    for _ in range(60):
-        model(torch.zeros(1, 16))
-    norm = torch.linalg.matrix_norm(layer.weight.detach().float(), 2)
-    assert abs(norm - 1) <= 2 * EPS[level] + 1e-3  # the iteration's own distance from its limit
-
-
-@every_level
-def test_spectral_norm_put_on_after_initialize_trains_the_same_parameter(level):
-    plain = cases.net()
-    plain_optimizer = cases.sgd(plain.parameters())
-    torch.manual_seed(3)
-    parametrizations.spectral_norm(plain[0])
-    train_plain(plain, plain_optimizer)
-    model, optimizer = prepared(level)
-    torch.manual_seed(3)
-    parametrizations.spectral_norm(model[0])
-    train(model, optimizer)
-    assert close(
-        amp.master_params(optimizer), amp.master_params(plain_optimizer), eps=4 * EPS[level]
-    )
 
 
 @every_level
@@ -205,16 +166,6 @@ def test_between_restore_and_initialize_it_is_taken_off_for_good(level, wrap):
 
 
 @every_level
-def test_a_model_for_inference_may_drop_it_at_any_time(level):
-    model = wrapped(parametrizations.spectral_norm)
-    model = amp.initialize(model, opt_level=level, verbosity=0).eval()
-    x = cases.batch()[0]
-    expected = model(x)
-    take_off(model)
-    assert torch.equal(model(x), expected)
-
-
-@every_level
 def test_of_a_parametrized_root_it_is_taken_off_after_restore(level):
     model = parametrizations.weight_norm(nn.Linear(4, 2))
     model, optimizer = prepared(level, model)
@@ -241,16 +192,6 @@ def test_cached_weights_are_computed_once_in_the_levels_dtype(level):
 
 
 @every_level
-def test_pruned_weights_stay_zero_in_training(level):
-    model, optimizer = prepared(level, wrapped(WRAPS["pruned"]))
-    mask = model[0].weight_mask.bool().clone()
-    train(model, optimizer)
-    weight = weight_of(model)
-    assert int((weight == 0).sum()) == 16
-    assert bool((weight[~mask] == 0).all())
-
-
-@every_level
 def test_a_layer_pruned_after_initialize_trains_on_pruned(level):
     model, optimizer = prepared(level)
     train(model, optimizer, 1)
@@ -258,33 +199,3 @@ def test_a_layer_pruned_after_initialize_trains_on_pruned(level):
     train(model, optimizer)
     assert int((weight_of(model) == 0).sum()) == 16
     assert model[0].weight_mask.dtype is dtype_of(level)
-
-
-@every_level
-def test_gradients_are_clipped_by_value_on_what_is_stepped(level):
-    model, optimizer = prepared(level)
-    before = cases.masters(optimizer)
-    cases.backward(model, optimizer, *cases.batch())
-    nn.utils.clip_grad_value_(amp.master_params(optimizer), 0.01)
-    expected = [
-        start.add(param.grad, alpha=-0.1)
-        for start, param in zip(before, amp.master_params(optimizer), strict=True)
-    ]
-    assert max(p.grad.abs().max() for p in amp.master_params(optimizer)) <= 0.0101
-    optimizer.step()
-    assert cases.same(expected, cases.masters(optimizer))
-
-
-@every_level
-def test_masters_go_through_a_vector_and_back(level):
-    model, optimizer = prepared(level)
-    train(model, optimizer, 1)
-    params = list(amp.master_params(optimizer))
-    doubled = 2 * nn.utils.parameters_to_vector(params).detach()
-    nn.utils.vector_to_parameters(doubled.clone(), params)  # which they share from then on
-    optimizer._master_params_to_model_params()
-    assert torch.equal(
-        nn.utils.parameters_to_vector(model.parameters()), doubled.to(dtype_of(level))
-    )
-    train(model, optimizer, 1)
-    assert not torch.equal(nn.utils.parameters_to_vector(params), doubled)

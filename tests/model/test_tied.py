@@ -118,26 +118,6 @@ def test_restore_leaves_it_tied(level):
     assert optimizer.param_groups[0]["params"][0] is model.embed.weight
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@pytest.mark.parametrize("make_optimizer", [cases.sgd, adam])
-@every_level
-def test_a_weight_that_a_group_lists_twice_is_stepped_as_torch_does(level, make_optimizer):
-    def listed_twice(model):
-        return make_optimizer([*model.embed.parameters(), *model.decode.parameters()])
-
-    plain = tied()
-    train_plain(plain, listed_twice(plain))
-    model = tied()
-    optimizer = listed_twice(model)
-    initialized(level, model, optimizer)
-    train(model, optimizer)
-    first, second = amp.master_params(optimizer)
-    assert first is second
-    # Adam divides by the gradient's size, and so by its error where that is small.
-    eps = EPS[level] * (1 if make_optimizer is cases.sgd else 8)
-    assert close([first], [plain.embed.weight], eps=eps)
-
-
 def joint_step(models, optimizers, x, y, *, scaled):
     for optimizer in optimizers:
         optimizer.zero_grad()

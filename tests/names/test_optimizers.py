@@ -1,8 +1,6 @@
 """What scripts, GradScaler and amp do with an optimizer of apex."""
 
 import copy
-import importlib
-import inspect
 import io
 import pickle
 import warnings
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 
 from apex import amp, optimizers
-from apex.contrib import optimizers as contrib
 from apex.multi_tensor_apply import multi_tensor_applier
 from tests.support import optimizers as cases
 
@@ -381,37 +378,6 @@ def test_a_subclass_may_step_by_the_functions_of_its_class():
     held += "FusedMixedPrecisionLamb lamb, FusedNovoGrad novograd, FusedAdam adam_capturable_master"
     for name, function in map(str.split, held.split(", ")):
         assert callable(getattr(getattr(optimizers, name), f"multi_tensor_{function}"))
-
-
-SIGNATURES = {
-    "fused_adam.FusedAdam": "lr bias_correction betas eps adam_w_mode weight_decay amsgrad "
-    "set_grad_none capturable master_weights max_grad_norm eps_inside_sqrt use_mt "
-    "amp_scale_adjustment",
-    "fused_lamb.FusedLAMB": "lr bias_correction betas eps weight_decay amsgrad adam_w_mode "
-    "grad_averaging set_grad_none max_grad_norm use_nvlamb",
-    "fused_sgd.FusedSGD": "lr momentum dampening weight_decay nesterov wd_after_momentum "
-    "materialize_master_grads set_grad_none",
-    "fused_novograd.FusedNovoGrad": "lr bias_correction betas eps weight_decay amsgrad "
-    "reg_inside_moment grad_averaging norm_type init_zero set_grad_none",
-    "fused_adagrad.FusedAdagrad": "lr eps weight_decay set_grad_none adagrad_w_mode",
-    "fused_mixed_precision_lamb.FusedMixedPrecisionLamb": "lr step bias_correction betas eps "
-    "weight_decay amsgrad adam_w_mode grad_averaging max_grad_norm use_nvlamb "
-    "reduced_precision_dtype",
-}
-
-
-@pytest.mark.parametrize("path", SIGNATURES)
-def test_arguments_are_apexs_in_their_order(path):
-    module, _, name = path.partition(".")
-    found = getattr(importlib.import_module(f"apex.optimizers.{module}"), name)
-    assert getattr(optimizers, name) is found
-    assert " ".join(list(inspect.signature(found).parameters)[1:]) == SIGNATURES[path]
-
-
-def test_arguments_of_contribs_adam_are_apexs_in_their_order():
-    found = list(inspect.signature(contrib.FusedAdam).parameters)[1:]
-    wanted = "lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm amsgrad "
-    assert " ".join(found) == wanted + "use_mt amp_scale_adjustment"
 
 
 # -- at amp's levels -----------------------------------------------------------------------------

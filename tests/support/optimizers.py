@@ -41,13 +41,17 @@ MAKERS = {
 def parameters(dtype=torch.float32, shapes=SHAPES):
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes
+        torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype))
+        for shape in shapes
     ]
 
 
 def gradients(params, step, dtype=None):
     generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(p.shape, generator=generator).to(dtype or p.dtype) for p in params]
+    return [
+        torch.randn(p.shape, generator=generator, dtype=torch.float32).to(dtype or p.dtype)
+        for p in params
+    ]
 
 
 def give(params, grads):

@@ -229,12 +229,15 @@ def test_a_level_that_cannot_run_is_noted_and_the_others_finish(tmp_path):
     ("line", "message"),
     [
         ("labels.oops", r"AttributeError: 'Tensor' object has no attribute 'oops'"),
-        ("return [1.0]", "returned list; it must return the 0-d loss tensor"),
+        ("return [1.0]", "returned list; it must return one number, a 0-d tensor"),
         (
             "return model(inputs)",
-            r"returned a tensor of shape \[6, 4\]; it must return a 0-d tensor",
+            r"returned a tensor of shape \[6, 4\]; it must return one number",
         ),
-        ("return model(inputs).sum().detach()", "returned a tensor without a gradient"),
+        (
+            "return model(inputs).sum().detach()",
+            r"returned a tensor of shape \[\] without a gradient",
+        ),
     ],
 )
 def test_a_target_that_fails_in_fp32_stops_at_once_and_names_the_line(tmp_path, line, message):

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import os
 import pkgutil
-import re
 import textwrap
 from pathlib import Path
 
@@ -25,9 +24,6 @@ from apex.tools.migrate import (
     verdict_of,
     verdict_of_name,
 )
-
-COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
-
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -254,45 +250,6 @@ def test_an_argument_without_effect_is_a_note():
         "note",
         "materialize_master_grads has no effect: remove it.",
     )
-
-
-# -- the rows of docs/compatibility.md -----------------------------------------------------------
-
-ABBREVIATED = {
-    "amp": "apex.amp",
-    "fp16_utils": "apex.fp16_utils",
-    "normalization": "apex.normalization",
-    "RNN": "apex.RNN",
-    "layer_norm": "apex.contrib.layer_norm",
-}
-
-
-def rows():
-    """Yields the full names in the first column, and the second column."""
-    for line in COMPATIBILITY.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| `") and len(cells) > 2:
-            for quoted in re.findall(r"`([\w.{}, ]+)`", cells[0]):
-                for name in spelled_out(quoted):
-                    yield name, cells[1]
-
-
-def spelled_out(quoted):
-    match = re.fullmatch(r"(.*)\{(.*)\}(.*)", quoted)
-    for part in re.split(", ?", match[2]) if match else [None]:
-        name = quoted if part is None else f"{match[1]}{part}{match[3]}"
-        head, _, rest = name.partition(".")
-        full = f"{ABBREVIATED[head]}.{rest}" if head in ABBREVIATED and rest else name
-        if full.startswith(("apex.", "amp_C.", "apex_C.")):
-            yield full
-
-
-def test_every_name_of_the_compatibility_table_has_the_verdict_of_its_row():
-    checked = list(rows())
-    assert len(checked) > 100
-    for name, here in checked:
-        is_here = verdict_of_name(name)[0] != "not supported"
-        assert is_here == (not here.startswith("not ")), name
 
 
 # -- the report --------------------------------------------------------------------------------

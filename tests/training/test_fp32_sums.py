@@ -10,6 +10,7 @@ from apex._torch import blocks
 from apex.optimizers import FusedLAMB
 from benchmarks.loops import with_amp
 from benchmarks.memory import peak_bytes
+from tests.support.two_pass import two_pass_steps
 from tests.training import cases
 
 MAKE = {**cases.OPTIMIZERS, "FusedLAMB": lambda p: FusedLAMB(p, lr=1e-2)}
@@ -44,7 +45,7 @@ def gradients(model, optimizer):
 
 def assert_same_without_blocks(train):
     """``train`` returns what a training leaves."""
-    with amp.debug.two_pass_steps():
+    with two_pass_steps():
         expected = train()
     assert cases.same(train(), expected)
 
@@ -206,6 +207,6 @@ def test_an_iteration_peaks_at_the_sums_and_16_bit_gradients(level, monkeypatch)
     peak = peak_bytes(with_amp(task, level, passes=3), 14 * params) / params
     # One block of 2**19 elements is 0.67 bytes per parameter.
     assert 20.0 <= peak <= 20.7
-    with amp.debug.two_pass_steps():
+    with two_pass_steps():
         work = with_amp(task, level, passes=3)
         assert peak_bytes(work, 14 * params) / params >= 23.9

@@ -13,10 +13,11 @@ from apex import amp
 from apex._engine.optimizer import deferred, one_pass
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex._torch import blocks
-from apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD
 from benchmarks.loops import fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
 from tests.support.reference.loops import Loop
+from tests.support.two_pass import two_pass_steps
 from tests.training import cases
 from tests.training.test_cost import reads_of
 
@@ -42,7 +43,6 @@ FUSED = {
     "FusedSGD": lambda p: FusedSGD(
         p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, set_grad_none=True
     ),
-    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1, adagrad_w_mode=True),
 }
 SCALES = {"O2": [128.0, 1000.0, "dynamic"], "O5": [1.0, 128.0, "dynamic"]}
 LEVEL_SCALES = [(level, scale) for level, scales in SCALES.items() for scale in scales]
@@ -71,7 +71,7 @@ def are_deferred(optimizer):
 
 
 def in_two_passes(fn):
-    with amp.debug.two_pass_steps():
+    with two_pass_steps():
         return fn()
 
 
@@ -653,7 +653,7 @@ def test_small_models_and_optimizers_in_python_take_two_passes(monkeypatch):
 
 
 def test_the_debug_switch_turns_it_off_and_on_again():
-    with amp.debug.two_pass_steps():
+    with two_pass_steps():
         assert not any(are_deferred(after_backward("O5")[1]))
     assert all(are_deferred(after_backward("O5")[1]))
 
@@ -674,7 +674,7 @@ def test_an_iteration_peaks_at_what_is_stored_and_16_bit_gradients(
     peak = peak_bytes(with_amp(task, level, max_norm=max_norm), 14 * params) / params
     # One block of 2**19 elements is 0.67 bytes per parameter.
     assert 16.0 <= peak <= 16.7
-    with amp.debug.two_pass_steps():
+    with two_pass_steps():
         work = with_amp(task, level, max_norm=max_norm)
         assert peak_bytes(work, 14 * params) / params >= 19.9
 

@@ -8,7 +8,7 @@ size from the cell state: the number of columns of ``w_hh``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -38,40 +38,30 @@ def LSTMCell(
     return leave.sigmoid() * state.tanh(), state
 
 
-def GRUCell(
-    input: Tensor,
-    hidden: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """Returns the state of a gated recurrent unit, ``[batch, hidden]``."""
-    return torch.gru_cell(input, hidden, w_ih, w_hh, b_ih, b_hh)
+GRUCell = torch.gru_cell
+"""Returns the state of a gated recurrent unit, ``[batch, hidden]``."""
 
 
-def ReLUCell(
-    input: Tensor,
-    hidden: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """Returns the state of an Elman cell with ReLU activation, ``[batch, hidden]``."""
-    return F.relu(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+def _elman(activation: Callable[[Tensor], Tensor], name: str) -> Callable[..., Tensor]:
+    """Returns the function of an Elman cell."""
+
+    def cell(
+        input: Tensor,
+        hidden: Tensor,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the state of an Elman cell, ``[batch, hidden]``."""
+        return activation(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+
+    cell.__name__ = cell.__qualname__ = name
+    return cell
 
 
-def TanhCell(
-    input: Tensor,
-    hidden: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """Returns the state of an Elman cell with tanh activation, ``[batch, hidden]``."""
-    return torch.tanh(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+ReLUCell = _elman(torch.relu, "ReLUCell")
+TanhCell = _elman(torch.tanh, "TanhCell")
 
 
 def mLSTMCell(

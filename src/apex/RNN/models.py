@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from apex.RNN.cells import GRUCell, LSTMCell, ReLUCell, TanhCell, mLSTMRNNCell
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
 
@@ -22,17 +25,24 @@ def toRNNBackend(  # noqa: N802 - apex's name
     return network(inputRNN, num_layers, dropout=dropout, batch_first=batch_first)
 
 
-def LSTM(  # noqa: N802 - apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> Network:
-    """Returns a long short-term memory network.
+def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[..., Network]:
+    """Returns the function ``name`` that makes networks of a cell."""
+
+    def make(
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0,
+        bidirectional: bool = False,
+        output_size: int | None = None,
+    ) -> Network:
+        first = cell(input_size, hidden_size, bias, output_size)
+        return toRNNBackend(first, num_layers, bidirectional, dropout, batch_first)
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"""Returns {kind}.
 
     Args:
         input_size: Number of input features.
@@ -47,77 +57,25 @@ def LSTM(  # noqa: N802 - apex's name
         output_size: Number of features of output and hidden state after a projection; None means
             ``hidden_size``, without a projection.
     """
-    cell = RNNCell(4, input_size, hidden_size, LSTMCell, 2, bias, output_size)
-    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
+    return make
 
 
-def GRU(  # noqa: N802 - apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> Network:
-    """Returns a network of gated recurrent units; arguments are those of `LSTM`.
-
-    Raises:
-        ValueError: If ``output_size`` is not the hidden size.
-    """
+def _gru(input_size: int, hidden_size: int, bias: bool, output_size: int | None) -> RNNCell:
     if output_size not in (None, hidden_size):
         raise ValueError(
             f"GRU got output_size={output_size} with hidden_size={hidden_size}; its new state is "
             "a mean of the old state and a candidate, so their sizes are equal. Project the output."
         )
-    cell = RNNCell(3, input_size, hidden_size, GRUCell, 1, bias, output_size)
-    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
+    return RNNCell(3, input_size, hidden_size, GRUCell, 1, bias, output_size)
 
 
-def ReLU(  # noqa: N802 - apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> Network:
-    """Returns an Elman network with ReLU activation; arguments are those of `LSTM`."""
-    cell = RNNCell(1, input_size, hidden_size, ReLUCell, 1, bias, output_size)
-    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
+def _plain(gates: int, function: Callable[..., Any], states: int) -> Callable[..., RNNCell]:
+    return lambda inputs, hidden, *rest: RNNCell(gates, inputs, hidden, function, states, *rest)
 
 
-def Tanh(  # noqa: N802 - apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> Network:
-    """Returns an Elman network with tanh activation; arguments are those of `LSTM`."""
-    cell = RNNCell(1, input_size, hidden_size, TanhCell, 1, bias, output_size)
-    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
-
-
-def mLSTM(  # noqa: N802 - apex's name
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> Network:
-    """Returns a multiplicative LSTM network; arguments are those of `LSTM`.
-
-    Source: Krause et al., "Multiplicative LSTM for sequence modelling", arXiv:1609.07959.
-    """
-    cell = mLSTMRNNCell(input_size, hidden_size, bias=bias, output_size=output_size)
-    return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
+LSTM = _network("LSTM", "a long short-term memory network", _plain(4, LSTMCell, 2))
+GRU = _network("GRU", "a network of gated recurrent units, without a projection", _gru)
+ReLU = _network("ReLU", "an Elman network with ReLU activation", _plain(1, ReLUCell, 1))
+Tanh = _network("Tanh", "an Elman network with tanh activation", _plain(1, TanhCell, 1))
+# Krause et al., "Multiplicative LSTM for sequence modelling", arXiv:1609.07959.
+mLSTM = _network("mLSTM", "a multiplicative LSTM network", mLSTMRNNCell)  # noqa: N816

@@ -184,11 +184,12 @@ class _Walk:
         if kind not in _PLAIN and callable(getattr(kind, "to", None)):
             return obj if self.convert is None else self._mapped(obj, self.convert)
         if isinstance(obj, (list, tuple, dict, Mapping)) or dataclasses.is_dataclass(obj):
-            return self._mapped(obj, self._rebuilt)
+            # dynamo can trace neither id() of a graph's tensor nor `is` of tuples.
+            return self._rebuilt(obj) if _is_compiling() else self._mapped(obj, self._rebuilt)
         return obj
 
     def _mapped(self, obj: Any, fn: ObjectFunction) -> Any:
-        if _is_compiling():  # dynamo cannot trace id() of a graph's tensor
+        if _is_compiling():
             new = fn(obj)
         elif id(obj) in self.done:
             new = self.done[id(obj)][1]

@@ -30,11 +30,10 @@ from apex.amp.amp import (
     register_half_function,
     register_promote_function,
 )
-from apex.amp.clipping import clip_grad_norm_
 from apex.amp.frontend import initialize, load_state_dict, restore, state_dict
 from apex.amp.handle import disable_casts, scale_loss
 from apex.amp.optimizers import master_params
-from apex.amp.skips import step_was_skipped
+from apex.amp.steps import clip_grad_norm_, step_was_skipped
 
 # The debug tools are a layer above, and users reach them as amp.debug or apex.amp.debug.
 debug = importlib.import_module("apex.debug")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -12,11 +11,13 @@ from apex._engine.autocast.user_functions import UserRegistry
 from apex._torch import ranks
 from apex.amp import scaler_states
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
+from apex.amp.properties import Properties
 
 if TYPE_CHECKING:
+    from apex._engine.readback import Readback
     from apex._engine.scaler import Scaler
     from apex._engine.session import Session
-    from apex.amp.handle import AmpHandle, NoOpHandle
+    from apex.amp.handle import AmpHandle
     from apex.amp.scaler import LossScaler, LossScalers
 
 
@@ -29,16 +30,17 @@ class AmpState:
         verbosity: 0 for no output, 1 for the start-up and overflow reports, 2 to name nonfinite
             gradients, too.
         hard_override: Whether invalid overrides cause a warning instead of an error.
-        allow_incoming_model_not_fp32: Whether to accept float64 models at O1 and O4, too.
+        allow_incoming_model_not_fp32: Whether 16-bit parameters stay as they come at O0, O1 and
+            O4, and float64 models are accepted at O1 and O4, too.
         opt_properties: Options of the latest ``initialize`` or ``init``; absent before the first.
         min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         max_loss_scale: Likewise.
         functions: Functions that the user registered for casting.
         pending_states: Loss scales of a checkpoint that was loaded before any session existed.
-        disabled: Models and optimizers that ``initialize(enabled=False)`` was the last to receive.
+        losses: Losses with static scales on their way to the host; None once one was not finite.
     """
 
-    opt_properties: OptProperties
+    opt_properties: Properties
 
     def __init__(self) -> None:
         self.verbosity = 1
@@ -49,26 +51,23 @@ class AmpState:
         self.functions = UserRegistry()
         self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
-        self.disabled: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._init_handle: AmpHandle | NoOpHandle | None = None
-        self._assigned_handle: list[Any] = []
+        self.losses: weakref.WeakKeyDictionary[Session, Readback[int] | None]
+        self.losses = weakref.WeakKeyDictionary()
+        self._init_handle: AmpHandle | None = None
+        self._assigned_handle: Any = None
         self._sessionless_scalers: list[Scaler] = []
-        self._lock = threading.RLock()  # a Ctrl-C as a block ends may leave it held
 
     # -- sessions ----------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
         """Makes ``session`` current and applies pending loss scales to it."""
-        with self._lock:
-            self._sessions = [ref for ref in self._sessions if ref() is not None]
-            self._sessions.append(weakref.ref(session))
-            self._assigned_handle.clear()
-            self.pending_states = scaler_states.apply_pending(session.scalers, self.pending_states)
+        self._sessions = [*map(weakref.ref, self.sessions()), weakref.ref(session)]
+        self._assigned_handle = None
+        self.pending_states = scaler_states.apply_pending(session.scalers, self.pending_states)
 
     def discard(self, session: Session) -> None:
         """Removes ``session``."""
-        with self._lock:
-            self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
+        self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
 
     def end_unused(self) -> None:
         """Ends the sessions of ``initialize`` that have no model and no optimizer any longer.
@@ -86,7 +85,7 @@ class AmpState:
         return [session for ref in self._sessions if (session := ref()) is not None]
 
     def scaling(self) -> list[Session]:
-        """Returns the sessions whose scales scripts see; that of ``amp.init`` if it is alone."""
+        """Returns the sessions in ``amp.state_dict()``: of ``initialize``, or else of ``init``."""
         sessions = self.sessions()
         return [session for session in sessions if session.options is not None] or sessions
 
@@ -108,23 +107,17 @@ class AmpState:
     def is_on(self, session: Session) -> bool:
         """Returns whether ``session`` scales losses: False if a script unset its ``enabled``."""
         options = session.options
-        return not isinstance(options, OptProperties) or bool(options.options["enabled"])
+        return not isinstance(options, Properties) or bool(options.options["enabled"])
 
-    def hold_handle(self, handle: AmpHandle | NoOpHandle) -> None:
+    def hold_handle(self, handle: AmpHandle) -> None:
         """Stores the handle of ``amp.init``, which keeps its session alive."""
-        self._init_handle = handle
-        self._assigned_handle.clear()
+        self._init_handle, self._assigned_handle = handle, None
 
     def release_handle(self) -> None:
         """Deactivates and drops the handle of an earlier ``amp.init``."""
         if self._init_handle is not None:
             self._init_handle._deactivate()
             self._init_handle = None
-
-    def retire(self, handle: AmpHandle, session: Session) -> None:
-        """Removes the session of a deactivated ``amp.init`` handle from ``state_dict``."""
-        if handle is self._init_handle:
-            self.discard(session)
 
     # -- apex's view -------------------------------------------------------------------------
 
@@ -152,39 +145,11 @@ class AmpState:
         """
         from apex.amp.handle import handle_of
 
-        if self._assigned_handle:
-            return self._assigned_handle[0]
-        return self._init_handle or handle_of(self.current())
+        return self._assigned_handle or self._init_handle or handle_of(self.current())
 
     @handle.setter
     def handle(self, handle: Any) -> None:
-        self._assigned_handle[:] = [handle]
-
-
-class OptProperties:
-    """The options of an ``initialize`` call, readable and settable as attributes.
-
-    Attributes:
-        options: Values by name.
-    """
-
-    options: dict[str, Any]
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.__dict__["options"] = options
-
-    def __getattr__(self, name: str) -> Any:
-        # copy and pickle look up attributes before ``options`` exists.
-        options = self.__dict__.get("options", {})
-        if name not in options:
-            raise AttributeError(
-                f"amp has no option {name!r}; the options are {', '.join(options)}."
-            )
-        return options[name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the option ``name``; after ``initialize``, only ``enabled`` has an effect."""
-        self.options[name] = value
+        self._assigned_handle = handle
 
 
 _amp_state = AmpState()

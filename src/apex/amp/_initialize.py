@@ -43,8 +43,7 @@ def to_type(dtype: torch.dtype, t: Any) -> Any:
     return dtypes.cast(t, dtype) if isinstance(t, Tensor) else tree.converted(t, dtype)
 
 
-_default_applier = applier
-_default_to_type = to_type
+_DEFAULT: tuple[Applier, ToType] = applier, to_type
 
 
 class AppliedCast:
@@ -53,20 +52,17 @@ class AppliedCast:
     Keeps only the script's own functions, so that saved files name none of this module.
     """
 
-    def __init__(
-        self, custom_applier: Applier | None, custom_to_type: ToType | None = None
-    ) -> None:
-        self._custom = custom_applier, custom_to_type
+    def __init__(self, own_applier: Applier | None, own_to_type: ToType | None = None) -> None:
+        self._own = own_applier, own_to_type
 
     def __call__(self, value: Any, dtype: torch.dtype) -> Any:
         """Returns ``value`` with its floating-point tensors in ``dtype``."""
-        custom_applier, custom_to_type = self._custom
-        cast = functools.partial(custom_to_type or _default_to_type, dtype)
-        return (custom_applier or _default_applier)(value, cast)
+        apply, cast = (own or default for own, default in zip(self._own, _DEFAULT, strict=True))
+        return apply(value, functools.partial(cast, dtype))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by kind; see :mod:`apex._pickle`."""
-        return rebuild, ("cast", *self._custom)
+        return rebuild, ("cast", *self._own)
 
 
 def custom_cast() -> AppliedCast | None:
@@ -74,8 +70,8 @@ def custom_cast() -> AppliedCast | None:
 
     ``amp.initialize`` calls this once, so replace them in ``apex.amp._initialize`` before that.
     """
-    custom_applier = None if applier is _default_applier else applier
-    custom_to_type = None if to_type is _default_to_type else to_type
-    if custom_applier is custom_to_type is None:
+    if (applier, to_type) == _DEFAULT:
         return None
-    return AppliedCast(custom_applier, custom_to_type)
+    return AppliedCast(
+        None if applier is _DEFAULT[0] else applier, None if to_type is _DEFAULT[1] else to_type
+    )

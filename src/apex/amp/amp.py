@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
 from apex._core.arguments import flag
-from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import CastSpec
 from apex._engine.autocast.user_functions import cast_function
-from apex._engine.session import Session
-from apex.amp import lists, report
-from apex.amp._amp_state import OptProperties, _amp_state
-from apex.amp.devices import all_device_types, warn_if_emulated
+from apex.amp._amp_state import _amp_state
 from apex.amp.frontend import *  # noqa: F403 - scripts import apex.amp.amp as amp
 from apex.amp.handle import AmpHandle, NoOpHandle
-from apex.amp.properties import LEVELS, as_loss_scale, to_policy
+from apex.amp.properties import Properties
+from apex.amp.sessions import start_o1_session
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,34 +103,14 @@ def init(
         deactivates it.
     """
     enabled, allow_banned = flag("enabled", enabled), flag("allow_banned", allow_banned)
-    handle: AmpHandle | NoOpHandle = NoOpHandle()
+    handle: AmpHandle = NoOpHandle()
     if enabled:
         session = start_o1_session(loss_scale, allow_banned=allow_banned)
         handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
     _amp_state.release_handle()
-    if isinstance(handle, AmpHandle):
+    if enabled:
         handle.cast_in_fp16_models(_amp_state.sessions())
     if all(session.options is None for session in _amp_state.sessions()):
-        _amp_state.opt_properties = OptProperties({"enabled": enabled})
+        _amp_state.opt_properties = Properties({"enabled": enabled})
     _amp_state.hold_handle(handle)
     return handle
-
-
-def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> Session:
-    """Starts a session without models that applies O1's casts in this thread."""
-    scale = as_loss_scale("loss_scale", loss_scale)
-    policy = to_policy(replace(LEVELS["O1"], loss_scale=scale))
-    types = all_device_types()
-    spec = CastSpec(torch.float16, types, lists.op_table(torch.float16), allow_banned)
-    warn_if_emulated(policy.low_precision, types)
-    _amp_state.functions.listed = lists.python_functions()
-    session = Session(
-        policy,
-        rule=ScaleRule(ceiling=2.0**24),
-        spec=spec,
-        functions=_amp_state.functions,
-        listeners=(report.scale_update,),
-    )
-    session.start()
-    _amp_state.add(session)
-    return session

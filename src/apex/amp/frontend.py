@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,17 +15,27 @@ from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
-from apex._engine.autocast.region import CastSpec
-from apex._engine.model import ModelPlan, is_converted, module_behind
+from apex._engine.model import ModelPlan, is_converted
+from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
-from apex._engine.session import Session
 from apex._engine.undo import all_or_nothing
-from apex.amp import _initialize, inputs, lists, report, scaler_states
-from apex.amp._amp_state import OptProperties, _amp_state
-from apex.amp.devices import device_types, warn_if_emulated
-from apex.amp.opt_levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from apex.amp import _initialize, inputs, report, scaler_states
+from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import AmpStashOptimizer
-from apex.amp.properties import LEVELS, level_defaults, resolve, to_policy
+from apex.amp.properties import (
+    O0,
+    O1,
+    O2,
+    O3,
+    O4,
+    O5,
+    Properties,
+    level_defaults,
+    opt_levels,
+    resolve,
+    to_policy,
+)
+from apex.amp.sessions import new_session
 
 __all__ = [
     "O0",
@@ -168,10 +177,13 @@ def initialize(
         raise TypeError(f"verbosity is {verbosity!r}; it must be an integer: 0, 1 or 2.")
     if not _is_enabled(enabled, opt_level):
         _amp_state.verbosity = verbosity
-        _amp_state.opt_properties = OptProperties({"enabled": False})
-        _amp_state.disabled.update(inputs.models_and_optimizers(models, optimizers))
+        _amp_state.opt_properties = Properties({"enabled": False})
         return models if optimizers is None else (models, optimizers)
-    _check_cudnn()
+    if not torch.backends.cudnn.enabled:
+        raise RuntimeError(
+            "amp.initialize needs torch.backends.cudnn.enabled = True; it is False. Mixed "
+            "precision depends on cuDNN's low-precision kernels."
+        )
     defaults = level_defaults(opt_level)
     overrides = {
         "cast_model_type": cast_model_type,
@@ -183,13 +195,6 @@ def initialize(
         "cast_model_outputs": cast_model_outputs,
     }
     properties = resolve(defaults, overrides, hard_override=_amp_state.hard_override)
-    rule = ScaleRule(
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        floor=min_loss_scale,
-        ceiling=max_loss_scale,
-    )
     policy = to_policy(properties)
     plan = _plan(
         policy,
@@ -201,26 +206,28 @@ def initialize(
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = inputs.optimizer_list(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
-    if policy.master_weights and optimizer_list:
+    masters = policy.master_weights and bool(optimizer_list)
+    if masters:
         inputs.check_masters(model_list)
-    made = _session(
+    made = new_session(
         policy,
-        rule,
-        model_list,
-        integer("num_losses", num_losses, least=1 if optimizer_list else 0),
+        ScaleRule(growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale),
+        models=model_list,
+        num_losses=integer("num_losses", num_losses, least=1 if optimizer_list else 0),
         keep_fp32=flag("keep_fp32_values", keep_fp32_values),
     )
     _amp_state.verbosity = verbosity
+    for scaler in made.scalers:
+        scaler.block_on_read = report.lists_gradients()
     report.start_up(defaults, properties)
-    report.low_precision_models(model_list, policy, trains=bool(optimizer_list))
+    report.low_precision_models(model_list, plan, masters=masters)
     report.untrained_parameters(model_list, optimizer_list)
     with all_or_nothing() as undo:
         made.prepare(model_list, optimizer_list, plan, mixin=AmpStashOptimizer, undo=undo)
         undo.push(_amp_state.discard, made)
         undo.push(setattr, _amp_state, "pending_states", _amp_state.pending_states)
         _amp_state.add(made)
-        _amp_state.disabled.difference_update([*map(module_behind, model_list), *optimizer_list])
-        _amp_state.opt_properties = made.options = OptProperties(asdict(properties))
+        _amp_state.opt_properties = made.options = properties
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     return models if optimizers is None else (models, optimizers)
 
@@ -237,8 +244,8 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         optimizers: Their optimizers, likewise; ``None`` if there are none.
 
     Returns:
-        The arguments, in the form that :func:`initialize` returns. Objects that it received with
-        ``enabled=False`` are unchanged.
+        The arguments, in the form that :func:`initialize` returns; unchanged if it was last called
+        with ``enabled=False`` and prepared none of them.
 
     Raises:
         ValueError: If a model or optimizer is not prepared; nothing changes in this case.
@@ -252,12 +259,12 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         >>> amp.restore(model).weight.dtype
         torch.float32
     """
-    skip = _amp_state.disabled
-    model_list = [model for model in inputs.model_list(models) if module_behind(model) not in skip]
-    own = [each for each in inputs.optimizer_list(optimizers) if each not in skip]
-    inputs.check_prepared(model_list, own)
-    restoring.restore(filter(is_converted, model_list), own)
-    _amp_state.end_unused()
+    model_list, own = inputs.model_list(models), inputs.optimizer_list(optimizers)
+    prepared = any(map(is_converted, model_list)) or any(map(binding_of, own))
+    if prepared or _amp_state.enabled:
+        inputs.check_prepared(model_list, own)
+        restoring.restore(filter(is_converted, model_list), own)
+        _amp_state.end_unused()
     return models if optimizers is None else (models, optimizers)
 
 
@@ -309,18 +316,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not scalers:
         return
     scalers = _target_scalers(states, scalers)
-    if not states:
-        warnings.warn(
-            f"amp.load_state_dict got 0 loss scalers, but amp has {len(scalers)}: the state was "
-            "saved with amp disabled, or before amp.initialize. The scales are kept.",
-            UserWarning,
-            stacklevel=2,
-        )
-    elif len(states) != len(scalers):
+    if len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
             f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
-            "amp.initialize to load all.",
+            "amp.initialize to load all. (A state without any was saved with amp disabled.)",
             UserWarning,
             stacklevel=2,
         )
@@ -343,36 +343,8 @@ def _live_scalers() -> list[Scaler]:
     return [scaler for session in _amp_state.scaling() for scaler in session.scalers]
 
 
-def _session(
-    policy: Policy,
-    rule: ScaleRule,
-    models: Sequence[nn.Module],
-    num_losses: int,
-    *,
-    keep_fp32: bool,
-) -> Session:
-    types = device_types(models)
-    warn_if_emulated(policy.low_precision, types)
-    spec = None
-    if policy.compute_dtype is not None:
-        spec = CastSpec(policy.compute_dtype, types, lists.op_table(policy.compute_dtype))
-        _amp_state.functions.listed = lists.python_functions()
-    made = Session(
-        policy,
-        num_losses=num_losses,
-        rule=rule,
-        spec=spec,
-        functions=_amp_state.functions,
-        listeners=(report.scale_update,),
-        keep_fp32=keep_fp32,
-    )
-    for scaler in made.scalers:
-        scaler.block_on_read = report.lists_gradients()
-    return made
-
-
 def _is_enabled(enabled: object, opt_level: str) -> bool:
-    if not (isinstance(enabled, str) and enabled in LEVELS):
+    if not (isinstance(enabled, str) and enabled in opt_levels):
         return flag("enabled", enabled)
     # Scripts pass the level by position, as in amp.initialize(model, optimizer, "O1").
     if enabled != opt_level:
@@ -386,20 +358,15 @@ def _is_enabled(enabled: object, opt_level: str) -> bool:
 
 
 def _plan(policy: Policy, **names: Any) -> ModelPlan:
+    dtype, as_it_comes = policy.param_dtype, _amp_state.allow_incoming_model_not_fp32
+    if as_it_comes and dtype is torch.float32:
+        dtype = None
     return ModelPlan(
-        param_dtype=policy.param_dtype,
-        input_dtype=policy.param_dtype,
+        param_dtype=dtype,
+        input_dtype=dtype,
         output_dtype=policy.output_dtype,
         keep_batchnorm_fp32=policy.batchnorm_fp32,
         cast=_initialize.custom_cast(),
-        widen_low=policy.compute_dtype is not None,
+        widen_low=policy.compute_dtype is not None and not as_it_comes,
         **names,
     )
-
-
-def _check_cudnn() -> None:
-    if not torch.backends.cudnn.enabled:
-        raise RuntimeError(
-            "amp.initialize needs torch.backends.cudnn.enabled = True; it is False. Mixed "
-            "precision depends on cuDNN's low-precision kernels."
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
@@ -12,20 +12,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import arguments
+from apex._core.policy import LossScale
+from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import UncastRegion, casts_off
 from apex._engine.model import set_region, state_of
 from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import untraced, untraced_frame
+from apex.amp import report
 from apex.amp._amp_state import _amp_state
-from apex.amp.opt import OptimWrapper
 from apex.amp.optimizers import AmpStashOptimizer, unwrap
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
+from apex.amp.sessions import start_o1_session
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
-    from apex._engine.scaler import Scaler
 
 Optimizers = Optimizer | Iterable[Any] | Any
 
@@ -80,16 +83,20 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    own = _unwrapped(optimizers)
-    bindings: list[Any] = list(map(binding_of, own))  # none is None if there is a session
-    session = session_of(own, bindings, caller="amp.scale_loss")
+    bindings: list[Any] = [
+        *map(binding_of, _unwrapped(optimizers))
+    ]  # none is None if there is a session
+    session = session_of(bindings, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
     arguments.loss("amp.scale_loss", loss)
+    scaler = _scaler(session, loss_id)
+    if not scaler.dynamic:
+        report.nonfinite_loss(session, scaler.loss_id, loss)
     return session.backward_pass(
         loss,
         bindings,
-        _scaler(session, loss_id),
+        scaler,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )
@@ -112,6 +119,8 @@ class AmpHandle:
     """
 
     verbose, has_cache = False, True
+    _session: Session | None = None
+    _models: Iterable[nn.Module] = ()
 
     def __init__(
         self,
@@ -129,30 +138,22 @@ class AmpHandle:
             verbose: Value of ``verbose``.
             session: A session with casts, which the handle keeps alive instead of starting one.
         """
-        from apex.amp.amp import start_o1_session
-
         self._session = start_o1_session(loss_scale) if session is None else session
         self.verbose, self.has_cache = verbose, enable_caching
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def cast_in_fp16_models(self, sessions: Iterable[Session]) -> None:
         """Turns the casts on in forward passes of the sessions' fp16 models (O2, O3), too."""
-        for session in sessions:
-            if session.policy.param_dtype is torch.float16:
-                self._models.update(session.models)
+        fp16 = [each for each in sessions if each.policy.param_dtype is torch.float16]
+        self._models = weakref.WeakSet(model for each in fp16 for model in each.models)
         for model in self._models:
-            set_region(model, self._session.region)
+            set_region(model, cast(Session, self._session).region)
 
     def is_active(self) -> bool:
         """Returns whether op casts are on."""
-        return self._session.casting
+        return self._session is not None and self._session.casting
 
     _is_active = property(is_active)
-
-    @property
-    def cache(self) -> dict[Tensor, Tensor]:
-        """An empty dict: the handle caches no casts."""
-        return {}
+    cache = property(lambda self: {}, doc="An empty dict: the handle caches no casts.")
 
     def remove_cache(self, param: Tensor) -> None:
         """Clears torch's autocast cache, for all weights."""
@@ -167,78 +168,130 @@ class AmpHandle:
             RuntimeError: If ``wrap_optimizer`` returned ``optimizer``, which has its own
                 ``scale_loss``.
         """
+        if self._session is None:
+            return nullcontext(loss)
         if isinstance(optimizer, OptimWrapper):
             raise RuntimeError(
                 "handle.scale_loss got an optimizer that handle.wrap_optimizer wrapped. Call "
                 "optimizer.scale_loss(loss) on the wrapped optimizer."
             )
         arguments.loss("amp.scale_loss", loss)
-        scaler = _scaler(self._session, 0)
-        return self._session.backward_pass(loss, [self._bound(optimizer)], scaler)
+        self._bind(optimizer)
+        return self._backward_pass(loss, optimizer, _scaler(self._session, 0))
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    def _bound(self, optimizer: Any) -> Binding:
+    @property
+    def _loss_scale(self) -> LossScale:
+        return "dynamic" if self._session is None else self._session.policy.loss_scale
+
+    def _bind(self, optimizer: Any) -> None:
         own = unwrap(optimizer)
-        if binding_of(own) is None:
+        if self._session is not None and binding_of(own) is None:
             self._session.bind(own, mixin=AmpStashOptimizer)
-        binding = binding_of(own)
-        if binding is None:
-            raise RuntimeError("The optimizer could not be prepared.")
-        return binding
+
+    def _backward_pass(
+        self, loss: Tensor, optimizer: Any, scaler: Scaler
+    ) -> AbstractContextManager[Tensor]:
+        bindings: Any = [binding_of(unwrap(optimizer))]
+        return cast(Session, self._session).backward_pass(loss, bindings, scaler)
 
     def _clear_cache(self) -> None:
         torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
+        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``."""
+        if self._session is None:
+            return
         self._session.close()
         for model in self._models:
             state = state_of(model)
             if state is not None and state.region is self._session.region:
                 state.region = UncastRegion()
-        _amp_state.retire(self, self._session)
+        if self._session.options is None:
+            _amp_state.discard(self._session)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return casts_off()
 
 
-class NoOpHandle:
+class NoOpHandle(AmpHandle):
     """The handle of ``amp.init(enabled=False)``: casts and scales nothing."""
 
-    _session = None
-    _is_active = False
-    verbose = False
     has_cache = False
 
-    def is_active(self) -> bool:
-        """Returns False."""
-        return False
-
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Returns a context that yields the loss itself."""
-        del optimizer
-        return nullcontext(loss)
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Wraps an optimizer to add a ``scale_loss`` that yields the loss itself."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    def _bound(self, optimizer: Any) -> None:
-        """Binds nothing."""
-
-    def _clear_cache(self) -> None:
-        """Does nothing."""
-
-    def _deactivate(self) -> None:
-        """Does nothing."""
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return casts_off()
+    def __init__(self) -> None:
+        """Starts no session."""
 
 
-def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
+class OptimWrapper:
+    """An optimizer with ``scale_loss``; delegates everything else to the optimizer.
+
+    With several losses, the n-th ``scale_loss`` block after a step uses the n-th loss scale; an
+    overflow in any of them skips the step.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
+        """Wraps ``optimizer``; under a ``NoOpHandle``, losses are not scaled."""
+        num_loss = arguments.integer("num_loss", num_loss, least=1)
+        self._optimizer, self._handle = optimizer, amp_handle
+        self._loss_index = 0
+        amp_handle._bind(optimizer)
+        scale, rule = amp_handle._loss_scale, ScaleRule(ceiling=2.0**24)
+        self._loss_scaler = [scaler_for(scale, rule, loss_id=index) for index in range(num_loss)]
+
+    @untraced
+    def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
+        """Returns the context of the next loss's backward pass.
+
+        Raises:
+            RuntimeError: If there are more blocks between two steps than ``num_loss``.
+        """
+        if self._handle._session is None:
+            return nullcontext(loss)
+        count = len(self._loss_scaler)
+        if self._loss_index >= count:
+            raise RuntimeError(
+                f"optimizer.scale_loss was called more than {count} times without a step. Pass "
+                "num_loss=... to handle.wrap_optimizer, one for each loss."
+            )
+        arguments.loss("optimizer.scale_loss", loss)
+        scaler = self._loss_scaler[self._loss_index]
+        self._loss_index += 1
+        return self._handle._backward_pass(loss, self._optimizer, scaler)
+
+    @untraced_frame
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps, unless a gradient of any loss overflowed."""
+        self._loss_index = 0
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients."""
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> Any:
+        """Returns the optimizer's state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the optimizer's state."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters."""
+        self._optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+
+def handle_of(session: Session | None) -> AmpHandle:
     """Returns a handle of ``session``, a no-op one if it has no op casts."""
     if session is None or session.policy.compute_dtype is None:
         return NoOpHandle()
@@ -247,55 +300,46 @@ def handle_of(session: Session | None) -> AmpHandle | NoOpHandle:
 
 def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
     """Returns the optimizers inside wrappers, each once: a pass moves its gradients only once."""
-    if not isinstance(optimizers, (list, tuple)):
-        return [unwrap(optimizers)]
-    return list({id(each): each for each in map(unwrap, optimizers)}.values())
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    return list({id(each): each for each in map(unwrap, several)}.values())
 
 
-def session_of(
-    optimizers: Sequence[Optimizer], bindings: Sequence[Binding | None], *, caller: str
-) -> Session | None:
-    """Returns the newest session that prepared one of the optimizers; None if amp is disabled.
+def session_of(bindings: Sequence[Binding | None], *, caller: str) -> Session | None:
+    """Returns the newest session of optimizers' bindings; None if amp is disabled.
 
     Raises:
         RuntimeError: If ``caller``, a public function, got an optimizer without a session.
     """
-    if len(bindings) == 1 and bindings[0] is not None and bindings[0].owner is not None:
-        only: Any = bindings[0].owner
-        return only if _amp_state.is_on(only) else None
-    if not bindings and (current := _amp_state.current()) is not None:
-        return current if _amp_state.is_on(current) else None
-    owners = {binding and binding.owner for binding in bindings}
-    if None in owners or not owners:
-        disabled = bool(optimizers) and _amp_state.disabled.issuperset(optimizers)
-        if not any(bindings) and (disabled or not _amp_state.enabled):
-            return None
-        raise RuntimeError(_not_prepared(bindings, caller))
-    newest = [session for session in _amp_state.sessions() if session in owners][-1:]
-    session = newest[0] if newest else cast(Session, owners.pop())
-    return session if _amp_state.is_on(session) else None
+    owners: set[Any] = {binding and binding.owner for binding in bindings}
+    session = None if owners else _amp_state.current()
+    if owners and None not in owners:
+        newest = [session for session in _amp_state.sessions() if session in owners][-1:]
+        session = newest[0] if newest else owners.pop()
+    if session is not None:
+        return session if _amp_state.is_on(session) else None
+    if not any(bindings) and not _amp_state.enabled:
+        return None
+    raise RuntimeError(_not_prepared(bindings, caller))
 
 
 def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
-    call = "    model, optimizer = amp.initialize(model, optimizer, opt_level='O1')"
+    options = _amp_state.opt_properties.options if _amp_state.initialized else {}
+    why = "got no optimizer that amp has prepared. Pass it to amp.initialize and use the result:"
     if any(binding is not None and binding.owner is None for binding in bindings):
-        return (
-            f"{caller} got an unpickled optimizer, which has no amp session. Call "
-            f"amp.restore(model, optimizer) with the model it was saved with, and then\n{call}"
+        why = (
+            "got an unpickled optimizer, which has no amp session. Call amp.restore(model, "
+            "optimizer) with the model it was saved with, and then"
         )
-    if not _amp_state.initialized:
-        return f"{caller} was called before amp.initialize. First call\n{call}"
-    if not bindings:
-        return f"{caller} got no optimizer, and there is no live amp session. Call\n{call}"
-    return (
-        f"{caller} got an optimizer that amp has not prepared. Pass it to amp.initialize and "
-        f"use the one returned:\n{call}"
-    )
+    elif not _amp_state.initialized:
+        why = "was called before amp.initialize. First call"
+    level = options.get("opt_level", "O1")
+    call = f"model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})"
+    return f"{caller} {why}\n    {call}"
 
 
 def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
-    if type(loss_id) is not int and not isinstance(loss_id, SupportsIndex):
+    if not isinstance(loss_id, SupportsIndex):
         raise TypeError(f"loss_id is {loss_id!r}; it must be an integer: the index of a loss.")
     if not -count <= loss_id < count:
         raise IndexError(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
-from apex._core.param_groups import params_of
+from apex._core.param_groups import is_from, params_of
 from apex._engine import model as conversion
 from apex._engine.model import ModelPlan, sharding
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import unwrap
+
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def model_list(models: object) -> list[nn.Module]:
@@ -59,16 +61,6 @@ def rules(name: str, given: object) -> tuple[Any, ...]:
     raise TypeError(f"{name} is {shown}; it accepts a sequence. Pass {name}=[{shown}].")
 
 
-def models_and_optimizers(*given: object) -> Iterator[nn.Module | Optimizer]:
-    """Yields the models and optimizers among the arguments, unwrapping optimizers."""
-    for each in given:
-        for item in each if isinstance(each, list | tuple) else [each]:
-            if isinstance(item, nn.Module):
-                yield conversion.module_behind(item)
-            elif isinstance(inner := getattr(item, "optim", item), Optimizer):
-                yield inner
-
-
 def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:
     """Raises the errors that :func:`apex.amp.initialize` documents for models."""
     _check_distinct(models)
@@ -97,8 +89,13 @@ def check_optimizers(
         raise ValueError("amp.initialize got the same optimizer twice. Pass each one once.")
     for optimizer in optimizers:
         _check_optimizer(optimizer, models)
-        if master_weights:
-            _check_accepts_masters(optimizer)
+        # By name: importing the class is slow, and only scripts that use it have done so.
+        if master_weights and is_from(optimizer, _ZERO):
+            raise RuntimeError(
+                "amp.initialize got a ZeroRedundancyOptimizer, whose inner optimizer steps the "
+                "model's own parameters and would never see fp32 masters. Use opt_level 'O1' or "
+                "'O4', or fully_shard(model) at O0 with a MixedPrecisionPolicy."
+            )
 
 
 def check_masters(models: Sequence[nn.Module]) -> None:
@@ -156,17 +153,6 @@ def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) 
     trains_other = all(isinstance(param, nn.Parameter) for param in params)
     trains_any = any(param.requires_grad for param in own)
     return trains_other and trains_any and held.isdisjoint(map(id, own))
-
-
-def _check_accepts_masters(optimizer: Optimizer) -> None:
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(optimizer).__mro__}
-    # Compared by name: importing the class is slow, and only scripts that use it have done so.
-    if "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer" in kinds:
-        raise RuntimeError(
-            "amp.initialize got a ZeroRedundancyOptimizer, whose inner optimizer steps the model's "
-            "own parameters and would never see fp32 masters. Use opt_level 'O1' or 'O4', or shard "
-            "the masters with the model: fully_shard(model), then any optimizer of torch.optim."
-        )
 
 
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

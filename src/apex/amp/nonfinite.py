@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,42 +36,30 @@ class NonfiniteGradient:
         return f"{self.name} ({', '.join(counts)} of {self.elements})"
 
 
-def nonfinite_gradients(session: Session) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and gradient of every parameter whose gradient holds inf or NaN.
+def nonfinite_gradients(params: Iterable[tuple[str, Tensor]]) -> list[NonfiniteGradient]:
+    """Returns the gradients of named parameters that hold inf or NaN. Waits for the device."""
+    found = []
+    for name, param in params:
+        if param.grad is not None:
+            grad = finite.summed_values(dtensor.local(param.grad))
+            counts = torch.stack([torch.isinf(grad).sum(), torch.isnan(grad).sum()])
+            inf, nan = counts.tolist()  # sync: a diagnosis of a skipped step
+            if inf or nan:
+                found.append(NonfiniteGradient(name, inf, nan, grad.numel()))
+    return found
 
-    Waits for the device, so call it for diagnosis only.
-    """
+
+def summary(session: Session) -> str:
+    """Returns a sentence that names the first nonfinite gradients. Waits for the device."""
     names = {id(p): name for model in session.models for name, p in model.named_parameters()}
+    params = {}
     for binding in session.bindings:
         models = {id(pair.master): pair.model for pair in binding.pairs}
-        for param, values in nonfinite_of(binding.params()):
+        for param in binding.params():
             own = models.get(id(param), param)
-            yield names.get(id(own), "(a parameter of no initialized model)"), values
-
-
-def nonfinite_of(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the parameters whose gradient holds inf or NaN, with its values. Syncs."""
-    for param in params:
-        if param.grad is not None:
-            values = finite.summed_values(dtensor.local(param.grad))
-            if not bool(torch.isfinite(values).all()):  # sync: a diagnosis of skipped steps
-                yield param, values
-
-
-def count_nonfinite(gradients: Iterable[tuple[str, Tensor]]) -> list[NonfiniteGradient]:
-    """Counts inf and NaN in named gradients. Waits for the device."""
-    counted = []
-    for name, grad in gradients:
-        counts = torch.stack([torch.isinf(grad).sum(), torch.isnan(grad).sum()])
-        inf, nan = counts.tolist()  # sync: a diagnosis of a skipped step
-        counted.append(NonfiniteGradient(name, inf, nan, grad.numel()))
-    return counted
-
-
-def summary(gradients: list[NonfiniteGradient]) -> str:
-    """Returns one line on the nonfinite gradients, which names the first few."""
-    if not gradients:
+            params[names.get(id(own), "(a parameter of no initialized model)")] = param
+    found = [*map(str, nonfinite_gradients(params.items()))]
+    if not found:
         return "No gradient holds inf or NaN now: they were cleared, or another rank overflowed."
-    more = len(gradients) - MAX_NAMED
-    named = ", ".join(map(str, gradients[:MAX_NAMED])) + (f", and {more} more" if more > 0 else "")
-    return f"Nonfinite gradients: {named}."
+    more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return f"Nonfinite gradients: {', '.join(found[:MAX_NAMED])}{more}."

@@ -1,10 +1,9 @@
-"""The option table of the levels in apex's terms: defaults and checked overrides."""
+"""The options of the levels in apex's terms: defaults and checked overrides."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,48 +13,22 @@ from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.policy import LossScale, Policy
 from apex._core.scale import checked_static
 
-
-@dataclass(frozen=True)
-class Properties:
-    """One row of the option table.
-
-    Attributes:
-        enabled: Whether amp is enabled.
-        opt_level: ``"O0"`` to ``"O5"``.
-        cast_model_type: Dtype of parameters and inputs; ``None`` or ``False`` for no conversion.
-        patch_torch_functions: Whether ops cast their inputs by the op table.
-        patch_torch_functions_type: Low-precision dtype of these casts.
-        keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
-        master_weights: Whether optimizers step fp32 masters.
-        loss_scale: A number, or ``"dynamic"``.
-        cast_model_outputs: Dtype of the model's outputs; ``None`` for the level's default.
-    """
-
-    enabled: bool
-    opt_level: str
-    cast_model_type: torch.dtype | bool | None
-    patch_torch_functions: bool
-    patch_torch_functions_type: torch.dtype | None
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
-    loss_scale: LossScale
-    cast_model_outputs: torch.dtype | None = None
-
-
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
-LEVELS: Mapping[str, Properties] = {
-    row.opt_level: row
-    for row in (
-        Properties(True, "O0", _FP32, False, None, None, False, 1.0),
-        Properties(True, "O1", None, True, _FP16, None, None, "dynamic"),
-        Properties(True, "O2", _FP16, False, None, True, True, "dynamic"),
-        Properties(True, "O3", _FP16, False, None, False, False, 1.0),
-        Properties(True, "O4", None, True, _BF16, None, None, 1.0),
-        Properties(True, "O5", _BF16, False, None, True, True, 1.0),
-    )
+_NAMES = (
+    *("enabled", "opt_level", "cast_model_type", "patch_torch_functions"),
+    *("patch_torch_functions_type", "keep_batchnorm_fp32", "master_weights", "loss_scale"),
+    "cast_model_outputs",
+)
+_LEVELS: Mapping[str, tuple[Any, ...]] = {
+    "O0": (_FP32, False, None, None, False, 1.0, None),
+    "O1": (None, True, _FP16, None, None, "dynamic", None),
+    "O2": (_FP16, False, None, True, True, "dynamic", None),
+    "O3": (_FP16, False, None, False, False, 1.0, None),
+    "O4": (None, True, _BF16, None, None, 1.0, None),
+    "O5": (_BF16, False, None, True, True, 1.0, None),
 }
-"""Defaults by level."""
+"""Defaults by level, in the order of ``_NAMES`` from the third on."""
 
 DESCRIPTIONS: Mapping[str, str] = {
     "O0": "the whole training in fp32.",
@@ -68,26 +41,53 @@ DESCRIPTIONS: Mapping[str, str] = {
 """Descriptions for the start-up report, by level."""
 
 
-def level_defaults(opt_level: object) -> Properties:
-    """Returns the defaults of a level.
+class Properties:
+    """The options of an ``initialize`` call, readable and settable as attributes.
+
+    Without an argument, those of apex before a level has set them.
+
+    Attributes:
+        options: Values by name.
+    """
+
+    options: dict[str, Any]
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        unset = {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
+        given = {name: unset.get(name) for name in _NAMES} if options is None else options
+        self.__dict__["options"] = dict(given)
+
+    def __getattr__(self, name: str) -> Any:
+        # copy and pickle look up attributes before ``options`` exists.
+        options = self.__dict__.get("options", {})
+        if name not in options:
+            raise AttributeError(
+                f"amp has no option {name!r}; the options are {', '.join(options)}."
+            )
+        return options[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets the option ``name``; after ``initialize``, only ``enabled`` has an effect."""
+        self.options[name] = value
+
+
+def level_defaults(opt_level: object, **overrides: Any) -> Properties:
+    """Returns the defaults of a level, with ``overrides`` that are known to fit.
 
     Raises:
         RuntimeError: If there is no such level; the message lists the levels and suggests one.
     """
-    if isinstance(opt_level, str) and opt_level in LEVELS:
-        return LEVELS[opt_level]
+    if isinstance(opt_level, str) and opt_level in _LEVELS:
+        row = dict(zip(_NAMES, (True, opt_level, *_LEVELS[opt_level]), strict=True))
+        return Properties({**row, **overrides})
+    text = str(opt_level).strip().upper()
+    text = f"O{int(text)}" if text.isdigit() else text
+    meant = f" Did you mean {text!r}?" if text in _LEVELS else ""
     raise RuntimeError(
-        f"Unexpected optimization level {opt_level!r}.{_suggestion(opt_level)} The levels are "
-        f"{', '.join(repr(level) for level in LEVELS)}. "
+        f"Unexpected optimization level {opt_level!r}.{meant} The levels are "
+        f"{', '.join(map(repr, _LEVELS))}. "
         'Note that the prefix O in "O0", "O1" and so on is the letter O, not the number zero.'
     )
-
-
-def _suggestion(opt_level: object) -> str:
-    text = str(opt_level).strip().upper()
-    if text.isdigit():
-        text = "O" + str(int(text))
-    return f" Did you mean {text!r}?" if text in LEVELS else ""
 
 
 def resolve(
@@ -111,24 +111,20 @@ def resolve(
             raise RuntimeError(problem)
         warnings.warn(problem, UserWarning, stacklevel=3)
         del values[name]
-    return replace(defaults, **values)
+    return Properties({**defaults.options, **values})
 
 
 def to_policy(properties: Properties) -> Policy:
     """Returns the policy that the options describe."""
-    dtype = properties.cast_model_type
-    param_dtype = dtype if isinstance(dtype, torch.dtype) else None
-    if properties.patch_torch_functions and param_dtype is not _FP32:
-        param_dtype = None
+    dtype, patched = properties.cast_model_type, bool(properties.patch_torch_functions)
+    if not isinstance(dtype, torch.dtype) or (patched and dtype is not _FP32):
+        dtype = None
     output = properties.cast_model_outputs
-    if output is None and param_dtype is not None:
-        output = torch.float32
-    patched = properties.patch_torch_functions
     return Policy(
         opt_level=properties.opt_level,
-        param_dtype=param_dtype,
+        param_dtype=dtype,
         compute_dtype=properties.patch_torch_functions_type if patched else None,
-        output_dtype=output,
+        output_dtype=_FP32 if output is None and dtype is not None else output,
         batchnorm_fp32=bool(properties.keep_batchnorm_fp32),
         master_weights=properties.master_weights or False,
         loss_scale=properties.loss_scale,
@@ -140,42 +136,30 @@ def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tu
 
     The caller may delete one from ``values`` before it asks for the next.
     """
-    level = defaults.opt_level
+    level, full = defaults.opt_level, "O2" if defaults.opt_level == "O1" else "O5"
+    reasons, remedy = (
+        {
+            "patch_torch_functions": f"the whole model runs in {defaults.cast_model_type}",
+            "patch_torch_functions_type": f"the whole model runs in {defaults.cast_model_type}",
+        },
+        "'O1' (fp16) or 'O4' (bf16), which cast around operators",
+    )
     if defaults.patch_torch_functions:
-        full = "O2" if level == "O1" else "O5"
-        if "keep_batchnorm_fp32" in values:
+        reasons, remedy = (
+            {
+                "keep_batchnorm_fp32": "parameters stay fp32 and batch norm follows its input",
+                "master_weights": "the model's own parameters are fp32",
+                "cast_model_type": "operators cast and the model stays fp32",
+            },
+            repr(full),
+        )
+    accepted = {"cast_model_type": _FP32, "patch_torch_functions": False}
+    for name, why in reasons.items():
+        if name in values and values[name] != accepted.get(name):
             yield (
-                "keep_batchnorm_fp32",
-                f"keep_batchnorm_fp32={values['keep_batchnorm_fp32']} has no meaning at {level}, "
-                "where the model keeps its fp32 parameters and batch norm follows its input. "
-                f"Leave it None, or use opt_level {full!r}.",
-            )
-        if "master_weights" in values:
-            yield (
-                "master_weights",
-                f"master_weights={values['master_weights']} has no meaning at {level}: the model's "
-                f"own parameters are fp32 there. Leave it None, or use opt_level {full!r}.",
-            )
-        if (dtype := values.get("cast_model_type")) not in (None, _FP32):
-            yield (
-                "cast_model_type",
-                f"cast_model_type={dtype} has no meaning at {level}, which casts around operators "
-                f"and leaves the model in fp32. Leave it None, or use opt_level {full!r}.",
-            )
-    else:
-        if values.get("patch_torch_functions"):
-            yield (
-                "patch_torch_functions",
-                f"patch_torch_functions=True has no meaning at {level}, where the whole model runs "
-                f"in {defaults.cast_model_type}. Leave it None, or use opt_level 'O1' (fp16) or "
-                "'O4' (bf16) for casts around operators.",
-            )
-        if "patch_torch_functions_type" in values:
-            yield (
-                "patch_torch_functions_type",
-                f"patch_torch_functions_type has no meaning at {level}, which does not cast around "
-                "operators. Use opt_level 'O1' or 'O4', or set cast_model_type to convert the "
-                "model.",
+                name,
+                f"{name}={values[name]} has no meaning at {level}, where {why}. Leave it None, or "
+                f"use opt_level {remedy}.",
             )
 
 
@@ -218,3 +202,20 @@ _PARSERS: Mapping[str, Any] = {
     "loss_scale": as_loss_scale,
     "cast_model_outputs": _as_output_dtype,
 }
+
+
+class Level:
+    """One level: a callable that sets the level's defaults in :class:`Properties`."""
+
+    def __call__(self, properties: Properties) -> Properties:
+        """Sets every option to the level's default; returns ``properties``."""
+        properties.options.update(level_defaults(type(self).__name__).options)
+        return properties
+
+
+O0, O1, O2, O3, O4, O5 = (
+    type(name, (Level,), dict.fromkeys(("brief", "more"), f"{name}:  {text}"))
+    for name, text in DESCRIPTIONS.items()
+)
+opt_levels: Mapping[str, Level] = {kind.__name__: kind() for kind in (O3, O2, O1, O0, O4, O5)}
+"""Levels by name."""

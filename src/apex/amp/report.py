@@ -5,30 +5,34 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
-from apex._core.policy import Policy
 from apex._engine.events import ScaleUpdate
+from apex._engine.model import ModelPlan
+from apex._engine.readback import Readback
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.modules import named_tensors
 from apex.amp._amp_state import _amp_state, maybe_print
-from apex.amp.nonfinite import count_nonfinite, nonfinite_gradients, summary
+from apex.amp.nonfinite import summary
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
 
+_log = logging.getLogger("apex")
+
 _NAMED = 3
 """Parameters that a line names."""
 
-_UNREPORTED = ("cast_model_outputs",)
-"""Options that the start-up report, whose lines are apex's, leaves out."""
+_UNREPORTED = "cast_model_outputs"
+"""An option that the start-up report, whose lines are apex's, leaves out."""
+
+_TRACE = "`python -m apex trace train.py` runs the script again and names the operator at fault"
 
 
 def _emits(record: logging.LogRecord) -> bool:
@@ -36,12 +40,7 @@ def _emits(record: logging.LogRecord) -> bool:
 
 
 # Every rank logs the same messages, so only rank 0 emits them, except those of one rank alone.
-logging.getLogger("apex").addFilter(_emits)
-
-
-def print_rank0(message: str) -> None:
-    """Prints ``message`` on rank 0, unless ``verbosity`` is 0."""
-    maybe_print(message, rank0=True)
+_log.addFilter(_emits)
 
 
 def lists_gradients() -> bool:
@@ -52,34 +51,41 @@ def lists_gradients() -> bool:
 def start_up(defaults: Properties, properties: Properties) -> None:
     """Reports the level, its defaults, and the options after the caller's overrides."""
     level = defaults.opt_level
-    print_rank0(f"Selected optimization level {level}: {DESCRIPTIONS[level]}\n")
-    print_rank0("Defaults for this optimization level are:")
-    _print_lines(defaults)
-    print_rank0("Processing user overrides (additional kwargs that are not None)...")
-    print_rank0("After processing overrides, optimization options are:")
-    _print_lines(properties)
+    before, after = (
+        [f"{k:26} : {v}" for k, v in each.options.items() if k != _UNREPORTED]
+        for each in (defaults, properties)
+    )
+    for line in (
+        f"Selected optimization level {level}: {DESCRIPTIONS[level]}\n",
+        "Defaults for this optimization level are:",
+        *before,
+        "Processing user overrides (additional kwargs that are not None)...",
+        "After processing overrides, optimization options are:",
+        *after,
+    ):
+        maybe_print(line, rank0=True)
 
 
-def low_precision_models(models: Sequence[nn.Module], policy: Policy, *, trains: bool) -> None:
+def low_precision_models(models: Sequence[nn.Module], plan: ModelPlan, *, masters: bool) -> None:
     """Reports in one line what becomes of models that arrive in 16 bits, wholly or in part.
 
-    Call it before they are prepared; ``trains`` says whether optimizers came with them.
+    Call it before they are prepared.
     """
     tensors = [tensor for model in models for tensor in named_tensors(model).values()]
     low = [tensor for tensor in tensors if dtypes.is_low_precision(tensor)]
     if not low:
         return
-    found = dict.fromkeys(dtypes.name(tensor.dtype) for tensor in low)
-    target = policy.param_dtype or (torch.float32 if policy.compute_dtype else None)
+    found = [*dict.fromkeys(dtypes.name(tensor.dtype) for tensor in low)]
+    target = plan.param_dtype or (torch.float32 if plan.widen_low else None)
     then = "they stay as they are"
-    if trains and policy.master_weights and target is not torch.float32:
+    if masters and target is not torch.float32:
         then = "fp32 masters start from their values"
-    elif target is not None and [*found] != [dtypes.name(target)]:
+    elif target is not None and found != [dtypes.name(target)]:
         then = f"they become {dtypes.name(target)}"
-    kinds = ", ".join(type(model).__name__ for model in models)
-    print_rank0(
-        f"{kinds}: {len(low)} of {len(tensors)} parameters and buffers arrived in "
-        f"{' and '.join(found)}; {then}."
+    maybe_print(
+        f"{', '.join(type(model).__name__ for model in models)}: {len(low)} of {len(tensors)} "
+        f"parameters and buffers arrived in {' and '.join(found)}; {then}.",
+        rank0=True,
     )
 
 
@@ -88,21 +94,19 @@ def untrained_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optim
 
     A layer that was replaced after the optimizer was created is among them.
     """
-    if not _amp_state.verbosity:
-        return
     known = (binding.trained() for session in _amp_state.sessions() for binding in session.bindings)
     held = {id(param) for params in (*map(params_of, optimizers), *known) for param in params}
-    for model in models:
-        own = [id(param) for param in model.parameters() if param.requires_grad]
-        left = {*own}.difference(held)
+    for model in models if _amp_state.verbosity else ():
+        own = {name: id(p) for name, p in model.named_parameters() if p.requires_grad}
+        left = [name for name, which in own.items() if which not in held]
         if 0 < len(left) < len(own):
-            found = [name for name, param in model.named_parameters() if id(param) in left]
-            names = ", ".join(found[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
-            print_rank0(
+            names = ", ".join(left[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
+            maybe_print(
                 f"{type(model).__name__}: {len(left)} of {len(own)} parameters that require "
                 f"gradients are in no optimizer ({names}). Nothing steps them, and amp.scale_loss "
                 "leaves their gradients scaled. Pass them to the optimizer, or freeze them with "
-                "requires_grad_(False)."
+                "requires_grad_(False).",
+                rank0=True,
             )
 
 
@@ -114,38 +118,35 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
     if not update.overflow:
         return
     for _ in range(update.optimizers):
-        print_rank0(
+        maybe_print(
             f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "
-            f"reducing loss scale to {update.loss_scale}"
+            f"reducing loss scale to {update.loss_scale}",
+            rank0=True,
         )
     if update.optimizers and lists_gradients() and ranks.rank() == 0:
-        print_rank0(summary(count_nonfinite(nonfinite_gradients(session))))
+        maybe_print(summary(session))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
-        warnings.warn(_persistent_skips(session, update), UserWarning, stacklevel=6)
-
-
-def _print_lines(properties: Properties) -> None:
-    for name, value in asdict(properties).items():
-        if name not in _UNREPORTED:
-            print_rank0(f"{name:26} : {value}")
-
-
-def _persistent_skips(session: Session, update: ScaleUpdate) -> str:
-    text = (
-        f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; its "
-        f"scale is down to {update.loss_scale:g} and the model is not training. "
-    )
-    found = next(nonfinite_gradients(session), None)
-    if found is None:
-        return text + "The gradients of this step are finite or cleared; check the next step."
-    name, grad = found
-    if bool(torch.isnan(grad).any()):  # sync: a diagnosis of skipped steps
-        return text + (
-            f"The gradient of {name} holds NaN, which no loss scale can fix. Look for NaN or inf "
-            "in the batch, the loss and the forward pass, and for too high a learning rate."
+        warnings.warn(
+            f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; "
+            f"its scale is down to {update.loss_scale:g} and the model is not training. "
+            f"{summary(session)} No scale mends a NaN; an inf exceeds the range at any scale. "
+            f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
+            UserWarning,
+            stacklevel=6,
         )
-    return text + (
-        f"The gradient of {name} holds inf: values exceed the range of "
-        f"{session.policy.low_precision or torch.float32} even at this scale. Use a bf16 level "
-        "('O4', 'O5'), keep the module in fp32, or lower the learning rate."
-    )
+
+
+def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
+    """Reports once that a loss with a static scale is inf or NaN; does not wait for the device."""
+    watched = _amp_state.losses.setdefault(session, Readback())
+    readable = type(loss) is Tensor and not loss.is_meta
+    if watched is None or not readable or not _amp_state.verbosity:
+        return
+    watched.send(loss_id, torch.isfinite(loss.detach()).all().reshape(1))
+    if not all(finite for _, (finite,) in watched.poll()):
+        _amp_state.losses[session] = None
+        _log.warning(
+            f"Loss {loss_id} is inf or NaN at {session.policy.opt_level} with a static scale, "
+            f"where no step is skipped: the weights become NaN. {_TRACE}.",
+            extra={"any_rank": True},
+        )

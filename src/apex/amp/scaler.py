@@ -230,7 +230,7 @@ class LossScaler:
         return overflow
 
 
-_UPDATE_SCALE, _UNSCALE = LossScaler.update_scale, LossScaler.unscale
+_ORIGINAL = {"unscale": LossScaler.unscale, "update_scale": LossScaler.update_scale}
 
 
 def own_update(scaler: Scaler) -> Callable[[], object] | None:
@@ -240,19 +240,23 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
     over ranks that hold different parts of a model. The gradients are unscaled by then, so
     ``unscale`` gets empty lists.
     """
-    known = cast(LossScaler | None, scaler.view) or LossScaler
-    unscales = getattr(known.unscale, "__func__", known.unscale) is not _UNSCALE
-    updates = getattr(known.update_scale, "__func__", known.update_scale) is not _UPDATE_SCALE
-    if not (unscales or updates):
+    known: Any = scaler.view or LossScaler
+    found = {name: getattr(known, name) for name in _ORIGINAL}
+    own = [
+        name
+        for name in _ORIGINAL
+        if getattr(found[name], "__func__", found[name]) is not _ORIGINAL[name]
+    ]
+    if not own:
         return None
     view = LossScaler.over(scaler)
 
-    def after_unscale() -> bool:
-        if unscales:
+    def update() -> bool:
+        if "unscale" in own:
             view.unscale((), ())
         return view.update_scale()
 
-    return after_unscale
+    return update
 
 
 class LossScalers(MutableSequence[LossScaler]):
@@ -278,9 +282,6 @@ class LossScalers(MutableSequence[LossScaler]):
     def insert(self, index: int, value: LossScaler) -> None:
         """Inserts a scaler before ``index``."""
         self._scalers.insert(index, _scaler(value))
-
-    def __repr__(self) -> str:
-        return repr(list(self))
 
 
 def _scaler(given: object) -> Any:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apex import _unavailable
-from apex._core import dtypes, tree
+from apex._core import dtypes
 
 _RNN = "torch's RNNs, whose weights amp casts directly"
+_CASTS = "amp.half_function, amp.float_function or amp.promote_function, which cast arguments"
+_REGISTER = "amp.register_half_function(module, name) or another register function"
 
 __getattr__ = _unavailable.names_instead(
     __name__,
     {
+        **dict.fromkeys(("as_inplace", "has_func", "get_func"), "getattr and hasattr"),
+        **dict.fromkeys(("cached_cast", "casted_args", "should_cache", "verbosify"), _CASTS),
+        "collect_fp_tensor_types": "the tensors' dtype attributes",
         "new_synthesize_flattened_rnn_weights": _RNN,
-        "set_func_save": "amp.register_half_function(module, name) or another register function",
+        **dict.fromkeys(("set_func", "set_func_save"), _REGISTER),
         "synthesize_flattened_rnn_weights": _RNN,
     },
 )
-
-Cast = Callable[[Any], Any]
 
 
 def is_cuda_enabled() -> bool:
@@ -44,21 +45,8 @@ def is_nested(x: object) -> bool:
 def is_fp_tensor(x: Any) -> bool:
     """Returns whether ``x`` is a floating-point tensor, or a nested list or tuple of such."""
     if isinstance(x, list | tuple):
-        return all(is_fp_tensor(item) for item in x)
+        return all(map(is_fp_tensor, x))
     return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def should_cache(x: Any) -> bool:
-    """Returns whether ``x`` is an fp32 parameter, or a nested list or tuple of such."""
-    if isinstance(x, list | tuple):
-        return all(should_cache(item) for item in x)
-    return isinstance(x, nn.Parameter) and x.dtype is torch.float32
-
-
-def collect_fp_tensor_types(args: Iterable[Any], kwargs: Mapping[str, Any]) -> set[str]:
-    """Returns the :func:`type_string` of each floating-point tensor, lists included."""
-    floating = [x for x in (*args, *kwargs.values()) if is_fp_tensor(x)]
-    return set(map(type_string, tree.tensors(floating)))
 
 
 def type_string(x: Tensor) -> str:
@@ -68,61 +56,15 @@ def type_string(x: Tensor) -> str:
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Casts floating-point tensors, also in lists and tuples, to fp16; keeps anything else."""
-    del name, verbose
-    return _mapped(x, torch.float16)
+    return _cast(x, torch.float16)
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Casts floating-point tensors, also in lists and tuples, to fp32; keeps anything else."""
-    del name, verbose
-    return _mapped(x, torch.float32)
+    return _cast(x, torch.float32)
 
 
-def cached_cast(cast_fn: Cast, x: Any, cache: dict[Any, Any]) -> Any:
-    """Returns ``cast_fn(x)``, cached; recomputes it if ``requires_grad`` has changed."""
+def _cast(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, list | tuple):
-        return type(x)(cached_cast(cast_fn, item, cache) for item in x)
-    known = cache.get(x)
-    if known is None or (torch.is_grad_enabled() and x.requires_grad != known.requires_grad):
-        known = cache[x] = cast_fn(x)
-    return known
-
-
-def verbosify(cast_fn: Callable[..., Any], fn_name: str, verbose: bool) -> Callable[..., Any]:
-    """Returns ``cast_fn``; with ``verbose``, binds it and the function's name as arguments."""
-    return functools.partial(cast_fn, name=fn_name, verbose=verbose) if verbose else cast_fn
-
-
-def as_inplace(fns: Iterable[str]) -> Iterator[str]:
-    """Yields the names of the in-place variants of operators."""
-    return (f"{name}_" for name in fns)
-
-
-def has_func(mod: Any, fn: str) -> bool:
-    """Returns whether a module, class or dict has ``fn``."""
-    return fn in (mod if isinstance(mod, dict) else dir(mod))
-
-
-def get_func(mod: Any, fn: str) -> Any:
-    """Returns ``fn`` of a module, class or dict."""
-    return mod[fn] if isinstance(mod, dict) else getattr(mod, fn)
-
-
-def set_func(mod: Any, fn: str, new_fn: Any) -> None:
-    """Sets ``fn`` of a module, class or dict."""
-    if isinstance(mod, dict):
-        mod[fn] = new_fn
-    else:
-        setattr(mod, fn, new_fn)
-
-
-def casted_args(cast_fn: Cast, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns ``args`` with ``cast_fn`` applied to the floating-point ones; ignores ``kwargs``."""
-    del kwargs
-    return [cast_fn(arg) if is_fp_tensor(arg) else arg for arg in args]
-
-
-def _mapped(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, dtype) for item in value)
-    return dtypes.cast(value, dtype) if isinstance(value, Tensor) else value
+        return type(x)(_cast(item, dtype) for item in x)
+    return dtypes.cast(x, dtype) if isinstance(x, Tensor) else x

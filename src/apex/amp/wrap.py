@@ -1,50 +1,11 @@
-"""apex's function wrappers, except those that replaced functions of torch."""
+"""apex's function wrappers: each name's error says what to use."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-from apex._engine.autocast.region import active_spec
-from apex.amp.amp import promote_function
-from apex.amp.utils import casted_args
+from typing import NoReturn
 
 
-def make_cast_wrapper(
-    orig_fn: Callable[..., Any],
-    cast_fn: Callable[[Any], Any],
-    handle: object = None,
-    try_caching: bool = False,
-) -> Callable[..., Any]:
-    """Returns ``orig_fn`` with floating-point arguments passed through ``cast_fn`` under casts.
-
-    Args:
-        orig_fn: The function to wrap.
-        cast_fn: Casts one argument, such as ``apex.amp.utils.maybe_half``.
-        handle: Ignored; accepted for old callers.
-        try_caching: Ignored; accepted for old callers.
-    """
-    del handle, try_caching
-
-    @functools.wraps(orig_fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if active_spec() is None:
-            return orig_fn(*args, **kwargs)
-        return orig_fn(*casted_args(cast_fn, args, kwargs), **kwargs)
-
-    return wrapper
-
-
-def make_promote_wrapper(
-    orig_fn: Callable[..., Any], cast_fn: object = None, handle: object = None
-) -> Callable[..., Any]:
-    """Returns ``promote_function(orig_fn)``; ignores the other arguments."""
-    del cast_fn, handle
-    return promote_function(orig_fn)
-
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> NoReturn:
     """Raises an AttributeError that explains why a wrapper is missing."""
     if name.startswith("__"):
         raise AttributeError(name)

@@ -16,7 +16,6 @@ _MODULES = {
     "suggest_fp32": "suggest",
     "trace_overflow": "overflow",
     "trace_rounding": "rounding",
-    "two_pass_steps": "two_pass",
     "why_skipped": "check",
 }
 

@@ -349,82 +349,59 @@ def _pattern_of(birth: Birth) -> str:
     name = birth.node if birth.cause == "derivative" else birth.name
     for formula, row in _data().items():
         fits = name in row.get("ops", "").split() and birth.cause in row["causes"].split(", ")
-        if fits and _WHEN.get(formula, _always)(birth):
+        told = [row[key] for key in ("fed", "read") if key in row]
+        if not fits or not all(
+            each(birth) for each in map(_FLAGS.get, row.get("if", "").split()) if each
+        ):
+            continue
+        if not told or _fed(birth, row.get("fed", "")) or _read(birth, row.get("read", "")):
             return formula
     return ""
 
 
-def _always(_: Birth) -> bool:
-    return True
-
-
-def _fed(birth: Birth, *chain: str) -> bool:
-    """Returns whether the input comes from these nodes, the nearest first."""
-    behind = birth.fed_by[: len(chain)]
-    return len(behind) == len(chain) and all(
-        name in names.split() for name, names in zip(behind, chain, strict=True)
+def _fed(birth: Birth, chains: str) -> bool:
+    """Returns whether the input comes from the nodes of one of the chains, the nearest first."""
+    split = ([names.split() for names in chain.split(">")] for chain in chains.split("|"))
+    return any(
+        len(birth.fed_by) >= len(chain)
+        and all(name in names for name, names in zip(birth.fed_by, chain, strict=False))
+        for chain in split
+        if chain != [[]]
     )
 
 
-def _read(birth: Birth, *ops: str) -> bool:
-    """Returns whether the operators read the non-finite values in this order."""
-    readers = iter(birth.readers)
-    return all(any(operator_name(op) == wanted for op in readers) for wanted in ops)
+def _read(birth: Birth, orders: str) -> bool:
+    """Returns whether operators read the non-finite values in one of the orders."""
+
+    def in_order(wanted: list[str]) -> bool:
+        readers = iter(birth.readers)
+        return bool(wanted) and all(
+            any(operator_name(op) == name for op in readers) for name in wanted
+        )
+
+    return birth.name != "div" and any(in_order(order.split()) for order in orders.split("|"))
 
 
-def _softmax_reads(birth: Birth, *softmaxes: str) -> bool:
+def _softmax_reads(birth: Birth) -> bool:
     """Returns whether a softmax read the non-finite values before a product did."""
     names = [operator_name(op) for op in birth.readers]
-    layers = ("mm", "bmm", "baddbmm", "addmm", "convolution")
-    return next((n for n in names if n in (*softmaxes, *layers)), "") in softmaxes
+    known = ("softmax", "safe_softmax", "log_softmax", "mm", "bmm", "baddbmm", "addmm")
+    first = next((n for n in names if n in (*known, "convolution")), "")
+    # A product feeds attention, whose softmax is no log_softmax of a loss.
+    return first.endswith("softmax") and (first != "log_softmax" or birth.name not in known)
 
 
-def _is_negative(birth: Birth) -> bool:
-    return birth.lowest < 0.0 and birth.kind == "nan"
-
-
-DIVISOR = " (divisor)"
+DIVISOR = "(divisor)"
 """What follows a division's name among the readers where it read its divisor."""
 
-_SOFTMAXES = ("softmax", "safe_softmax")  # of attention; losses call log_softmax
-
-_WHEN: dict[str, Callable[[Birth], bool]] = {
-    "a mask beyond fp16's range before a softmax": lambda b: (
-        b.dtype is torch.float16
-        and b.lowest < -65504.0
-        and _softmax_reads(b, *_SOFTMAXES, "log_softmax")
-    ),
-    "an addition to a mask of the least number": lambda b: b.lowest == torch.finfo(b.dtype).min,
-    "a product before a softmax": lambda b: _softmax_reads(b, *_SOFTMAXES),
-    "a logarithm of probabilities": lambda b: (
-        _fed(b, "Softmax SafeSoftmax Sigmoid")
-        or _fed(b, "Div", "Exp")
-        or _fed(b, "Rsub Sub", "Sigmoid Softmax")
-    ),
-    "a logsumexp by hand": lambda b: (
-        _fed(b, "Sum Mean", "Exp") or (b.cause == "range" and _read(b, "sum", "log"))
-    ),
-    "a softplus by hand": lambda b: _read(b, "log1p") or _read(b, "add", "log"),
-    "a softmax by hand": lambda b: (
-        _fed(b, "Sum", "Exp")
-        if b.name == "div"
-        else _read(b, "sum", "div") or b.readers[:1] == ["aten.div"]
-    ),
-    "a sigmoid by hand": lambda b: (
-        _read(b, "add", "reciprocal") or _read(b, "add", f"div{DIVISOR}")
-    ),
-    "a root of a negative number": lambda b: (
-        _is_negative(b) and (b.name != "pow" or _fed(b, "Sub Rsub", "Mean Div"))
-    ),
-    "a power of a negative number": lambda b: b.lowest < 0.0,
-    "log of a negative number": _is_negative,
-    "log of 0": lambda b: b.in_fp16,
-    "a norm by hand at 0": lambda b: _fed(b, "Sum Mean", "Pow Mul Square"),
-    "division by a norm that is 0": lambda b: (
-        _fed(b, "LinalgVectorNorm Norm Sqrt") and not b.in_fp16
-    ),
-    "division by 0 in fp16": lambda b: b.in_fp16,
-    "division by a tiny number": lambda b: len(b.inputs) > 1 and 0.0 < b.inputs[1].smallest < 1e-3,
-    "a square or a sum in fp16": lambda b: b.in_fp16,
+_FLAGS: dict[str, Callable[[Birth], bool]] = {
+    "fp16": lambda birth: birth.in_fp16,
+    "wider": lambda birth: not birth.in_fp16,
+    "beyond-fp16": lambda birth: birth.dtype is torch.float16 and birth.lowest < -65504.0,
+    "negative": lambda birth: birth.lowest < 0.0 and birth.kind == "nan",
+    "below-0": lambda birth: birth.lowest < 0.0,
+    "least": lambda birth: birth.lowest == torch.finfo(birth.dtype).min,
+    "softmax": _softmax_reads,
+    "tiny-divisor": lambda birth: len(birth.inputs) > 1 and 0 < birth.inputs[1].smallest < 1e-3,
 }
 """What else the formulas of causes.ini ask."""

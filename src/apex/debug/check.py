@@ -21,9 +21,9 @@ from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._torch import copies, dtensor
 from apex._torch.grad_scaler import holds_unscaled
-from apex.amp.nonfinite import NonfiniteGradient, count_nonfinite, nonfinite_of
+from apex.amp.nonfinite import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
-from apex.debug.arguments import check_scaler, inner
+from apex.debug.common import check_scaler, inner
 from apex.debug.watch import loop_of
 
 _COUNT = "state step"
@@ -64,8 +64,7 @@ def why_skipped(
     """
     loop = loop_of("why_skipped", [optimizer], models=model)
     names = loop.names()
-    found = nonfinite_of(loop.params())
-    return count_nonfinite((names[id(param)], values) for param, values in found)
+    return nonfinite_gradients((names[id(param)], param) for param in loop.params())
 
 
 # -- numerics --------------------------------------------------------------------------------------

@@ -28,12 +28,17 @@ from apex._engine.session import Session
 from apex._torch.copies import record
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel, has_operator
 from apex.amp._amp_state import _amp_state
-from apex.debug import tracing
-from apex.debug.arguments import check_loss, check_loss_fn, checked_model, floating_outputs
+from apex.debug import common, tracing
+from apex.debug.common import (
+    casts_off,
+    check_loss,
+    check_loss_fn,
+    checked_model,
+    floating_outputs,
+    preserve_state,
+    save,
+)
 from apex.debug.place import Direction, Tracker, active_autocast
-from apex.debug.preserve_state import casts_off, preserve_state
-from apex.debug.rendering import formatting
-from apex.debug.rendering.files import save
 from apex.debug.tracing import Call, Detector, Trace, floating
 
 aten = torch.ops.aten
@@ -56,7 +61,7 @@ def explain(
     Runs the model forward and backward as a training step would. The model may be prepared by
     ``amp.initialize``, called inside ``torch.autocast``, or plain. For every module and operator,
     the result lists calls, input and output dtypes, casts made for it (bytes), share of the time,
-    FLOPs, and the row of the op table that decided. Its findings are the casts that could be saved.
+    FLOPs, and the row of the op table that decided.
 
     Changes nothing: gradients, buffers (batch norm's statistics), random number generators, inputs,
     mode, hooks, loss scale and weight cache are preserved, also after an error. Compiled parts run
@@ -121,9 +126,7 @@ def explain(
         notes.append(f"torch has no FLOP formula for {names}: counted as 0.")
     kinds = {name: type(module).__name__ for module, name in costs.tracker.names.items()}
     level = _level(costs.reasons, inner, ops)
-    return Explanation(
-        type(inner).__name__, level, ops, tuple(costs.findings()), kinds, tuple(notes)
-    )
+    return Explanation(type(inner).__name__, level, ops, kinds, tuple(notes))
 
 
 def _differentiate(model: nn.Module, given: object, loss: Any) -> None:
@@ -210,27 +213,6 @@ class OpRow:
 
 
 @dataclass(frozen=True)
-class Saving:
-    """Casts that a change would save.
-
-    Attributes:
-        title: What happens, such as ``"softmax runs in fp32"``.
-        casts: Number of casts.
-        bytes: Bytes that these casts read and wrote.
-        seconds: Time that they took.
-        modules: Modules in which they are made, in order of first use.
-        remedy: How to avoid them.
-    """
-
-    title: str
-    casts: int
-    bytes: int
-    seconds: float
-    modules: tuple[str, ...]
-    remedy: str
-
-
-@dataclass(frozen=True)
 class ModuleRow:
     """The sums over a module and its submodules.
 
@@ -265,7 +247,6 @@ class Explanation:
         model: Class name of the model.
         level: What set the dtypes, such as ``"O4"`` or ``"torch.autocast"``.
         ops: One record per operator, module, direction and set of dtypes, in order of first use.
-        findings: What could be saved, the most time first.
         kinds: Class name by module name, parents first.
         notes: Remarks on how the numbers were measured.
     """
@@ -273,7 +254,6 @@ class Explanation:
     model: str
     level: str
     ops: tuple[OpRow, ...]
-    findings: tuple[Saving, ...]
     kinds: Mapping[str, str]
     notes: tuple[str, ...]
 
@@ -301,14 +281,14 @@ class Explanation:
         Args:
             rows: Largest number of operators to show, those that took the most time; None for all.
         """
-        total, share = self.total, formatting.percent(self.low_precision_share)
+        total, share = self.total, common.percent(self.low_precision_share)
         longest = sorted(self.ops, key=lambda row: -row.seconds)[:rows]
         shown = [row for row in self.ops if row in longest]
         hidden = len(self.ops) - len(shown)
         lines = [
             f"{self.model}, explained: level {self.level}",
-            f"  {share} of {formatting.amount(total.flops)} FLOPs in 16 bits; "
-            f"{formatting.counted(total.casts, 'cast')}, {formatting.size(total.cast_bytes)} moved",
+            f"  {share} of {common.amount(total.flops)} FLOPs in 16 bits; "
+            f"{common.counted(total.casts, 'cast')}, {common.size(total.cast_bytes)} moved",
             "",
             *_table(_MODULE_HEAD, map(self._module_cells, self.modules)),
             "",
@@ -316,41 +296,31 @@ class Explanation:
             *([f"{hidden} faster rows omitted; to_json() has all."] * bool(hidden)),
             "",
             *self.notes,
-            "Findings, by gain" if self.findings else "Findings: no cast could be saved.",
-            *(f"  {n}. {self._sentence(each)}" for n, each in enumerate(self.findings, 1)),
         ]
         return "\n".join(lines)
 
     def _share(self, seconds: float) -> str:
-        return formatting.percent(seconds / self.total.seconds if self.total.seconds else None)
+        return common.percent(seconds / self.total.seconds if self.total.seconds else None)
 
     def _module_cells(self, row: ModuleRow) -> tuple[str, ...]:
         indent = "  " * (row.name.count(".") + bool(row.name))
         name = indent + (row.name.rpartition(".")[2] or "(model)")
-        casts = formatting.amount(row.casts) if row.casts else ""
-        return name, row.kind, formatting.short(row.dtype), self._share(row.seconds), casts
+        casts = common.amount(row.casts) if row.casts else ""
+        return name, row.kind, common.short(row.dtype), self._share(row.seconds), casts
 
     def _op_cells(self, row: OpRow) -> tuple[str, ...]:
         made = [f"{c.count} {_arrow([c.source, c.target])}" for c in row.casts]
-        moved = f", {formatting.size(sum(c.bytes for c in row.casts))}" if made else ""
-        taken = " + ".join(map(formatting.short, row.dtypes_in)) or formatting.short("")
+        moved = f", {common.size(sum(c.bytes for c in row.casts))}" if made else ""
+        taken = " + ".join(map(common.short, row.dtypes_in)) or common.short("")
         return (
-            formatting.place(row.module, row.inside),
+            common.place(row.module, row.inside),
             row.op.removeprefix("aten.")[:26],
             row.direction,
-            formatting.amount(row.calls),
-            f"{taken} → {formatting.short(row.dtype_out)}",
+            common.amount(row.calls),
+            f"{taken} → {common.short(row.dtype_out)}",
             ", ".join(made) + moved,
             self._share(row.seconds),
             row.decided_by,
-        )
-
-    def _sentence(self, found: Saving) -> str:
-        each = formatting.size(round(found.bytes / found.casts))
-        where = formatting.listed([formatting.place(module) for module in found.modules], 2)
-        return (
-            f"{found.title}: {formatting.amount(found.casts)} x {each} of casts, "
-            f"{self._share(found.seconds)} of the step, in {where}; {found.remedy}."
         )
 
     def to_json(self) -> str:
@@ -375,12 +345,12 @@ _OP_HEAD = ("where", "operator", "pass", "calls", "dtypes", "casts", "time", "de
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    cells = formatting.aligned([head, *rows], [True] * len(head))
+    cells = common.aligned([head, *rows], [True] * len(head))
     return ("  ".join(line).rstrip() for line in cells)
 
 
 def _arrow(names: Sequence[str]) -> str:
-    return "→".join(map(formatting.short, names))
+    return "→".join(map(common.short, names))
 
 
 def _summed(name: str, kind: str, rows: Sequence[OpRow]) -> ModuleRow:
@@ -408,9 +378,6 @@ def _within(row: OpRow, parent: str) -> bool:
 _Holder = Tensor | UntypedStorage
 """What holds a tensor's values: its storage, shared by its views, or itself without a plain one."""
 
-# Operators that a result passes on its way to the cast back.
-_PASS_ON = {aten.native_dropout, aten.mul, aten.div, aten.clone, aten.masked_fill}
-
 _CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other}
 
 # Views whose schema does not say so.
@@ -427,9 +394,6 @@ class _Made:
         own: The record that lists it if no operator consumes it.
         before: The casts that produced its source and are charged together with it.
         charged: Whether a record or another cast's ``before`` lists it.
-        used: Whether an operator has computed with its result.
-        origin: The cast that first produced its result: itself, unless it undoes another cast.
-        prior: The origin of its source.
     """
 
     cast: CastCount
@@ -437,19 +401,6 @@ class _Made:
     own: OpRow
     before: tuple[_Made, ...] = ()
     charged: bool = False
-    used: bool = False
-    origin: _Made | None = None
-    prior: _Made | None = None
-
-
-@dataclass(eq=False)
-class _Detour:
-    """An operator that computed in a wider dtype, on inputs cast from 16 bits."""
-
-    row: OpRow
-    low: str
-    casts: list[_Made]
-    returned: bool = False
 
 
 @dataclass
@@ -500,10 +451,6 @@ class _Costs(Detector):
         self._flops = _flop_formulas()
         self._stats: defaultdict[OpRow, _Stats] = defaultdict(_Stats)
         self._all: list[_Made] = []
-        self._undone: defaultdict[tuple[str, ...], list[_Made]] = defaultdict(list)
-        self._around: defaultdict[tuple[OpRow, str], list[_Made]] = defaultdict(list)
-        self._weights: defaultdict[str, list[_Made]] = defaultdict(list)
-        self._detours: MutableMapping[_Holder, _Detour] = WeakIdKeyDictionary()
         self._casts: MutableMapping[_Holder, _Made] = WeakIdKeyDictionary()
 
     def _now(self) -> Any:
@@ -530,7 +477,6 @@ class _Costs(Detector):
         stats = self._stats[row]
         stats.calls += 1
         stats.spans.append(span)
-        self._follow_detour(call, row, inputs, outputs)
         self._charge_casts(call, stats, inputs, result)
         formula = self._flops.get(call.func._overloadpacket)
         if formula is not None:
@@ -548,48 +494,15 @@ class _Costs(Detector):
                 self._casts[_holder(result)] = made
             else:
                 stats.charge(made)
-                made.used = True
         if call.traits.writes:
             for tensor in inputs:  # may no longer hold the values of the cast
                 self._casts.pop(_holder(tensor), None)
-
-    def _follow_detour(
-        self, call: Call, row: OpRow, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> None:
-        """Remembers a result of inputs that were cast up for it, also behind a dropout."""
-        if not outputs:
-            return
-        before = (self._cast_of(tensor) for tensor in inputs)
-        casts = [m for m in before if m and m.cast.source in LOW and m.cast.target == row.dtype_out]
-        detour: _Detour | None = None
-        if casts:
-            detour = _Detour(row, casts[0].cast.source, [made for made in casts if not made.used])
-        elif call.func._overloadpacket in _PASS_ON:
-            known = (self._detours.get(_holder(tensor)) for tensor in inputs)
-            detour = next(filter(None, known), None)
-        if detour is not None:
-            self._detours[_holder(outputs[0])] = detour
-        else:
-            self._detours.pop(_holder(outputs[0]), None)
 
     def _cast(self, source: Tensor, result: Tensor, span: tuple[Any, Any]) -> None:
         moved = source.numel() * (source.itemsize + result.itemsize)
         cast = CastCount(dtypes.name(source.dtype), dtypes.name(result.dtype), 1, moved)
         made = _Made(cast, span, self._row(_CAST, [source], [result]))
         first = self._cast_of(source)
-        made.origin = made
-        made.prior = prior = None if first is None else first.origin
-        if prior is not None and prior.cast.source == cast.target:
-            self._undone[prior.cast.source, prior.cast.target, cast.target] += (
-                [made] if prior.used else [prior, made]
-            )
-            made.origin = prior.prior
-        detour = self._detours.get(_holder(source))
-        if detour is not None and detour.low == cast.target and not detour.returned:
-            detour.returned = True
-            self._around[detour.row, detour.low] += [*detour.casts, made]
-        if cast.target in LOW and source in self.tracker.parameters:
-            self._weights[cast.target].append(made)
         if first is not None and not first.charged:
             first.charged, made.before = True, (*first.before, first)
         self._casts[_holder(result)] = made
@@ -628,47 +541,6 @@ class _Costs(Detector):
             for row, stats in self._stats.items()
         )
 
-    def findings(self) -> list[Saving]:
-        """Returns what could be saved, the most time first; call it after ``records``."""
-        found = [*self._through_operators()]
-        for path, casts in self._undone.items():
-            low, wide, _ = map(formatting.short, path)
-            remedy = f"remove the first of the two casts, usually a {_cast_to(wide)} in the code"
-            if not any(made.own.direction == "forward" for made in casts):
-                remedy = f"cast the {wide} tensor that meets a {low} one in the forward to {low}"
-            title = f"casts from {low} to {wide} to {low} undo one another"
-            found.append(_saving(title, casts, [made.own.module for made in casts], remedy))
-        for target, casts in self._weights.items():
-            dtype = formatting.short(target)
-            title = f"weights are cast to {dtype} in every pass"
-            remedy = f"level {_CONVERTS[dtype]!r} keeps them in {dtype}, with fp32 masters"
-            found.append(_saving(title, casts, [made.own.module for made in casts], remedy))
-        return sorted(found, key=lambda each: -each.seconds)
-
-    def _through_operators(self) -> Iterator[Saving]:
-        """Yields one per operator and reason; a backward joins the forward of its module."""
-        rows = [row for row, _ in self._around if row.direction == "forward"]
-        reasons = {(_forward_name(row.op), row.module): row.decided_by for row in rows}
-        groups: dict[tuple[str, ...], tuple[list[_Made], list[str]]] = {}
-        for (row, low), casts in self._around.items():
-            name = _forward_name(row.op)
-            reason = reasons.get((name, row.module), row.decided_by)
-            made, modules = groups.setdefault((name, reason, low, row.dtype_out), ([], []))
-            made += casts
-            modules.append(row.module)
-        for (name, reason, low, wide), (made, modules) in groups.items():
-            short, up = formatting.short(low), formatting.short(wide)
-            function = reason.rpartition(" (")[2].removesuffix(")") if reason.endswith(")") else ""
-            change = _to_keep_low(reason, function or name, short) or f"remove the {_cast_to(up)}"
-            title = f"{function or name} runs in {up}"
-            yield _saving(title, made, modules, f"to keep it in {short}: {change}")
-
-
-def _saving(title: str, casts: Sequence[_Made], modules: Iterable[str], remedy: str) -> Saving:
-    size = sum(made.cast.bytes for made in casts)
-    seconds = _seconds([made.span for made in casts])
-    return Saving(title, len(casts), size, seconds, tuple(dict.fromkeys(modules)), remedy)
-
 
 def _seconds(spans: Iterable[tuple[Any, Any]]) -> float:
     return math.fsum(
@@ -700,39 +572,6 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
         known = formulas[getattr(aten, f"{name}{suffix}")]
         formulas.setdefault(getattr(aten, f"{name}_for_cpu{suffix}"), known)
     return formulas
-
-
-def _cast_to(dtype: str) -> str:
-    return {"fp32": ".float()", "fp64": ".double()"}.get(dtype, f"cast to {dtype}")
-
-
-def _forward_name(op: str) -> str:
-    """Returns the forward's name of an operator, without underscores."""
-    name = op.rpartition(".")[2].strip("_")
-    return name.removesuffix("_data").removesuffix("_backward").removeprefix("native_")
-
-
-def _to_keep_low(reason: str, name: str, low: str) -> str:
-    """Returns what keeps an operator in 16 bits; ``""`` if only the model's code does."""
-    if name in _WITH_WEIGHTS or reason == _OF_FORWARD:
-        return f"level {_CONVERTS[low]!r}, which converts weights and inputs, too"
-    return next((text for start, text in _REMEDIES.items() if reason.startswith(start)), "")
-
-
-_CONVERTS = {"fp16": "O2", "bf16": "O5"}
-"""The level that converts weights, by dtype."""
-
-# Their fp32 weights and 16-bit inputs do not go together on every device.
-_WITH_WEIGHTS = {"layer_norm", "group_norm", "instance_norm", "batch_norm", "rms_norm", "prelu"}
-
-_REMEDIES = {
-    "fp32 list": "run its line `with amp.disable_casts():`",
-    "banned list": "run its line `with amp.disable_casts():`",
-    "torch.autocast": "run its line `with torch.autocast(device_type, enabled=False):`",
-    "registered by you": "do not register it with amp.register_float_function",
-    "fp32_modules": "take its module out of fp32_modules",
-    "batch norm kept": "pass keep_batchnorm_fp32=False to amp.initialize",
-}
 
 
 # -- what decided ----------------------------------------------------------------------------------
@@ -819,9 +658,8 @@ class _Reasons:
         return self._converted.get(row.module, _FOLLOWS) if inside else _FOLLOWS
 
     def _by_table(self, op: str, function: str, spec: CastSpec) -> str:
-        kind = self._registered.get(function)
-        if kind is not None:
-            return f"registered by you: {_KINDS[kind]} ({function})"
+        if function in self._registered:
+            return f"registered by you: {self._registered[function]} ({function})"
         for name, row in _rows(op, function):
             if row in spec.table.rows:
                 return f"{_LISTS[spec.table.rows[row]]} ({name})"
@@ -830,8 +668,7 @@ class _Reasons:
 
 def _rows(op: str, function: str) -> Iterator[tuple[str, str]]:
     """Yields the candidate rows of the op table as (name, operator), the most specific first."""
-    callers = (caller for caller, calls in _CALLS.items() if op in calls.split())
-    for name in (function, *callers, op):
+    for name in (function, _CALLED_BY.get(op, op), op):
         for names in NAMES.values():
             for row in names.get(name, ()) or names.get(f"__{name}__", ()):
                 yield name, row
@@ -855,13 +692,6 @@ _LISTS: dict[Category, str] = {
     "promote": "promote list",
 }
 
-_KINDS = {
-    "low_precision": "low precision",
-    "bfloat16": "bfloat16",
-    "float": "fp32",
-    "promote": "widest input",
-}
-
 _PROMOTING = {
     "add",
     "sub",
@@ -878,23 +708,5 @@ _PROMOTING = {
     "ne",
 }
 
-# The operators that a function calls, for operators whose caller is unknown.
-_CALLS = {
-    "matmul": "mm bmm mv dot",
-    "linear": "addmm mm",
-    "einsum": "bmm",
-    "conv2d": "convolution",
-    "softmax": "_softmax _safe_softmax",
-    "log_softmax": "_log_softmax",
-    "layer_norm": "native_layer_norm",
-    "group_norm": "native_group_norm",
-    "rms_norm": "_fused_rms_norm",
-    "bilinear": "_trilinear",
-    "norm": "linalg_vector_norm",
-    "prelu": "_prelu_kernel",
-    "nll_loss": "nll_loss_forward nll_loss2d_forward",
-    "lstm": "mkldnn_rnn_layer _cudnn_rnn",
-    "scaled_dot_product_attention": "_scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_cudnn_attention",
-}
+_CALLED_BY = {"addmm": "linear", "convolution": "conv2d", "native_layer_norm": "layer_norm"}
+"""A function that calls an operator, for operators called from C++."""

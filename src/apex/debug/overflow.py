@@ -17,10 +17,9 @@ from apex._core.param_groups import params_of, states_in
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.debug import tracing
-from apex.debug.arguments import check_scaler
 from apex.debug.causes import DIVISOR, Birth, Cause, finding_of, operator_name
+from apex.debug.common import check_scaler, listed
 from apex.debug.place import Finding, Tracker, level_of, node_name, nodes_behind
-from apex.debug.rendering.formatting import listed
 from apex.debug.tracing import Call, Detector, Kind, Trace, floating, keys, kind_of
 
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
@@ -165,7 +164,6 @@ class Births:
         self._harmless: dict[tuple[str, str], Birth] = {}  # the first at each operator and line
         self._unscaled: list[Birth] = []
         self._by_memory: MutableMapping[UntypedStorage, Birth] = WeakIdKeyDictionary()
-        self._received: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -177,17 +175,6 @@ class Births:
         """Records the birth of the non-finite values of a tensor."""
         self._by_memory[tracing.storage(tensor)] = birth
 
-    def mark_received(self, tensor: Tensor) -> None:
-        """Records that other processes write to a tensor, maybe in parts."""
-        self._received[tracing.storage(tensor)] = None
-        known = self.of(tensor)
-        if known is not None and (known.deliberate or tracing.covers_storage(tensor)):
-            del self._by_memory[tracing.storage(tensor)]
-
-    def is_received(self, tensor: Tensor) -> bool:
-        """Returns whether other processes wrote to the memory of a tensor."""
-        return tracing.storage(tensor) in self._received
-
     def clear(self, tensor: Tensor) -> None:
         """Records that a tensor was written and is finite."""
         if self._by_memory and tracing.covers_storage(tensor):
@@ -196,7 +183,6 @@ class Births:
     def close(self) -> None:
         """Releases all values, once tracing has ended."""
         self._by_memory.clear()
-        self._received.clear()
 
     # -- births ----------------------------------------------------------------------------------
 
@@ -371,9 +357,7 @@ class OverflowDetector(Detector):
         """Checks what the call returned and wrote."""
         if before is None:
             return
-        if call.traits.exchanges:
-            self._follow_exchange(call, before, result)
-        else:
+        if not call.traits.exchanges:  # what it receives may come later
             self._check(call, before, result)
         target = self.tracker.accumulating
         if target is None:
@@ -424,17 +408,6 @@ class OverflowDetector(Detector):
         written = keys(call.written) & keys(spoiled)
         if not is_mask and not written.isdisjoint(self._weights() if written else ()):
             self._births.reach(birth, spoils=True)
-
-    def _follow_exchange(self, call: Call, before: _Before, result: Any) -> None:
-        """Passes on what a collective sends; what it receives may come later."""
-        births: list[Birth] = []
-        if call.name != "c10d.broadcast_" or ranks.has_rank(*call.args[1:3]):
-            births = self._births_read(call, before)
-        for tensor in _outputs(call, result):
-            if births:
-                self._births.mark(tensor, min(births, key=Birth.rank))
-            else:
-                self._births.mark_received(tensor)
 
     def _mark_read(self, call: Call, before: _Before) -> None:
         if not self._births.has_pending or self.tracker.direction == "backward":
@@ -508,7 +481,7 @@ class OverflowDetector(Detector):
             return "gradients"
         in_backward = self.tracker.direction == "backward"
         exchanged = in_backward or key in tracing.gradients(self._params())
-        if self._births.is_received(tensor) or (ranks.world_size() > 1 and exchanged):
+        if ranks.world_size() > 1 and exchanged:
             return "another rank"
         if self.stepping is not None:
             if key in tracing.gradients(params_of(self.stepping)):

@@ -20,11 +20,9 @@ from apex._core.param_groups import params_of, states_in
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.overrides import without_functions
 from apex._torch.sparse import with_memory
-from apex.debug import rules, tracing
-from apex.debug.arguments import check_scaler
+from apex.debug import common, rules, tracing
+from apex.debug.common import check_scaler, json_types, save
 from apex.debug.place import Finding, Place
-from apex.debug.rendering import formatting
-from apex.debug.rendering.files import json_types, save
 from apex.debug.tracing import Call, Detector, Trace, floating
 
 Kind = Literal["rounding", "cancellation", "chain", ""]
@@ -244,7 +242,7 @@ class RoundingTrace(Trace):
         lines = [self._verdict]
         shown = [_cells(row) for row in self.rows[:rows]]
         if shown:
-            table = formatting.aligned([_HEAD, *shown], [True] * len(_HEAD))
+            table = common.aligned([_HEAD, *shown], [True] * len(_HEAD))
             lines += ["", *("  ".join(line).rstrip() for line in table)]
         skips = (
             f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
@@ -293,11 +291,11 @@ _HEAD = ("module", "operator", "pass", "dtype", "calls", "error", "tolerance", "
 def _cells(row: RoundingRow) -> tuple[str, ...]:
     """Returns one line of the table."""
     return (
-        formatting.place(row.module, row.inside),
+        common.place(row.module, row.inside),
         row.op.removeprefix("aten."),
         row.direction,
-        formatting.short(row.dtype),
-        formatting.amount(row.calls),
+        common.short(row.dtype),
+        common.amount(row.calls),
         *(f"{value:.2g}" for value in (row.error, row.tolerance, row.inherited)),
     )
 

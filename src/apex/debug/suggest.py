@@ -15,26 +15,32 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, tree
+from apex._core import dtypes
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import CastRegion
 from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
-from apex.debug.arguments import check_loss, check_loss_fn, checked_model, floating_outputs
-from apex.debug.preserve_state import casts_off, preserve_state
-from apex.debug.rendering import formatting
-from apex.debug.rendering.files import json_types
+from apex.amp.sessions import new_session
+from apex.debug import common
+from apex.debug.common import (
+    casts_off,
+    check_loss,
+    check_loss_fn,
+    checked_model,
+    floating_outputs,
+    json_types,
+    preserve_state,
+)
 from apex.debug.rounding import RoundingRow, RoundingTrace
 
 _EXPLAINED = 1.1
@@ -52,7 +58,7 @@ _ROUNDS = 16
 _SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 """Loss scales (multipliers) to try in fp16, until no gradient overflows."""
 
-_LEVELS = ("O1", "O2", "O3", "O4", "O5")
+_LEVELS = ("O2", "O3", "O5")
 
 
 def suggest_fp32(
@@ -81,13 +87,13 @@ def suggest_fp32(
         *inputs: Positional arguments of the model: one batch.
         loss_fn: Computes the loss (a one-element floating-point tensor) from the model's output; by
             default the mean of the squares of the floating-point outputs.
-        opt_level: ``"O1"`` to ``"O5"``.
+        opt_level: A level that converts the model: ``"O2"``, ``"O3"`` or ``"O5"``. For O1 and O4,
+            which hold it in fp32, ask with O2 or O5: the modules are those to run without casts.
         **keywords: Keyword arguments of the model.
 
     Returns:
         A :class:`Suggestion`; its ``modules`` are names for ``fp32_modules=`` of
-        ``amp.initialize``; at O1 and O4, of the modules to run without casts, because these levels
-        hold the model in fp32.
+        ``amp.initialize``.
 
     Raises:
         TypeError: If ``model`` is not a module or cannot be copied, or the loss is not a tensor.
@@ -143,7 +149,7 @@ class Suggestion:
     largest do not count: those that vanish by construction have no digits in fp32, either.
 
     Attributes:
-        modules: Names for ``fp32_modules``; at O1 and O4, of the modules to run without casts.
+        modules: Names for ``fp32_modules``.
         opt_level: The level.
         error_before: Error of the gradients at this level; NaN if one overflows.
         error_after: Error with ``modules`` in fp32.
@@ -163,8 +169,6 @@ class Suggestion:
         """The line of code that applies it; ``""`` without modules."""
         if not self.modules:
             return ""
-        if self.opt_level in ("O1", "O4"):
-            return "with amp.disable_casts():  # around the forward of each, on .float() inputs"
         return (
             f"amp.initialize(model, optimizer, opt_level={self.opt_level!r}, "
             f"fp32_modules={self.modules!r})"
@@ -183,17 +187,17 @@ class Suggestion:
                 "overflow, whatever loss scale and modules were tried. amp.debug.trace_overflow("
                 "model) names the operator; a bf16 level has the range of fp32."
             )
-        before = formatting.percent(self.error_before)
+        before = common.percent(self.error_before)
         if not self.modules:
             return f"No module needs fp32 at {self.opt_level}: error of the gradients {before}."
         return (
             f"Keep in fp32 at {self.opt_level}: {', '.join(self.modules)}. Error of the gradients "
-            f"{before} -> {formatting.percent(self.error_after)}."
+            f"{before} -> {common.percent(self.error_after)}."
         )
 
     def __str__(self) -> str:
         lines = [
-            f"  without {name}: {formatting.percent(error)}"
+            f"  without {name}: {common.percent(error)}"
             for name, error in self.sensitivities.items()
         ]
         setting = [f"  {self.setting}"] if self.setting else []
@@ -243,7 +247,7 @@ def _checked(model: Any, arguments: object, opt_level: str) -> nn.Module:
     inner = checked_model("suggest_fp32", model, arguments)
     if opt_level not in _LEVELS:
         raise ValueError(
-            f"suggest_fp32 got opt_level={opt_level!r}; it takes a level that computes in 16 bits: "
+            f"suggest_fp32 got opt_level={opt_level!r}; it takes a level that converts the model: "
             f"{', '.join(map(repr, _LEVELS))}."
         )
     if any(state_of(module) is not None for module in inner.modules()):
@@ -312,9 +316,8 @@ class _Trials:
         model = copy.deepcopy(self._model)
         with self._prepared(model, fp32) as session:
             found = RoundingTrace(model)
-            op_casts = self._policy.compute_dtype is not None
             with found if trace else nullcontext(), preserve_state(model, self._arguments):
-                with nullcontext() if op_casts else casts_off():
+                with casts_off():
                     loss = session.region.run(self._loss, model)
                 grads = _gradients(model, loss, scale)
         if trace:
@@ -359,22 +362,16 @@ class _Trials:
     @contextmanager
     def _prepared(self, model: nn.Module, fp32: Sequence[str]) -> Iterator[Session]:
         """Prepares a model in a session of its own, which no other model notices."""
-        op_casts = self._policy.compute_dtype is not None
-        plan = frontend._plan(self._policy, fp32_modules=() if op_casts else tuple(fp32))
+        plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fp16 is emulated")
-            inputs.check_models([model], plan, op_casts=op_casts)
-            session = frontend._session(
-                self._policy, ScaleRule(), [model], num_losses=1, keep_fp32=False
-            )
-        with ExitStack() as stack:
-            stack.callback(session.close)
+            inputs.check_models([model], plan, op_casts=False)
+            session = new_session(self._policy, ScaleRule(), models=[model])
+        try:
             session.prepare([model], [], plan)
-            if isinstance(session.region, CastRegion):
-                session.region.leave_ambient()
-                for name in fp32:
-                    _run_without_casts(model.get_submodule(name))
             yield session
+        finally:
+            session.close()
 
 
 def _gradients(model: nn.Module, loss: Tensor, scale: float) -> dict[str, Tensor]:
@@ -386,15 +383,3 @@ def _gradients(model: nn.Module, loss: Tensor, scale: float) -> dict[str, Tensor
         )
     found = zip(params, grads, strict=True)
     return {name: grad.to_dense().float() / scale for name, grad in found if grad is not None}
-
-
-def _run_without_casts(module: nn.Module) -> None:
-    """Makes a module compute in fp32, as under ``disable_casts`` on fp32 inputs."""
-    forward = module.forward
-
-    def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree.cast_arguments(args, kwargs, torch.float32)
-        with casts_off():
-            return forward(*args, **kwargs)
-
-    module.forward = in_fp32

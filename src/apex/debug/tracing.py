@@ -27,8 +27,8 @@ from apex._torch import dtensor, ranks
 from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import computes_shapes_only, receives, written_arguments
 from apex._torch.sparse import stored_values, with_memory
+from apex.debug.common import eager
 from apex.debug.place import Tracker
-from apex.debug.preserve_state import eager
 
 Kind = Literal["inf", "nan"]
 SomeTrace = TypeVar("SomeTrace", bound="Trace")

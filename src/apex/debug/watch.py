@@ -34,10 +34,9 @@ from apex._torch import dtensor, grad_scaler, ranks
 from apex._torch.copies import moved
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.dynamo import untraced
-from apex.debug.arguments import check_scaler, checked_models, inner
+from apex.debug.common import check_scaler, checked_models, counted, inner, listed, percent
 from apex.debug.overflow import OverflowTrace
 from apex.debug.place import Finding, unwrapped
-from apex.debug.rendering.formatting import counted, listed, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

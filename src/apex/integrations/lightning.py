@@ -15,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from apex import amp
-from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine.model import mixes_dtypes, state_of
 from apex._engine.optimizer.optimizer_class import binding_of, own_class
-from apex._torch import ddp, dtensor
+from apex._torch import ddp
 from apex.amp.properties import level_defaults
 from apex.integrations import scales
 from apex.integrations.submodule_calls import SubmoduleCalls
@@ -30,20 +29,17 @@ __all__ = ["ApexPrecision"]
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
 
-def _base_in(package: str) -> Any:
-    """Returns the base of precision plugins in ``package``, or the error that its import met."""
+_BASES: dict[str, Any] = {}
+_WHY = ""
+for _name in _PACKAGES:
     try:
-        return importlib.import_module(f"{package}.plugins.precision").Precision
-    except (ImportError, AttributeError) as error:  # AttributeError: before Lightning 2.0
-        return error
-
-
-_FOUND = {name: _base_in(name) for name in _PACKAGES}
-_BASES = {name: base for name, base in _FOUND.items() if isinstance(base, type)}
+        _BASES[_name] = importlib.import_module(f"{_name}.plugins.precision").Precision
+    except (ImportError, AttributeError) as error:  # noqa: PERF203 - before 2.0, the second
+        _WHY = _WHY or str(error)
 if not _BASES:
     raise ImportError(
         "apex.integrations.lightning needs Lightning 2, which could not be imported: "
-        f"{_FOUND[_PACKAGES[0]]}. Install it: pip install lightning."
+        f"{_WHY}. Install it: pip install lightning."
     )
 _FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
 _Precision: Any = type(
@@ -69,13 +65,15 @@ class ApexPrecision(_Precision):
 
     In manual optimization, ``self.manual_backward(loss, loss_id=1)`` selects a loss scale.
 
-    With ``Fabric(plugins=ApexPrecision("O5"))``, the first forward pass prepares every module that
-    ``fabric.setup`` received, with the optimizers that hold their parameters: create those before.
-    To save the loss scales, pass the plugin to ``fabric.save`` and ``fabric.load``, as in
+    With Fabric, pass the optimizers: ``ApexPrecision("O5", optimizers=[optimizer])``. The first
+    forward pass prepares them and every module that ``fabric.setup`` received. Without them, the
+    plugin looks for live optimizers that hold the modules' parameters. To save the loss scales,
+    pass the plugin to ``fabric.save`` and ``fabric.load``, as in
     ``{"model": model, "optimizer": optimizer, "precision": plugin}``.
 
     Args:
         opt_level: ``"O0"`` to ``"O5"``.
+        optimizers: Fabric's optimizers, plain or as ``fabric.setup`` returned them.
         **options: Options of :func:`apex.amp.initialize`. ``keep_fp32_values`` is True by default,
             so that frozen weights and models that are only evaluated keep their digits.
 
@@ -84,7 +82,9 @@ class ApexPrecision(_Precision):
         TypeError: If ``amp.initialize`` has no such option.
     """
 
-    def __init__(self, opt_level: str = "O1", **options: Any) -> None:
+    def __init__(
+        self, opt_level: str = "O1", *, optimizers: Iterable[Optimizer] = (), **options: Any
+    ) -> None:
         super().__init__()
         defaults = level_defaults(opt_level)
         unknown = [name for name in options if name not in _OPTIONS]
@@ -99,6 +99,7 @@ class ApexPrecision(_Precision):
             dtype, "32-true"
         )
         self._library: Any = _FABRIC
+        self._given = [getattr(each, "optimizer", each) for each in optimizers]
         self._waiting: list[nn.Module] = []  # set up by Fabric, and not prepared yet
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
@@ -131,9 +132,7 @@ class ApexPrecision(_Precision):
 
     def _prepare(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         modules = [*map(_unwrapped, models)]
-        # An earlier run leaves sharded ones prepared; see `teardown`.
-        if not (all(map(state_of, modules)) and all(map(binding_of, optimizers))):
-            amp.initialize(modules, optimizers or None, **self.options)
+        amp.initialize(modules, optimizers or None, **self.options)
         for model in models:
             ddp.rebuild_reducer(model)
         self._models += modules
@@ -147,17 +146,13 @@ class ApexPrecision(_Precision):
             scales.load_state_dict(optimizers[0], self._scales)
 
     def teardown(self) -> None:
-        """Makes the modules and optimizers plain again, with their fp32 values.
-
-        Leaves 16-bit modules under ``fully_shard`` as they are: its buffers have a fixed dtype.
-        """
+        """Makes the modules and optimizers plain again, with their fp32 values."""
         self._scales = self.state_dict()
         for calls in self._calls:
             calls.remove()
         models, optimizers = self._models, self._optimizers
         self._library, self._calls, self._models, self._optimizers = _FABRIC, [], [], []
-        if not any(map(_is_fixed, models)):
-            amp.restore(models, optimizers)
+        amp.restore(models, optimizers)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -168,7 +163,7 @@ class ApexPrecision(_Precision):
         """
         if self._waiting:
             models = [*self._waiting]
-            self._prepare(models, _optimizers_of(map(_unwrapped, models)))
+            self._prepare(models, self._given or _optimizers_of(map(_unwrapped, models)))
             self._waiting.clear()
         try:
             yield
@@ -201,8 +196,8 @@ class ApexPrecision(_Precision):
         """
         if not self._optimizers and self._library is _FABRIC:
             raise RuntimeError(
-                "ApexPrecision found no optimizer for the modules that Fabric has set up. Create "
-                "the optimizers before the first forward pass, and call the modules that "
+                "ApexPrecision found no optimizer for the modules that Fabric has set up. Pass "
+                "them, ApexPrecision(..., optimizers=[optimizer]), and call the modules that "
                 "fabric.setup returns."
             )
         if not self._optimizers:
@@ -280,11 +275,6 @@ _REMEDY = (
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _is_fixed(model: nn.Module) -> bool:
-    params = model.parameters()
-    return any(dtensor.is_dtensor(param) and dtypes.is_low_precision(param) for param in params)
 
 
 def _evaluates(optimizer: Optimizer) -> bool:

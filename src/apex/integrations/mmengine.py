@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from apex import amp
@@ -18,6 +17,7 @@ from apex.integrations import scales
 try:
     # Import the model package first: mmengine's optim and model packages import each other.
     from mmengine.model import is_model_wrapper
+    from mmengine.optim import ApexOptimWrapper as MMEngineApexOptimWrapper
     from mmengine.optim import OptimWrapper
     from mmengine.registry import OPTIM_WRAPPERS, Registry
 except ImportError as error:
@@ -48,7 +48,7 @@ APEX_OPTIM_WRAPPERS = _ScopedRegistry("optim_wrapper", parent=OPTIM_WRAPPERS, sc
 
 
 @APEX_OPTIM_WRAPPERS.register_module()
-class ApexOptimWrapper(OptimWrapper):
+class ApexOptimWrapper(MMEngineApexOptimWrapper):
     """Trains with ``apex.amp`` in MMEngine, with its configs, Runner and checkpoints.
 
     It has the same arguments as MMEngine's class of this name and adds the levels O4 and O5.
@@ -64,60 +64,19 @@ class ApexOptimWrapper(OptimWrapper):
     - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
       ``accumulative_counts`` iterations.
 
-    Args:
-        opt_level: ``"O0"`` to ``"O5"``; this and the following as in :func:`apex.amp.initialize`.
-        loss_scale: A number, a string with a number, ``"dynamic"``, or None for the level's
-            default. The default is MMEngine's: dynamic even at levels whose default is 1.0.
-        enabled: Whether to use amp; if False, the wrapper trains as a plain ``OptimWrapper``.
-        cast_model_type: Dtype of parameters and inputs.
-        patch_torch_functions: Whether operators cast their inputs by the op table.
-        keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model.
-        master_weights: Whether the optimizer steps fp32 masters.
-        cast_model_outputs: Dtype of the model's floating-point outputs.
-        num_losses: Number of loss scales; :meth:`backward` uses the first.
-        verbosity: 0 for no output, 1 for the start-up report and a line per overflow.
-        min_loss_scale: Smallest dynamic scale.
-        max_loss_scale: Largest dynamic scale.
-        **kwargs: Arguments of ``OptimWrapper``: ``optimizer``, ``accumulative_counts``,
-            ``clip_grad``.
+    The arguments are those of MMEngine's class, and their defaults, too: ``loss_scale`` is dynamic
+    even at levels whose default is 1.0; None selects the level's own. :meth:`backward` uses the
+    first loss scale.
     """
 
     optimizer: Any
-
-    def __init__(
-        self,
-        opt_level: str = "O1",
-        loss_scale: float | str | None = "dynamic",
-        enabled: bool = True,
-        cast_model_type: torch.dtype | None = None,
-        patch_torch_functions: bool | None = None,
-        keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | None = None,
-        cast_model_outputs: torch.dtype | None = None,
-        num_losses: int = 1,
-        verbosity: int = 1,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.opt_level = opt_level
-        self.loss_scale = loss_scale
-        self.enabled = enabled
-        self.cast_model_type = cast_model_type
-        self.patch_torch_functions = patch_torch_functions
-        self.keep_batchnorm_fp32 = keep_batchnorm_fp32
-        self.master_weights = master_weights
-        self.cast_model_outputs = cast_model_outputs
-        self.num_losses = num_losses
-        self.verbosity = verbosity
-        self.min_loss_scale = min_loss_scale
-        self.max_loss_scale = max_loss_scale
-        # Scales of a checkpoint that was loaded before the scalers existed.
-        self._loaded_scales: Mapping[str, Any] | None = None
-        # Whether a later iteration synchronizes this iteration's gradients. It sends `.grad`, so
-        # the gradients must stay there, with the same scale as its own.
-        self._stays_local = False
+    # Scales of a checkpoint that was loaded before the scalers existed.
+    _loaded_scales: Mapping[str, Any] | None = None
+    # Whether `amp.initialize` has received the optimizer, enabled or not.
+    _was_given = False
+    # Whether a later iteration synchronizes this iteration's gradients. It sends `.grad`, so the
+    # gradients must stay there, with the same scale as its own.
+    _stays_local = False
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backpropagates the scaled loss and counts the iteration.
@@ -139,7 +98,7 @@ class ApexOptimWrapper(OptimWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state, with this wrapper's loss scales under ``apex_amp``."""
-        state: dict[str, Any] = super().state_dict()
+        state: dict[str, Any] = OptimWrapper.state_dict(self)
         if self._loaded_scales is None:
             state["apex_amp"] = scales.state_dict(self.optimizer)
         else:
@@ -159,10 +118,10 @@ class ApexOptimWrapper(OptimWrapper):
         loaded = state.pop("apex_amp", None)
         if loaded is not None:
             scales.check_state_dict(loaded)
-        super().load_state_dict(state)
+        OptimWrapper.load_state_dict(self, state)
         if loaded is None:
             return
-        if scales.is_prepared(self.optimizer):
+        if self._was_given or scales.is_prepared(self.optimizer):
             scales.load_state_dict(self.optimizer, loaded)
         else:
             self._loaded_scales = loaded
@@ -181,8 +140,8 @@ class ApexOptimWrapper(OptimWrapper):
             RuntimeError: If another wrapper has already prepared the model.
         """
         self._stays_local = not self.should_sync() and "no_sync" in dir(model)
-        with super().optim_context(model):
-            if not scales.is_prepared(self.optimizer):
+        with OptimWrapper.optim_context(self, model):
+            if not (self._was_given or scales.is_prepared(self.optimizer)):
                 dtypes = [param.dtype for param in model.parameters()]
                 self._initialize(model)
                 if dtypes != [param.dtype for param in model.parameters()]:
@@ -200,6 +159,7 @@ class ApexOptimWrapper(OptimWrapper):
             )
         options = {name: getattr(self, name) for name in _OPTIONS}
         _, self.optimizer = amp.initialize(model, self.optimizer, **options)
+        self._was_given = True
         if self._loaded_scales is not None:
             scales.load_state_dict(self.optimizer, self._loaded_scales)
             self._loaded_scales = None

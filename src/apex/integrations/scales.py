@@ -10,14 +10,12 @@ from apex._engine.optimizer.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
 from apex._engine.session import Session
 from apex.amp import scaler_states
-from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import unwrap
 
 
 def is_prepared(optimizer: Any) -> bool:
-    """Returns whether ``amp.initialize`` has received this optimizer, enabled or not."""
-    own = unwrap(optimizer)
-    return binding_of(own) is not None or own in _amp_state.disabled
+    """Returns whether ``amp.initialize`` has prepared this optimizer."""
+    return binding_of(unwrap(optimizer)) is not None
 
 
 def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._torch import dtensor, ranks
 from apex._torch.dynamo import untraced
+from apex.debug.common import preserve_state
 from apex.debug.overflow import OverflowTrace, trace_overflow
-from apex.debug.preserve_state import preserve_state
 
 try:
     from transformers import TrainerCallback
@@ -28,14 +27,6 @@ except ImportError as error:
     ) from error
 
 __all__ = ["OverflowCallback"]
-
-
-class _Call(NamedTuple):
-    """One call of the model within a step."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Tensor | None
 
 
 class OverflowCallback(TrainerCallback):
@@ -78,8 +69,8 @@ class OverflowCallback(TrainerCallback):
         self.path: Path | None = None
         self._after_skips = after_skips
         self._bad_in_row = 0
-        self._done = False
-        self._calls: list[_Call] = []
+        self._watches = False
+        self._calls: list[tuple[Any, Any, Tensor | None]] = []  # of the step, with their losses
         self._remove: Any = None
 
     def on_train_begin(
@@ -87,14 +78,15 @@ class OverflowCallback(TrainerCallback):
     ) -> None:
         """Starts to watch the model."""
         self._stop()
-        self._done, self._bad_in_row = False, 0
+        self._watches, self._bad_in_row = True, 0
         own = weakref.ref(self)
 
         @untraced
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             callback = own()
-            if callback is not None:
-                callback._keep(module, args, kwargs, output)
+            if callback and callback._watches and module.training and torch.is_grad_enabled():
+                loss = _loss_of(output)
+                callback._calls.append((args, kwargs, None if loss is None else loss.detach()))
 
         handle = model.register_forward_hook(keep, with_kwargs=True)
         # Also after an exception, of which the Trainer tells no callback.
@@ -105,33 +97,25 @@ class OverflowCallback(TrainerCallback):
         self._calls.clear()
 
     def on_pre_optimizer_step(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        optimizer: Any = None,
-        **_: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
     ) -> None:
         """Checks the step's losses and gradients; traces and reports a bad one."""
-        if self._done:
+        if not self._watches:
             return
-        losses, gradients = _finite(self._calls, model)
-        if losses and gradients:
-            self._bad_in_row = 0
-            return
-        self._bad_in_row += 1
-        scaler = getattr(optimizer, "scaler", None)
+        losses, gradients = _finite([loss for *_, loss in self._calls if loss is not None], model)
+        self._bad_in_row = 0 if losses and gradients else self._bad_in_row + 1
+        scaler = getattr(others.get("optimizer"), "scaler", None)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        if losses and scaler is not None and self._bad_in_row < self._after_skips:
+        seeks = losses and scaler is not None  # the scale may be finding its value
+        if not self._bad_in_row or (seeks and self._bad_in_row < self._after_skips):
             return
         trace = self._traced(model, scaler)
-        first = trace.first
-        if losses and scaler is not None and (first is None or first.cause == "loss scale"):
-            self._bad_in_row = 0  # the scale is finding its value
+        if seeks and (trace.first is None or trace.first.cause == "loss scale"):
+            self._bad_in_row = 0
             return
         self.trace = trace
-        self._report(model, Path(args.output_dir), state.global_step + 1, losses=losses)
+        what = "gradients are not finite" if losses else "loss is not finite"
+        self._report(f"Step {state.global_step + 1}: the {what}. ", args, state, model)
         self._stop()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -139,45 +123,37 @@ class OverflowCallback(TrainerCallback):
         self._stop()
 
     def _stop(self) -> None:
-        self._done = True
+        self._watches = False
         self._calls.clear()
         if self._remove is not None:
             self._remove()
 
-    def _keep(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if model.training and torch.is_grad_enabled() and not self._done:
-            loss = _loss_of(output)
-            self._calls.append(_Call(args, kwargs, None if loss is None else loss.detach()))
-
     def _traced(self, model: nn.Module, scaler: Any) -> OverflowTrace:
         """Runs the step's batches again, until one shows a fault; restores what that changes."""
-        calls, self._calls = self._calls, []
         trace = trace_overflow(model)
         grads = [(param, param.grad) for param in model.parameters()]
-        self._done = True
+        self._watches = False
         try:
-            for call in () if _is_sharded(model) else calls:
+            for args, kwargs, _ in () if _is_sharded(model) else self._calls:
                 for param, _ in grads:
                     param.grad = None
                 trace = trace_overflow(model, scaler=scaler)
-                with preserve_state(model, call), trace:
-                    loss = _loss_of(model(*call.args, **call.kwargs))
+                with preserve_state(model, (args, kwargs)), trace:
+                    loss = _loss_of(model(*args, **kwargs))
                     if loss is not None:
                         (loss if scaler is None else scaler.scale(loss)).backward()
                 if trace.first is not None:
                     break
         finally:
-            self._done = False
+            self._watches = True
             for param, grad in grads:
                 param.grad = grad
         return trace
 
-    def _report(self, model: nn.Module, folder: Path, step: int, *, losses: bool) -> None:
+    def _report(self, text: str, args: Any, state: Any, model: nn.Module) -> None:
         trace, rank = self.trace, ranks.rank()
         if trace is None or (trace.first is None and rank != 0):
             return
-        what = "gradients are not finite" if losses else "loss is not finite"
-        text = f"Step {step}: the {what}. "
         if trace.first is None and _is_sharded(model):
             text += (
                 "Sharded models are not traced here: go back to an earlier checkpoint and run this "
@@ -185,18 +161,16 @@ class OverflowCallback(TrainerCallback):
             )
         else:
             text += f"Its batches, traced with the weights before the step: {trace}"
-        name = f"overflow-step-{step}" + (f"-rank{rank}" if ranks.world_size() > 1 else "")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{name}.txt"
+        own = f"-rank{rank}" if ranks.world_size() > 1 else ""
+        self.path = Path(args.output_dir) / f"overflow-step-{state.global_step + 1}{own}.txt"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(f"{text}\n", encoding="utf-8")
-        found = {"step": step, "finite_loss": losses, "trace": json.loads(trace.to_json())}
-        self.path.with_suffix(".json").write_text(json.dumps(found), encoding="utf-8")
+        self.path.with_suffix(".json").write_text(trace.to_json(), encoding="utf-8")
         logging.getLogger("apex").warning("%s\nThe report is in %s.", text, self.path)
 
 
-def _finite(calls: list[_Call], model: nn.Module) -> tuple[bool, bool]:
+def _finite(losses: list[Tensor], model: nn.Module) -> tuple[bool, bool]:
     """Returns whether all losses, and all gradients, are finite."""
-    losses = [call.loss for call in calls if call.loss is not None]
     params = (param.grad for param in model.parameters() if param.grad is not None)
     grads = [finite.summed_values(dtensor.local(grad)) for grad in params]
     if not losses and not grads:

@@ -53,19 +53,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                 f"reduced_precision_dtype is {reduced_precision_dtype!r}; it must be None or "
                 "a torch.dtype, such as torch.float16."
             )
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            adam_w_mode=adam_w_mode,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb,
-        )
+        flags = (amsgrad, adam_w_mode, grad_averaging, True, max_grad_norm, use_nvlamb)
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, *flags)
         self.defaults["step"] = step
         self.reduced_precision_dtype = reduced_precision_dtype
         for group in self.param_groups:

@@ -16,7 +16,7 @@ from apex._core import arguments
 from apex._core.arguments import in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.gate import Gate, Scalar, as_scalar
+from apex._core.foreach.gate import Gate, Scalar, as_scalar, as_tensor
 from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.working import math_dtype, store, working
 from apex._core.param_groups import params_of, states_in
@@ -328,9 +328,8 @@ def put_on_device(group: dict[str, Any]) -> None:
     if not group["params"]:
         return
     device = group["params"][0].device
-    group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
-    step = torch.as_tensor(group.get("step", 0), dtype=torch.int32)
-    group["step"] = step.to(device, copy=True)
+    group["lr"] = as_tensor(group["lr"], device).clone()
+    group["step"] = as_tensor(group.get("step", 0), device).to(torch.int32)
 
 
 def global_norm(batches: Sequence[Batch]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,10 +24,9 @@ def convert_syncbn_model(
 ) -> Module:
     """Replaces every batch norm in ``module`` with a :class:`SyncBatchNorm`.
 
-    Modifies the model in place and returns it; only if ``module`` itself is a batch norm does it
-    return a new layer. Parameters and buffers stay the same objects, so the call may come before or
-    after ``amp.initialize`` and before or after the creation of an optimizer. Layers keep their
-    options, mode and hooks, and shared layers stay shared.
+    Modifies the model in place and returns it: each layer gets another class and stays the same
+    object, with its parameters, options, mode and hooks. So the call may come before or after
+    ``amp.initialize`` and before or after the creation of an optimizer.
 
     Args:
         module: Any module.
@@ -45,52 +44,26 @@ def convert_syncbn_model(
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:
         _check(layer)
-    fresh = {layer: _synchronized(layer, group, channel_last) for layer in layers}
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if isinstance(child, _BatchNorm):
-                parent._modules[name] = fresh[child]
-    if isinstance(module, _BatchNorm):
-        return fresh[layers[0]]  # type: ignore[return-value]
+    for layer in layers:
+        fuse_relu = isinstance(layer, SyncBatchNorm) and layer.fuse_relu
+        vars(layer).pop("process_group", None)  # torch's attribute, a property here
+        synced: Any = layer
+        synced.__class__ = SyncBatchNorm
+        synced.process_group, synced.channel_last, synced.fuse_relu = group, channel_last, fuse_relu
     return module
 
 
 def _check(layer: _BatchNorm) -> None:
-    kind = type(layer).__name__
+    name = type(layer).__name__
     if is_converted(layer):
         raise RuntimeError(
-            f"convert_syncbn_model got a {kind} that amp.initialize has prepared on its own. "
+            f"convert_syncbn_model got a {name} that amp.initialize has prepared on its own. "
             "Call convert_syncbn_model first, or prepare a model that contains the layer."
         )
-    if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
+    tensors = *layer.parameters(), *layer.buffers()
+    if any(map(is_lazy, tensors)) or "parametrizations" in layer._modules:
         raise ValueError(
-            f"convert_syncbn_model got a {kind} that is not initialized yet. Run one batch through "
-            "the model first to determine its shapes."
+            f"convert_syncbn_model got a {name} that is not initialized yet or has a "
+            "parametrization. Run one batch through the model first, and convert before you "
+            "register parametrizations."
         )
-    if "parametrizations" in layer._modules:
-        raise ValueError(
-            f"convert_syncbn_model got a {kind} with a parametrization, which a SyncBatchNorm "
-            "would lose. Convert first, then register the parametrization."
-        )
-
-
-def _synchronized(
-    layer: _BatchNorm, group: ProcessGroup | None, channel_last: bool
-) -> SyncBatchNorm:
-    result = SyncBatchNorm(
-        layer.num_features,
-        layer.eps,
-        layer.momentum,
-        affine=False,
-        track_running_stats=False,
-        process_group=group,
-        channel_last=channel_last,
-        fuse_relu=isinstance(layer, SyncBatchNorm) and layer.fuse_relu,
-    )
-    own = {name: result.__dict__[name] for name in ("_group", "channel_last", "fuse_relu")}
-    # Everything else is shared, including hooks and their handles. Copies of the tables of tensors
-    # keep the old layer independent, in case the script still uses it.
-    tables = {name: dict(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
-    kept = {name: value for name, value in vars(layer).items() if name != "process_group"}
-    result.__dict__.update({**kept, **tables, **own})
-    return result

@@ -26,7 +26,6 @@ from apex.parallel.flat_calls import (
     unflatten,
 )
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
-from apex.parallel.process_groups import checked_group, require_running, require_same_parameters
 from apex.parallel.reducer import Reducer
 
 __getattr__ = _unavailable.names_instead(
@@ -85,8 +84,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             range.
         TypeError: If ``module`` is not a module, an argument has the wrong type, or a keyword is
             unknown.
-        RuntimeError: If torch.distributed is not initialized, a parameter is on the meta device,
-            or the processes have modules with different parameters.
     """
 
     def __init__(
@@ -122,7 +119,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             largest = max((param.element_size() for param in module.parameters()), default=4)
             mebibytes = max(1, round(message_size * largest / 2**20))
             torch_options.setdefault("bucket_cap_mb", mebibytes)
-        _check_processes(module, torch_options)
         super().__init__(module, **torch_options)
         if not {"broadcast_buffers", "forward_sync_buffers"} & torch_options.keys():
             self.broadcast_buffers = False  # the constructor warns about the keyword
@@ -339,20 +335,11 @@ def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:
 
 def _check(module: nn.Module, message_size: object, shared_param: object) -> None:
     arguments.module("apex.parallel.DistributedDataParallel", module)
-    for name, param in module.named_parameters():
-        if param.is_meta:
-            raise RuntimeError(
-                f"apex.parallel.DistributedDataParallel got a module whose parameter {name} is on "
-                "the meta device and has no values. Materialize the module first: "
-                "module.to_empty(device=...), then load its weights."
-            )
-    if isinstance(message_size, bool) or not isinstance(message_size, (int, float)):
+    if not arguments.is_number(message_size) or message_size <= 0:
         raise TypeError(
-            f"message_size is {message_size!r}; it takes a number of gradient elements. Pass "
-            "torch's arguments by keyword: DistributedDataParallel(module, device_ids=[...])."
+            f"message_size is {message_size!r}; it takes a number of gradient elements above 0. "
+            "Pass torch's arguments by keyword: DistributedDataParallel(module, device_ids=[...])."
         )
-    if message_size <= 0:
-        raise ValueError(f"message_size is {message_size}; it must be at least 1 element.")
     if shared_param is not None:
         raise ValueError(
             "shared_param is not supported: shared parameters need no option. To communicate "
@@ -360,32 +347,15 @@ def _check(module: nn.Module, message_size: object, shared_param: object) -> Non
         )
 
 
-def _check_processes(module: nn.Module, torch_options: dict[str, Any]) -> None:
-    """Raises without a process group, or if the processes have different parameters."""
-    group = checked_group(torch_options.get("process_group"))
-    if torch_options.get("device_mesh") is not None or not torch_options.get("init_sync", True):
-        return  # torch checks these cases
-    if group is None:
-        require_running("apex.parallel.DistributedDataParallel")
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    params = [param for name, param in module.named_parameters() if name not in ignored]
-    require_same_parameters("apex.parallel.DistributedDataParallel", params, group)
-
-
 def _check_delay(streams: int, triggers: object, torch_options: dict[str, Any]) -> None:
-    if streams > 1:
+    given = {name: torch_options.get(name) for name in ("find_unused_parameters", "static_graph")}
+    given |= {
+        "num_allreduce_streams": streams > 1,
+        "allreduce_trigger_params": triggers is not None,
+    }
+    refused = [name for name, value in given.items() if value]
+    if refused:
         raise ValueError(
-            f"num_allreduce_streams is {streams}; more than one needs delay_allreduce=False, "
-            "because the end of the backward pass sends a single message."
+            f"{', '.join(refused)} needs delay_allreduce=False: with delay_allreduce=True one "
+            "message at the end of the backward pass supports any graph. Omit it."
         )
-    if triggers is not None:
-        raise ValueError(
-            "allreduce_trigger_params needs delay_allreduce=False, as otherwise only the end of "
-            "the backward pass triggers communication."
-        )
-    for name in ("find_unused_parameters", "static_graph"):
-        if torch_options.get(name):
-            raise ValueError(
-                f"{name}=True applies to communication during the backward pass, and "
-                f"delay_allreduce=True supports any graph without it. Omit {name}."
-            )

@@ -46,18 +46,11 @@ def apply_flat_dist_call(
         extra_args: Further arguments of ``call``.
 
     Raises:
-        TypeError: If the call would average integers.
         RuntimeError: If torch.distributed is not initialized.
     """
     require_running("flat_dist_call")
     args = tuple(extra_args or ())
     divisor = _divisor(call, args)
-    if divisor != 1 and not (bucket[0].is_floating_point() or bucket[0].is_complex()):
-        raise TypeError(
-            f"flat_dist_call got tensors of {bucket[0].dtype} to average over processes; it "
-            "averages floating-point and complex tensors. For a sum, call "
-            "torch.distributed.all_reduce."
-        )
     with torch.no_grad():
         coalesced = flatten(bucket)
         call(coalesced, *args)
@@ -73,7 +66,6 @@ def flat_dist_call(
     """Calls ``apply_flat_dist_call`` once for each type among ``tensors``.
 
     Raises:
-        TypeError: If the call would average integers.
         RuntimeError: If torch.distributed is not initialized.
     """
     for bucket in split_by_type(tensors).values():

@@ -126,7 +126,7 @@ def reduce_gradients(
 
 def _reduce_part(params: list[nn.Parameter], received: list[bool], reduce: Reduce) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    marks = moved(torch.tensor(received, dtype=params[0].dtype), params[0].device)
+    marks = moved(torch.tensor(received, dtype=params[0].dtype, device="cpu"), params[0].device)
     # The marks are sent with the gradients, which saves a second call.
     flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
     reduced = reduce(flat)

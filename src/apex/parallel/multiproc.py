@@ -8,6 +8,7 @@ Every process receives ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -41,13 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "apex.parallel.multiproc starts %d processes. Prefer torchrun: "
         "torchrun --nproc-per-node=%d %s ...", world_size, world_size, given.script
     )  # fmt: skip
-    port = os.environ.get("MASTER_PORT") or str(_free_port())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = os.environ.get("MASTER_PORT") or str(probe.getsockname()[1])
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
             command = [sys.executable, given.script]
             command += _arguments(given.script, given.arguments, rank, world_size)
-            processes.append(subprocess.Popen(command, env=_environment(rank, world_size, port)))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            shared = {"MASTER_ADDR": "127.0.0.1", **os.environ, "MASTER_PORT": port}
+            processes.append(subprocess.Popen(command, env={**shared, **own}))
         return _wait(processes)
     finally:
         _end(processes)
@@ -62,11 +67,6 @@ def _world_size(parser: argparse.ArgumentParser) -> int:
     return int(wanted)
 
 
-def _environment(rank: int, world_size: int, port: str) -> dict[str, str]:
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    return {"MASTER_ADDR": "127.0.0.1", **os.environ, **own, "MASTER_PORT": port}
-
-
 def _arguments(script: str, given: list[str], rank: int, world_size: int) -> list[str]:
     """Returns the script's arguments, with the old flags if it uses them."""
     result = list(given)
@@ -79,35 +79,21 @@ def _arguments(script: str, given: list[str], rank: int, world_size: int) -> lis
     return result
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     while True:
         states = [process.poll() for process in processes]
         failed = [state for state in states if state]
-        if failed:
-            return failed[0]
-        if None not in states:
-            return 0
+        if failed or None not in states:
+            return failed[0] if failed else 0
         time.sleep(_POLL_SECONDS)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        process.terminate()
-    for process in running:
-        _await_end(process)
-
-
-def _await_end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_TERMINATION_SECONDS)
-    except subprocess.TimeoutExpired:
+    for process in processes:
+        process.terminate()  # nothing if it has ended
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TERMINATION_SECONDS)
         process.kill()
 
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes
-from apex._core.foreach.working import math_dtype
 from apex.parallel.process_groups import checked_group, syncing_group
-from apex.parallel.sync_batch_norm_function import Running, sync_batch_norm
+from apex.parallel.sync_batch_norm_function import sync_batch_norm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,21 +111,17 @@ class SyncBatchNorm(_BatchNorm):
         return torch.relu(output) if self.fuse_relu else output
 
     def _normalized(self, x: Tensor) -> Tensor:
-        own = self.running_mean, self.running_var, self.weight, self.bias
-        by_batch = self.training or self.running_mean is None or self.running_var is None
         group = syncing_group(self.process_group) if self.training else None
-        if by_batch and group is None and x.numel() == x.size(1):
-            raise ValueError(
-                f"SyncBatchNorm got an input of {tuple(x.shape)}: one value per channel, which "
-                "has no variance. Use larger batches, or call eval() on the layer."
-            )
-        if group is None and self._fits_torch(x):
+        if group is None:
             return super().forward(x)
-        if not by_batch:
-            mean, var, weight, bias = (t if t is None else t.to(math_dtype(x)) for t in own)
-            return F.batch_norm(x, mean, var, weight, bias, eps=self.eps)
         running = self._running()
-        output = sync_batch_norm(x, self.weight, self.bias, running, self.eps, group)
+        if x.is_cuda:
+            mean, var, share = running or (None, None, 0.0)
+            size = torch.distributed.get_world_size(group)
+            args = (self.weight, self.bias, mean, var, self.eps, share, group, size)
+            output: Tensor = TorchSyncBatchNorm.apply(x, *args)  # type: ignore[no-untyped-call]
+        else:
+            output = sync_batch_norm(x, self.weight, self.bias, running, self.eps, group)
         if running is not None and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return output
@@ -134,24 +129,15 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's
         """Accepts what `forward` has checked."""
 
-    def _running(self) -> Running | None:
+    def _running(self) -> tuple[Tensor, Tensor, float] | None:
         """Returns the running statistics to update and their momentum; None without any."""
-        if not (self.training and self.track_running_stats):
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return None
-        if self.running_mean is None or self.running_var is None:
-            return None
-        if self.momentum is not None:
-            return Running(self.running_mean, self.running_var, self.momentum)
-        if self.num_batches_tracked is None:
-            return None
-        seen = int(self.num_batches_tracked)  # sync: torch's batch_norm takes a host number
-        return Running(self.running_mean, self.running_var, 1.0 / (seen + 1))
-
-    def _fits_torch(self, x: Tensor) -> bool:
-        """Returns whether torch's kernels support these dtypes: all equal, or fp32 parameters."""
-        tensors = (self.weight, self.bias, self.running_mean, self.running_var)
-        own = {tensor.dtype for tensor in tensors if tensor is not None}
-        return own <= {x.dtype} or (dtypes.is_low_precision(x) and own == {torch.float32})
+        momentum = self.momentum
+        if momentum is None and self.num_batches_tracked is not None:
+            # sync: torch's batch_norm takes a host number
+            momentum = 1.0 / (int(self.num_batches_tracked) + 1)
+        return self.running_mean, self.running_var, momentum or 0.0
 
     def _check(self, x: Tensor) -> None:
         if not dtypes.is_castable(x):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from apex._core import arguments
 from apex._torch import ranks
@@ -36,17 +33,13 @@ def checked_group(group: Any) -> ProcessGroup | None:
         TypeError: If ``group`` is not a process group.
         ValueError: If this process is not in it.
     """
-    if group is None:
-        return None
-    distributed = torch.distributed
-    if distributed.is_available():
-        if isinstance(group, distributed.ProcessGroup):
-            return group
-        if group is distributed.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                "process_group does not contain this process. Pass every process its own "
-                "group, as create_syncbn_process_group(group_size) returns it."
-            )
+    if group is None or isinstance(group, torch.distributed.ProcessGroup):
+        return group
+    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group does not contain this process. Pass every process its own group, as "
+            "create_syncbn_process_group(group_size) returns it."
+        )
     raise TypeError(
         f"process_group is {group!r}; it takes the result of torch.distributed.new_group(ranks) "
         "or create_syncbn_process_group(group_size), or None for all processes."
@@ -61,30 +54,6 @@ def syncing_group(group: ProcessGroup | None) -> ProcessGroup | None:
     if chosen is None or torch.distributed.get_world_size(chosen) == 1:
         return None
     return chosen
-
-
-def require_same_parameters(
-    name: str, params: Sequence[Tensor], group: ProcessGroup | None = None
-) -> None:
-    """Raises in every process of ``group`` if their parameters differ.
-
-    Otherwise, later communication would hang or mix up parameters.
-
-    Raises:
-        RuntimeError: If number, order, shapes or dtypes differ; the message begins with ``name``.
-    """
-    layout = repr([(tuple(param.shape), param.dtype) for param in params]).encode()
-    device = params[0].device if params else None
-    own = torch.tensor([zlib.crc32(layout)], dtype=torch.int64, device=device)
-    every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(every, own, group=group)
-    codes = torch.cat(every).tolist()  # sync: once, at construction
-    others = [rank for rank, code in enumerate(codes) if code != codes[0]]
-    if others:
-        raise RuntimeError(
-            f"{name} got modules whose parameters differ in number, shape or dtype between rank 0 "
-            f"and ranks {others} of the group. Create the same module in every process."
-        )
 
 
 def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apex.parallel.flat_calls import extract_tensors, flat_dist_call
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
-from apex.parallel.process_groups import require_running, require_same_parameters
+from apex.parallel.process_groups import require_running
 
 
 class Reducer:
@@ -27,8 +27,7 @@ class Reducer:
         """Accepts a module, or gradients in nested iterables.
 
         Raises:
-            RuntimeError: If torch.distributed is not initialized, or the processes have modules
-                with different parameters.
+            RuntimeError: If torch.distributed is not initialized.
             TypeError: If the argument is not a module and contains no tensor.
         """
         require_running("apex.parallel.Reducer")
@@ -37,7 +36,6 @@ class Reducer:
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
             params = list(self.module.parameters())
-            require_same_parameters("apex.parallel.Reducer", params)
             flat_dist_call([p.detach() for p in params], torch.distributed.broadcast, (0,))
             return
         extract_tensors(module_or_grads_list, self.grads)

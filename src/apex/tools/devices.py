@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
-from apex._torch.devices import accelerator
+from apex._torch.devices import accelerator, cpu_features
+from apex.debug.common import counted
 from apex.tools.errors import InputError
+
+
+def describe(device: torch.device) -> str:
+    """Returns the device's name, threads and 16-bit units."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    has = cpu_features()
+    units = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
+    name = has.get("cpu_name") or "CPU"
+    return ", ".join([name, counted(torch.get_num_threads(), "thread"), *units])
 
 
 def parse_device(name: str | None) -> torch.device:
@@ -16,13 +25,10 @@ def parse_device(name: str | None) -> torch.device:
     Raises:
         InputError: If this machine has no such device.
     """
-    found = accelerator()
     if name is None:
-        return found or torch.device("cpu")
-    here = ["cpu"] if found is None else ["cpu", found.type]
-    with contextlib.suppress(RuntimeError):  # no device of torch
-        device = torch.device(name)
-        count = 1 if device.type == "cpu" else torch.accelerator.device_count()
-        if device.type in here and (device.index or 0) < count:
-            return device
-    raise InputError(f"there is no device {name!r} here; this machine has {', '.join(here)}")
+        return accelerator() or torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # no device of torch, or none here
+        why = str(error).partition("\n")[0]
+        raise InputError(f"there is no device {name!r} here: {why}") from error

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import apex
 from apex._core import dtypes
 from apex._core.project import VERSION
-from apex._torch.devices import cpu_features
-from apex.debug.rendering.formatting import counted
-from apex.tools.compare.timing import Load, LoadMeter, seconds
+from apex.tools.compare.timing import Load, LoadMeter, operator_seconds
+from apex.tools.devices import describe
 
 MODULES = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """Our top-level modules that in NVIDIA's apex are compiled extensions."""
@@ -32,13 +27,6 @@ PARTS = ("amp", "parallel", "fp16_utils", "RNN", "reparameterization", "debug")
 
 OURS = Path(__file__).parents[1]
 """The folder of our ``apex``."""
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ROUNDS = 5
-"""Turns of each dtype, a short slice of time each, so that a load meets all of them."""
-
-BUDGET = 0.15
-"""Seconds per operator and dtype."""
 
 LEAST_GAIN = 1.2
 """Least speed-up over fp32 in single operators that still pays off in a whole model."""
@@ -55,7 +43,7 @@ class Health:
         versions: Versions of apex-amp, torch, Python and the system, by name.
         origins: The folder or file that each of our modules comes from.
         devices: Description of each device.
-        speeds: Operations per second by device, operator and dtype; 0 if it is not supported.
+        speeds: Speed relative to fp32 by device, dtype and operator; 0 if it is not supported.
         load: Load of the machine while they were measured.
         opt_level: The level to start with; ``None`` if the machine is busy.
         advice: That level and why, in one sentence.
@@ -102,7 +90,7 @@ def examine(device: torch.device) -> Health:
             "system": platform.platform(),
         },
         origins=origins(),
-        devices={name: _described(torch.device(name)) for name in names},
+        devices={name: describe(torch.device(name)) for name in names},
         speeds=speeds,
         load=meter.load,
         opt_level=level,
@@ -149,7 +137,10 @@ def advise(speeds: dict[str, dict[str, float]], device: str, load: Load) -> tupl
     """Returns the level to start with, ``None`` on a busy machine, and a sentence."""
     if load.busy:
         return None, f"No level suggested: this machine is busy ({load}). Run again when it is not."
-    fp16, bf16 = (_ratio(speeds, name) for name in ("float16", "bfloat16"))
+    fp16, bf16 = (
+        statistics.geometric_mean(each.values()) if all(each.values()) else 0.0
+        for each in (speeds["float16"], speeds["bfloat16"])
+    )
     if fp16 >= LEAST_GAIN and fp16 > bf16 * MUCH_FASTER:
         return "O1", (
             f"Start with O1: fp16 is {fp16:.2g} times as fast as fp32 on {device} and bf16 only "
@@ -167,79 +158,19 @@ def advise(speeds: dict[str, dict[str, float]], device: str, load: Load) -> tupl
     )
 
 
-def _ratio(speeds: dict[str, dict[str, float]], dtype: str) -> float:
-    """Returns the speed of a dtype relative to fp32, as the geometric mean over operators."""
-    ratios = [each[dtype] / each["float32"] for each in speeds.values()]
-    return statistics.geometric_mean(ratios) if all(ratios) else 0.0
-
-
 def _measured(device: torch.device) -> dict[str, dict[str, float]]:
-    return {name: _per_second(device, make) for name, make in WORK.items()}
-
-
-def _per_second(device: torch.device, make: Callable[..., Any]) -> dict[str, float]:
-    """Returns the operations per second of the fastest call in each dtype."""
-    best: dict[str, float] = {}
-    runs: dict[str, tuple[Callable[[], Tensor], int]] = {}
-    for dtype in DTYPES:
-        name = dtypes.name(dtype)
-        best[name] = 0.0
-        try:
-            work, operations = make(device, dtype)
-            work()  # the first call chooses an algorithm
-            runs[name] = work, operations
-        except (RuntimeError, NotImplementedError):  # not every device has every kernel
-            continue
-    for _ in range(ROUNDS):
-        for name, (work, operations) in runs.items():
-            end = time.perf_counter() + BUDGET / ROUNDS
-            while True:
-                best[name] = max(best[name], operations / max(seconds(work, device), 1e-9))
-                if time.perf_counter() > end:
-                    break
-    return best
-
-
-def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor], int]:
-    size = 384 if device.type == "cpu" else 4096
-    matrix = torch.ones(size, size, device=device).to(dtype)
-    return functools.partial(torch.mm, matrix, matrix), 2 * size**3
-
-
-def _conv(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor], int]:
-    batch, channels, side = (4, 32, 28) if device.type == "cpu" else (64, 256, 56)
-    images = torch.ones(batch, channels, side, side, device=device).to(dtype)
-    weight = torch.ones(channels, channels, 3, 3, device=device).to(dtype)
-    operations = 2 * batch * channels * channels * 9 * side * side
-    return functools.partial(F.conv2d, images, weight, padding=1), operations
-
-
-WORK = {"matmul": _matmul, "conv": _conv}
-"""Makes each operator, with the floating-point operations of a call."""
-
-
-def _described(device: torch.device) -> str:
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-    if device.type != "cpu":
-        return device.type
-    has = cpu_features()
-    extensions = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
-    name = has.get("cpu_name") or platform.processor() or platform.machine()
-    threads = counted(torch.get_num_threads(), "thread")
-    return ", ".join([name, threads, *(extensions or ["no 16-bit units"])])
+    fp32 = operator_seconds(torch.float32, device)
+    return {
+        dtypes.name(dtype): {
+            work: fp32[work] / time for work, time in operator_seconds(dtype, device).items()
+        }
+        for dtype in (torch.float16, torch.bfloat16)
+    }
 
 
 def _speed_lines(health: Health) -> Iterator[str]:
     for device, what in health.devices.items():
         yield f"{device}: {what}"
-        for work, by_dtype in health.speeds[device].items():
-            base = by_dtype["float32"]
-            cells = [
-                f"{name} {speed / 1e9:,.0f} GFLOP/s ({speed / base:.2f}x)"
-                if speed
-                else f"{name} not supported"
-                for name, speed in by_dtype.items()
-            ]
-            yield f"  {work:8}{', '.join(cells)}"
+        for dtype, by_work in health.speeds[device].items():
+            cells = [f"{work} {x:.2f}x" if x else f"{work} no" for work, x in by_work.items()]
+            yield f"  {dtype:9} against fp32: {', '.join(cells)}"

@@ -20,15 +20,13 @@ class TargetError(InputError):
     """A target that cannot be used; the message gives the reason and the remedy."""
 
 
-def format_error(error: BaseException, *, otherwise: str = "") -> str:
+def format_error(error: BaseException) -> str:
     """Returns an error's type, the first line of its message and the user's line that raised it.
 
     The line is that of the first error of a chain. What a later one adds, such as amp's remedy,
     follows on lines of its own.
 
-    Args:
-        error: The error; of a ``TargetError`` only the message is returned.
-        otherwise: Location to name if no user code is in the traceback; by default none.
+    Of a ``TargetError``, it is the message.
     """
     if isinstance(error, TargetError):
         return str(error)
@@ -37,7 +35,7 @@ def format_error(error: BaseException, *, otherwise: str = "") -> str:
     text = f"{kind}: {lines[0]}" if lines else kind
     frames = traceback.extract_tb(first.__traceback__)
     places = [frame for frame in frames if is_user_file(frame.filename)]
-    place, source = otherwise, ""
+    place = source = ""
     if places:
         place, source = f"{places[-1].filename}:{places[-1].lineno}", places[-1].line or ""
     text += f" ({place})" if place else ""

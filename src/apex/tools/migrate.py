@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from apex._unavailable import INSTEAD
-from apex.debug.rendering.formatting import counted
+from apex.debug.common import counted
 from apex.tools.errors import InputError
 
 ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from apex.debug.common import counted
 from apex.debug.overflow import hit_lines
 from apex.debug.place import Finding
-from apex.debug.rendering.formatting import counted
 from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
 

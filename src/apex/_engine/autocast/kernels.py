@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex._core.op_casts import CastRule, has_double, has_sparse, rules_for
 from apex._core.op_table import (
@@ -29,12 +29,13 @@ from apex._core.op_table import (
 )
 from apex._torch import dispatcher
 from apex._torch.dispatcher import AUTOCAST_KEYS
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import before_each_run, untraced
 
 Kernel = Callable[..., Any]
 
 _get_dtype = torch.get_autocast_dtype
 _live: dict[int, CastSpec] = {}  # oldest first
+_digests: dict[int, str] = {}  # by the same numbers
 _numbers = itertools.count()
 _registered: set[tuple[str, str]] = set()
 _lock = threading.Lock()
@@ -56,9 +57,11 @@ def begin(spec: CastSpec) -> int:
         for device in spec.device_types:
             ops = [op for op in _needed(spec.table, device) if (device, op) not in _registered]
             built = {op: _build(op, device) for op in ops}
-            dispatcher.register(built, AUTOCAST_KEYS[device])
+            if built:
+                dispatcher.register(built, AUTOCAST_KEYS[device])
             _registered.update((device, op) for op in ops)
     number = next(_numbers)
+    _digests[number] = digest(spec)
     _live[number] = spec
     tag_caches()
     return number
@@ -67,15 +70,37 @@ def begin(spec: CastSpec) -> int:
 def end(number: int) -> None:
     """Ends what :func:`begin` began; idempotent, and safe in finalizers and in any thread."""
     if _live.pop(number, None) is not None:
+        del _digests[number]
         tag_caches()
 
 
 def newest(device: str, dtype: torch.dtype) -> CastSpec | None:
     """Returns the newest live spec of a device type and dtype."""
-    for spec in reversed([*_live.values()]):
+    found = _newest(device, dtype)
+    return None if found is None else found[1]
+
+
+def _newest(device: str, dtype: torch.dtype) -> tuple[int, CastSpec] | None:
+    for number, spec in reversed([*_live.items()]):
         if spec.dtype is dtype and device in spec.device_types:
-            return spec
+            return number, spec
     return None
+
+
+@functools.cache
+def _same_rows(device: str, dtype: torch.dtype, digest: str | None) -> Callable[[], None]:
+    """Returns a function that raises once other rows apply than in compiled code."""
+
+    def check() -> None:
+        found = _newest(device, dtype)
+        if (None if found is None else _digests.get(found[0])) != digest:
+            raise RuntimeError("other rows apply now")
+
+    return check
+
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that no compiler traces."""
 
 
 def digest(spec: CastSpec) -> str:
@@ -100,7 +125,7 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    rules = sorted({digest(spec) for spec in [*_live.values()]})
+    rules = sorted({*_digests.values()})
     if _tag.before is None and rules:
         _tag.before = config.cache_key_tag
     if _tag.before is not None:
@@ -146,7 +171,10 @@ def _build(op: str, device: str) -> Kernel:
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         low = _get_dtype(device)
-        spec = newest(device, low)
+        found = _newest(device, low)
+        spec = None if found is None else found[1]
+        if type(args[0]) not in _PLAIN:
+            before_each_run(_same_rows(device, low, None if found is None else _digests[found[0]]))
         category = None if spec is None else _row_on(op, device, spec.table)
         keeps = False
         if category == "low_precision" and has_sparse(args):

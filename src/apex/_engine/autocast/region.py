@@ -35,7 +35,8 @@ from apex._engine.autocast.blocks import (
     set_on,
     under,
 )
-from apex._torch.dynamo import at_tracing, untraced, untraced_frame
+from apex._torch.autograd import backward_id
+from apex._torch.dynamo import at_tracing, is_compiling_here, untraced, untraced_frame
 
 __all__ = [
     "CastRegion",
@@ -93,8 +94,9 @@ class _Thread(threading.local):
                 request.depth, request.applied = depth, False
         living = [request for request in self.requests if request.alive]
         ended = [request for request in self.requests if not request.alive]
-        if any(depth > request.depth or _is_in_operator(request) for request in ended):
-            return False  # a block, or an operator, restores the switch at its end
+        inside = any(depth > request.depth or _is_in_operator(request) for request in ended)
+        if inside or (ended and (backward_id() != -1 or is_compiling_here())):
+            return False  # a block, an operator, a pass or dynamo restores the switch at its end
         dtypes = {device: r.spec.dtype for r in living for device in r.spec.device_types}
         if not self.before:
             self.cache = torch.is_autocast_cache_enabled()

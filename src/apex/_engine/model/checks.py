@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, jit, nn
-from torch.nn import Parameter
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from apex._engine.model import sharding
 from apex._engine.model.plan import (
     ModelPlan,
-    Rule,
     fp32_modules,
     matches,
     named_submodules,
@@ -64,16 +62,18 @@ def check(
     fsdp.reshard(model)
     tensors = named_tensors(model)
     for name, tensor in tensors.items():
-        is_param = isinstance(tensor, Parameter)
-        label = f"{'parameter' if is_param else 'buffer'} {name}"
-        _check_materialized(label, tensor)
-        # A 0-d tensor combines with any dtype, like a Python number.
-        if op_casts and not allow_float64 and is_param and tensor.dim():
-            _check_precision(label, tensor)
-    if any(tensor.is_inference() for tensor in tensors.values()):
-        _check_no_inference_tensors(model, plan)
-    _check_fp32_modules(model, plan, others)
+        is_param = isinstance(tensor, nn.Parameter)
+        casts = op_casts and not allow_float64 and is_param
+        _check_tensor(f"{'parameter' if is_param else 'buffer'} {name}", tensor, op_casts=casts)
+    for name, tensor, dtype in planned_dtypes(model, plan):
+        if tensor.is_inference() and tensor.dtype is not dtype:
+            raise RuntimeError(
+                f"amp.initialize got a model whose {name} was created under "
+                "torch.inference_mode(), so that its dtype cannot be changed. Create or load the "
+                "model outside of the block, or under torch.no_grad()."
+            )
     _check_names(plan, (model, *others))
+    _check_shared(model, plan)
     if dtensor.any_dtensor(tensors.values()):
         sharding.check(planned_dtypes(model, plan))
 
@@ -96,10 +96,11 @@ def _check_kind(model: object, plan: ModelPlan) -> None:
             "tuple of them."
         )
     module = module_behind(model)
-    if not issubclass(type(module), nn.Module):
+    is_module = issubclass(type(module), nn.Module)
+    if not is_module or (module is not model and plan.casts_down):
         raise TypeError(
-            f"amp.initialize got a model of type {kind}, whose __class__ is that of a "
-            "torch.nn.Module but whose modules() yields none. Pass the module itself."
+            f"amp.initialize got a model of type {kind}, an object that stands for a "
+            "torch.nn.Module. Pass the module inside it, or use opt_level O1 or O4."
         )
     state = state_of(model)
     if state is not None and (state.plan.casts_down or plan.casts_down):
@@ -124,32 +125,16 @@ def _check_kind(model: object, plan: ModelPlan) -> None:
             f"amp.initialize got a model wrapped in DeepSpeed's {kind}, which does its own mixed "
             "precision. Enable fp16 or bf16 in its config instead, or drop DeepSpeed."
         )
-    _check_not_scripted(module, plan)
-    if module is not model and plan.casts_down:
-        raise TypeError(
-            f"amp.initialize got a model of type {kind}, a proxy that stands for a "
-            "torch.nn.Module. A level that casts the model to 16 bits cannot cast what the proxy "
-            "itself computes. Pass the module inside it, or use opt_level O1 or O4."
-        )
-
-
-def _check_not_scripted(model: nn.Module, plan: ModelPlan) -> None:
-    if isinstance(model, jit.ScriptModule):
-        raise RuntimeError(
-            f"amp.initialize got a scripted model ({type(model).__name__}), whose compiled forward "
-            "cannot cast. Pass the plain module; torch.compile and torch.jit.trace take the model "
-            "amp returns."
-        )
-    for name, module in model.named_modules() if plan.casts_down else ():
-        if isinstance(module, jit.ScriptModule):
+    for name, part in model.named_modules():
+        if isinstance(part, jit.ScriptModule) and (plan.casts_down or not name):
             raise RuntimeError(
-                f"amp.initialize got a model whose {name} is scripted or traced, so that its "
-                "state_dict cannot be converted to fp32. Put the plain module there, or use a "
-                "level that keeps fp32 weights (O1, O4)."
+                f"amp.initialize got a scripted model ({kind}), or one whose {name or 'root'} is "
+                "scripted: compiled code cannot cast. Pass the plain module; torch.compile and "
+                "torch.jit.trace take the model amp returns."
             )
 
 
-def _check_materialized(name: str, tensor: Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor, *, op_casts: bool) -> None:
     if is_lazy(tensor):
         raise RuntimeError(
             f"amp.initialize got a model whose {name} is not initialized yet (a lazy module). Run "
@@ -160,10 +145,8 @@ def _check_materialized(name: str, tensor: Tensor) -> None:
             f"amp.initialize got a model whose {name} is on the meta device and has no values. "
             "Materialize the model first: model.to_empty(device=...), then load its weights."
         )
-
-
-def _check_precision(name: str, tensor: Tensor) -> None:
-    if tensor.dtype is torch.float64:
+    # A 0-d tensor combines with any dtype, like a Python number.
+    if op_casts and tensor.dtype is torch.float64 and tensor.dim():
         raise RuntimeError(
             f"amp.initialize got a model whose {name} is float64; the op casts of O1 and O4 leave "
             "float64 as it is, and operators cannot combine it with 16-bit inputs. Call "
@@ -171,33 +154,41 @@ def _check_precision(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_no_inference_tensors(model: nn.Module, plan: ModelPlan) -> None:
-    for name, tensor, dtype in planned_dtypes(model, plan):
-        if tensor.is_inference() and tensor.dtype is not dtype:
-            raise RuntimeError(
-                f"amp.initialize got a model whose {name} was created under "
-                "torch.inference_mode(), so that its dtype cannot be changed. Create or load the "
-                "model outside of the block, or under torch.no_grad()."
-            )
-
-
-def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.Module]) -> None:
-    models = (model, *others) if plan.fp32_modules else ()
-    modules = [pair for each in models for pair in named_submodules(each)]
+def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
+    """Raises ValueError if ``plan`` names a module, buffer or argument that no model has."""
+    modules = [pair for model in models for pair in named_submodules(model)]
     for rule in plan.fp32_modules:
         if not any(matches(rule, name, module) for name, module in modules):
-            shown = repr(rule) if isinstance(rule, str) else rule.__name__
-            hint = _hint(rule, modules)
-            raise ValueError(
-                f"fp32_modules holds {shown}, which matches no submodule of "
-                f"{type(model).__name__}. {hint} Names are those of model.named_modules()."
-            )
+            own = [name if isinstance(rule, str) else type(each).__name__ for name, each in modules]
+            _refuse("fp32_modules", rule, "matches no submodule", set(own))
+    buffers = {name for model in models for name, _ in model.named_buffers()}
+    for rule in plan.fp32_buffers:
+        if not any(fnmatchcase(name, rule) for name in buffers):
+            _refuse("fp32_buffers", rule, "matches no buffer", buffers)
+    if plan.fp32_inputs:
+        params = [p for m in models for p in inspect.signature(m.forward).parameters.values()]
+        names = {p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
+        for unknown in () if takes_any else sorted(set(plan.fp32_inputs) - names):
+            _refuse("fp32_inputs", unknown, "is no argument of the model's forward", names)
+
+
+def _refuse(argument: str, rule: type | str, how: str, names: Collection[str]) -> None:
+    name = rule if isinstance(rule, str) else rule.__name__
+    close = difflib.get_close_matches(name, sorted(names), cutoff=0.5)
+    known = ", ".join(sorted(names)[:8])
+    hint = f"Did you mean {', '.join(close)}?" if close else f"Known are {known}."
+    shown = repr(rule) if isinstance(rule, str) else name
+    raise ValueError(f"{argument} holds {shown}, which {how}. {hint}")
+
+
+def _check_shared(model: nn.Module, plan: ModelPlan) -> None:
+    """Raises ValueError if a module in fp32 shares a tensor with one that is cast."""
     kept = fp32_modules(model, plan)
     names: dict[int, str] = {}
     # Those kept come first.
-    parts = sorted(model.named_modules(), key=lambda part: part[1] not in kept) if kept else ()
-    for name, module in parts:
-        for key, tensor in own_tensors(module, name):
+    for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in kept):
+        for key, tensor in own_tensors(module, name) if kept else ():
             if module in kept:
                 names[id(tensor)] = key
             elif id(tensor) in names:
@@ -206,36 +197,3 @@ def _check_fp32_modules(model: nn.Module, plan: ModelPlan, others: Sequence[nn.M
                     f"but is the same tensor as {key}, which is to be cast. Keep both in fp32, by "
                     "an entry in fp32_modules for the second module, or neither."
                 )
-
-
-def _hint(rule: Rule, modules: Sequence[tuple[str, nn.Module]]) -> str:
-    """Returns a sentence with the submodule names or types most similar to ``rule``."""
-    if isinstance(rule, str):
-        return _similar(rule, [name for name, _ in modules])
-    return _similar(rule.__name__, {type(module).__name__ for _, module in modules})
-
-
-def _similar(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(names), cutoff=0.5)
-    return f"Did you mean {', '.join(close)}?" if close else "No name or type is similar."
-
-
-def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
-    """Raises ValueError if ``plan`` names an argument or buffer that no model has."""
-    buffers = {name for model in models for name, _ in model.named_buffers()}
-    for rule in plan.fp32_buffers:
-        if not any(fnmatchcase(name, rule) for name in buffers):
-            raise ValueError(
-                f"fp32_buffers holds {rule!r}, which matches no buffer. {_similar(rule, buffers)} "
-                "Names are those of model.named_buffers()."
-            )
-    if plan.fp32_inputs:
-        params = [p for m in models for p in inspect.signature(m.forward).parameters.values()]
-        names = {p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        unknown = set(plan.fp32_inputs) - names
-        if unknown and not any(p.kind is p.VAR_KEYWORD for p in params):
-            name = min(unknown)
-            raise ValueError(
-                f"fp32_inputs holds {name!r}, which is no argument of the model's forward. "
-                f"{_similar(name, names)} It takes: {', '.join(sorted(names))}."
-            )

@@ -113,8 +113,7 @@ class _Overrides:
 def _copied(module: Any, memo: dict[int, Any] | None) -> Any:
     """Returns a deep copy, or without ``memo`` a shallow one."""
     base, state = _own_class(module), state_of(module)
-    kind: Any = type(module)
-    deep: Any = _same if memo is None else functools.partial(copy.deepcopy, memo=memo)
+    deep: Any = (lambda each: each) if memo is None else lambda each: copy.deepcopy(each, memo)
     if state is not None:
         state.link.write_back()
     own = getattr(base, "__copy__" if memo is None else "__deepcopy__", None)
@@ -124,11 +123,6 @@ def _copied(module: Any, memo: dict[int, Any] | None) -> Any:
             new = own(module, *([] if memo is None else [memo]))
         if is_graph:
             convert_class(new)
-    elif not is_generated(kind):  # a class added on top, such as a parametrization's
-        new = kind.__new__(kind)
-        if memo is not None:
-            memo[id(module)] = new
-        new.__dict__.update(deep(module.__dict__))
     else:
         func, args, inner = (*base.__reduce_ex__(module, 4), None)[:3]
         new = func(*deep(args))
@@ -139,10 +133,6 @@ def _copied(module: Any, memo: dict[int, Any] | None) -> Any:
     if state is not None and STATE not in new.__dict__ and (own is None or is_graph):
         _continue(new, deep(state))
     return new
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _continue(model: nn.Module, state: ModelState) -> None:
@@ -218,8 +208,10 @@ def plain_class(kind: type) -> type:
     A class generated on top of it (by ``fully_shard`` or a parametrization of the model itself) is
     rebuilt over the plain class.
     """
-    if is_generated(kind) or _found_base(kind) is None:
-        return kind.__bases__[-1] if is_generated(kind) else kind
+    if is_generated(kind):
+        return kind.__bases__[-1]
+    if not any(map(is_generated, kind.__mro__)):
+        return kind
     bases = tuple(map(plain_class, kind.__bases__))
     names = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
     made: type = new_class(kind, bases, names)
@@ -231,19 +223,14 @@ def is_generated(kind: type) -> bool:
     return mixin_of(kind) is Converted
 
 
-def _found_base(kind: type) -> Any:
-    return next((each.__bases__[-1] for each in kind.__mro__ if is_generated(each)), None)
-
-
 def _own_class(module: nn.Module) -> Any:
     """Returns the model's own class."""
-    return _found_base(type(module))
+    return next(kind.__bases__[-1] for kind in type(module).__mro__ if is_generated(kind))
 
 
 def _namespace(base: Any) -> dict[str, Any]:
     """Returns the attributes of the generated class of ``base``."""
-    own = vars(_Overrides).items()
-    names: dict[str, Any] = {name: each for name, each in own if inspect.isfunction(each)}
+    names: dict[str, Any] = {n: f for n, f in vars(_Overrides).items() if inspect.isfunction(f)}
     names |= {name: _explained(method) for name, method in _methods(base).items()}
     names["forward"] = _casting_forward(base)
     if issubclass(base, GraphModule):
@@ -274,9 +261,10 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        run = getattr(_own_class(self), method.__name__, method)  # scripts replace methods
         if _is_compiling() or (state := state_of(self)) is None:
-            return method(self, *args, **kwargs)
-        return _explaining(self, state, method, self, *args, **kwargs)
+            return run(self, *args, **kwargs)
+        return _explaining(self, state, run, self, *args, **kwargs)
 
     return explained
 

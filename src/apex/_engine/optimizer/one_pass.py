@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from apex._engine.optimizer.binding import Binding
 
 enabled = True
-"""Whether steps may take one pass, and sums blocks; ``amp.debug.two_pass_steps`` turns it off."""
+"""Whether steps may take one pass, and sums blocks; tests turn it off."""
 
 least_elements = 2**21
 """Elements of masters from which on a step takes one pass.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -138,13 +139,21 @@ def skips_in_kernel(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's step reads ``found_inf`` on the device and skips by itself.
 
     torch's fused optimizers do if every group is fused; so do others that declare
-    ``_step_supports_amp_scaling``.
+    ``_step_supports_amp_scaling``, but not by a step that takes a ``grad_scaler``, which it asks.
     """
     # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
     if (kind := fused_kind(optimizer)) is not None:
         return kind is not SGD or not _starts_momentum(optimizer)
     declared = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return declared and all(group.get("fused", True) for group in optimizer.param_groups)
+    fused = declared and all(group.get("fused", True) for group in optimizer.param_groups)
+    return fused and not _takes_grad_scaler(type(optimizer))
+
+
+def _takes_grad_scaler(kind: type[Optimizer]) -> bool:
+    """Returns whether the step of an optimizer's own class takes a ``grad_scaler``."""
+    own = (each for each in kind.__mro__ if not each.__module__.startswith("apex._engine."))
+    step = next(vars(each)["step"] for each in own if "step" in vars(each))
+    return "grad_scaler" in inspect.signature(step).parameters
 
 
 def _starts_momentum(optimizer: Optimizer) -> bool:

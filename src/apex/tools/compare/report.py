@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from apex.tools.compare.columns import COLUMNS
 from apex.tools.compare.results import BASELINE, Comparison, Result
@@ -27,8 +26,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 860.0, 12.0, 280.0
 _LABEL_GAP = 14.0
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One level's curve: its path, and where its name stands at its end."""
 
     level: str
@@ -37,16 +35,15 @@ class Line:
     y: float
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A line chart: coordinates for the template."""
 
     title: str
     caption: str
-    lines: tuple[Line, ...]
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
-    band: str = ""
+    lines: list[Line]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    band: str
 
 
 def report(comparison: Comparison) -> str:
@@ -80,17 +77,16 @@ def _table(names: Sequence[str], cells: list[tuple[Result, Row]]) -> dict[str, A
 
 def _bars(results: Sequence[Result]) -> dict[tuple[str, str], float]:
     """Returns the length of the bar, from 0 to 100, of each level and column that has one."""
-    values: dict[str, dict[str, float]] = {"time": {}, "memory": {}, "stored": {}, "saved": {}}
-    for result in results:
-        if result.timing is not None and not result.emulated:  # the others would shrink to nothing
-            values["time"][result.name] = result.timing.median
-        if result.memory:
-            values["memory"][result.name] = result.memory
-        if result.training is not None:
-            values["stored"][result.name] = result.training.stored.per_param
-            values["saved"][result.name] = result.training.saved_bytes
+    trained = {r.name: r.training for r in results if r.training is not None}
+    timed = {r.name: r.timing for r in results if r.timing is not None and not r.emulated}
+    values: dict[str, dict[str, float]] = {  # emulated times would shrink the others to nothing
+        "time": {name: timing.median for name, timing in timed.items()},
+        "memory": {r.name: r.memory for r in results if r.memory},
+        "stored": {name: record.stored.per_param for name, record in trained.items()},
+        "saved": {name: record.saved_bytes for name, record in trained.items()},
+    }
     return {
-        (name, column): 100 * value / (max(found.values()) or 1)
+        (name, column): 100 * value / (max(found.values(), default=0) or 1)
         for column, found in values.items()
         for name, value in found.items()
     }
@@ -161,12 +157,12 @@ def _chart(
     return Chart(
         title,
         caption,
-        tuple(
+        [
             Line(level, path([*enumerate(own, 1)]), x(len(own)), names[level])
             for level, own in drawn.items()
-        ),
-        tuple((x(step), f"{step:g}") for step in round_ticks(1, steps, least_gap=1.0)),
-        tuple((y(value), f"{value:g}") for value in round_ticks(low, high)),
+        ],
+        [(x(step), f"{step:g}") for step in round_ticks(1, steps, least_gap=1.0)],
+        [(y(value), f"{value:g}") for value in round_ticks(low, high)],
         f"{path(around)}Z" if band else "",
     )
 

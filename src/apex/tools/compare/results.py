@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from apex._core import dtypes
-from apex.debug.rendering.files import json_types
-from apex.debug.rendering.formatting import short
+from apex.debug.common import json_types, short
 from apex.tools.compare.timing import Interval, Load, Timing, speed_of
 from apex.tools.errors import InputError
 
@@ -46,29 +45,23 @@ class Level:
 
 
 BASELINE = "O0"
+_HALF, _BF16 = torch.float16, torch.bfloat16
 _PLAIN = {"opt_level": "O5", "master_weights": False, "keep_batchnorm_fp32": False}
+_LOW: Any = {"fp32_weights": False}
+_BARE: Any = {"fp32_weights": False, "advised": False}
 
 LEVELS: Mapping[str, Level] = {
     level.name: level
     for level in (
-        Level("O0", torch.float32, "fp32 throughout", advised=False),
-        Level("O1", torch.float16, "fp16 where it is safe, fp32 weights"),
-        Level("O2", torch.float16, "fp16 model, fp32 batch norm and masters", fp32_weights=False),
-        Level(
-            "O3", torch.float16, "fp16 all through, no masters", fp32_weights=False, advised=False
-        ),
-        Level("O4", torch.bfloat16, "bf16 where it is safe, fp32 weights"),
-        Level("O5", torch.bfloat16, "bf16 model, fp32 batch norm and masters", fp32_weights=False),
-        Level("autocast-fp16", torch.float16, "torch.autocast and GradScaler", autocast=True),
-        Level("autocast-bf16", torch.bfloat16, "torch.autocast", autocast=True),
-        Level(
-            "bf16",
-            torch.bfloat16,
-            "bf16 throughout, no masters",
-            options=_PLAIN,
-            fp32_weights=False,
-            advised=False,
-        ),
+        Level(BASELINE, torch.float32, "fp32 throughout", advised=False),
+        Level("O1", _HALF, "fp16 where it is safe, fp32 weights"),
+        Level("O2", _HALF, "fp16 model, fp32 batch norm and masters", **_LOW),
+        Level("O3", _HALF, "fp16 throughout, no masters", **_BARE),
+        Level("O4", _BF16, "bf16 where it is safe, fp32 weights"),
+        Level("O5", _BF16, "bf16 model, fp32 batch norm and masters", **_LOW),
+        Level("autocast-fp16", _HALF, "torch.autocast and GradScaler", autocast=True),
+        Level("autocast-bf16", _BF16, "torch.autocast", autocast=True),
+        Level("bf16", _BF16, "bf16 throughout, no masters", options=_PLAIN, **_BARE),
     )
 }
 """By name, in display order."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex.debug.rendering.formatting import counted
 from apex.tools.compare import training
 from apex.tools.compare.results import BASELINE, Comparison, Level, Result
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
@@ -27,7 +26,8 @@ from apex.tools.compare.timing import (
 )
 from apex.tools.compare.training import INITIAL_SCALE, State, Trainer, prepare
 from apex.tools.compare.verdict import recommendation
-from apex.tools.errors import TargetError, format_error, place_of
+from apex.tools.devices import describe
+from apex.tools.errors import TargetError, format_error
 
 EMULATED_STEPS = 10
 """Training steps of a level whose dtype the machine emulates."""
@@ -69,7 +69,7 @@ def compare(target: str, options: Options, stage: Callable[[str], object]) -> Co
         run.time()
     found = Comparison(
         target=target,
-        machine=machine(options.device),
+        machine=f"{describe(options.device)}, torch {torch.__version__}",
         steps=len(run.batches),
         seed=options.seed,
         results=tuple(run.results.values()),
@@ -78,16 +78,6 @@ def compare(target: str, options: Options, stage: Callable[[str], object]) -> Co
         load=run.load,
     )
     return replace(found, recommendation=recommendation(found))
-
-
-def machine(device: torch.device) -> str:
-    """Names the device and torch."""
-    name = device.type
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif device.type == "cpu":
-        name = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
-    return f"{name}, torch {torch.__version__}"
 
 
 class _Run:
@@ -100,7 +90,6 @@ class _Run:
         self.load = Load()
         self._options, self._build, self._stage = options, build, stage
         first = build()
-        self._loss_place = place_of(first.loss)
         self.batches = self._draw(first)
         self._start = training.snapshot(first.model)
         self._fp32_weights: Mapping[int, State] = {}
@@ -245,8 +234,8 @@ class _Run:
             yield
         except Exception as error:
             if (name, part) == (BASELINE, "training"):
-                text = format_error(error, otherwise=self._loss_place)
-                raise TargetError(f"Training in fp32 (O0) failed: {text}") from error
+                text = f"Training in fp32 (O0) failed: {format_error(error)}"
+                raise TargetError(text) from error
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
 

@@ -6,7 +6,7 @@ import math
 import textwrap
 
 from apex._core import dtypes
-from apex.debug.rendering.formatting import aligned, short
+from apex.debug.common import aligned, short
 from apex.tools.compare.columns import COLUMNS
 from apex.tools.compare.results import Comparison, Result
 from apex.tools.compare.training import end_loss

@@ -237,21 +237,17 @@ def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor
     @functools.wraps(loss, assigned=(), updated=())
     def checked(model: nn.Module, batch: Any) -> Tensor:
         found = loss(model, batch)
-        if not isinstance(found, Tensor):
-            fault = f"{type(found).__name__}; it must return the 0-d loss tensor"
-        elif found.numel() != 1:
-            fault = (
-                f"a tensor of shape {list(found.shape)}; it must return a 0-d tensor, such as the "
-                "mean() of this one"
-            )
-        elif not found.requires_grad:
-            fault = (
-                "a tensor without a gradient; compute it from the model's parameters, without "
-                "detach(), item() or torch.no_grad()"
-            )
-        else:
+        if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
             return found
+        fault = type(found).__name__
+        if isinstance(found, Tensor):
+            fault = f"a tensor of shape {[*found.shape]}" + " without a gradient" * (
+                not found.requires_grad
+            )
         place = place_of(loss)
-        raise TargetError(f"loss(model, batch) returned {fault}{place and f' ({place})'}.")
+        raise TargetError(
+            f"loss(model, batch) returned {fault}; it must return one number, a 0-d tensor that "
+            f"depends on the model's parameters{place and f' ({place})'}."
+        )
 
     return checked

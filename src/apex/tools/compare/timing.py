@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-from apex.debug.rendering.formatting import counted
+from apex.debug.common import counted
 
 CONFIDENCE = 0.95
 
@@ -88,11 +88,11 @@ class Load:
 
     def __str__(self) -> str:
         """Returns, for instance, ``"load 17 on 2 cores"``."""
-        if self.average is not None and not self.waiting > MOST_WAITING:
-            return f"load {self.average:.2g} on {counted(self.cores, 'core')}"
         load = "" if self.average is None else f"load {self.average:.2g} on "
-        cores = counted(self.cores, "core")
-        return f"{load}{cores}; this process waited for a core {self.waiting:.0%} of the time"
+        text = load + counted(self.cores, "core")
+        if self.waiting > MOST_WAITING:
+            text += f"; this process waited for a core {self.waiting:.0%} of the time"
+        return text
 
 
 def speed_of(ours: Timing, base: Timing, *, paired: bool) -> Interval | None:
@@ -187,22 +187,30 @@ def time_interleaved(
 def slowdown(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the time of the slower of two operators in ``dtype`` relative to fp32 on ``device``.
 
-    These are a matrix product and the gradients of a convolution; some CPUs have fp16 kernels for
-    the first only. Infinite if the device does not support one of them.
+    Infinite if the device does not support one of them.
     """
-    if dtype is torch.float32:
-        return 1.0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, waiting for a second thread hides the difference
     try:
-        return max(
-            measured(dtype, device) / measured(torch.float32, device)
-            for measured in (_product_seconds, _convolution_seconds)
-        )
-    except RuntimeError:
-        return math.inf
+        ours, fp32 = (operator_seconds(each, device) for each in (dtype, torch.float32))
+        return max(ours[name] / fp32[name] for name in fp32)
     finally:
         torch.set_num_threads(threads)
+
+
+def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Returns the least time of a matrix product, and of a convolution with its gradients.
+
+    Some CPUs have fp16 kernels for the first only. Infinite where the device supports neither.
+    """
+    found = {}
+    for name, make in (("matmul", _matmul), ("conv", _conv)):
+        try:
+            work = make(dtype, device)
+            found[name] = min(seconds(work, device) for _ in range(10))
+        except (RuntimeError, NotImplementedError):  # noqa: PERF203 - a device lacks some kernels
+            found[name] = math.inf
+    return found
 
 
 def _wait(device: torch.device) -> None:
@@ -210,16 +218,14 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    matrix = torch.ones(256, 256, device=device).to(dtype)
-    return min(seconds(lambda: matrix @ matrix, device) for _ in range(10))
+def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    size = 256 if device.type == "cpu" else 4096
+    matrix = torch.ones(size, size, device=device).to(dtype)
+    return lambda: matrix @ matrix
 
 
-def _convolution_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    image = torch.ones(8, 16, 16, 16, device=device).to(dtype).requires_grad_()
-    weight = torch.ones(16, 16, 3, 3, device=device).to(dtype).requires_grad_()
-
-    def forward_and_backward() -> None:
-        torch.autograd.grad(torch.conv2d(image, weight).sum(), (image, weight))
-
-    return min(seconds(forward_and_backward, device) for _ in range(3))
+def _conv(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    batch, channels, side = (8, 16, 16) if device.type == "cpu" else (64, 256, 56)
+    image = torch.ones(batch, channels, side, side, device=device).to(dtype).requires_grad_()
+    weight = torch.ones(channels, channels, 3, 3, device=device).to(dtype).requires_grad_()
+    return lambda: torch.autograd.grad(torch.conv2d(image, weight).sum(), (image, weight))

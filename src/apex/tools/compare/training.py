@@ -21,7 +21,7 @@ from apex._core.arguments import kind
 from apex._engine.autocast.region import CastRegion
 from apex._engine.optimizer.optimizer_class import binding_of
 from apex.debug import frozen_updates
-from apex.debug.storages import Storages
+from apex.debug.common import Storages
 from apex.integrations import scales
 from apex.tools.compare.results import Level, Stored, Training
 from apex.tools.compare.target import Experiment

@@ -18,7 +18,7 @@ from statistics import stdev
 
 import torch
 
-from apex.debug.rendering.formatting import counted
+from apex.debug.common import counted
 from apex.tools.compare.results import (
     BASELINE,
     Comparison,
@@ -260,9 +260,8 @@ def _grouped(refusals: Mapping[str, str]) -> list[str]:
     """Returns a line for each reason, with the names of the levels it applies to."""
     names: dict[str, list[str]] = {}
     for name, reason in refusals.items():
-        if reason:
-            names.setdefault(reason, []).append(name)
-    return [f"{', '.join(who)}: {reason.rstrip('.')}." for reason, who in names.items()]
+        names.setdefault(reason, []).append(name)
+    return [f"{', '.join(who)}: {why.rstrip('.')}." for why, who in names.items() if why]
 
 
 def _reasons(best: Result, base: Result) -> list[str]:

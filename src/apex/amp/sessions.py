@@ -1,0 +1,85 @@
+"""Makes sessions: their device types, op casts and reports."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from apex._core.policy import Policy
+from apex._core.scale import ScaleRule
+from apex._engine.autocast.region import CastSpec
+from apex._engine.session import Session
+from apex._torch import dtensor
+from apex._torch.devices import accelerator, cpu_features
+from apex._torch.dispatcher import AUTOCAST_KEYS
+from apex._torch.modules import named_tensors
+from apex.amp import lists, report
+from apex.amp._amp_state import _amp_state
+from apex.amp.properties import as_loss_scale, level_defaults, to_policy
+
+
+def new_session(
+    policy: Policy,
+    rule: ScaleRule,
+    *,
+    models: Sequence[nn.Module] = (),
+    num_losses: int = 1,
+    keep_fp32: bool = False,
+    allow_banned: bool = False,
+) -> Session:
+    """Returns a session that is not started; warns if its fp16 is emulated."""
+    types, dtype, spec = device_types(models), policy.compute_dtype, None
+    if dtype is not None:
+        spec = CastSpec(dtype, types, lists.op_table(dtype), allow_banned)
+        _amp_state.functions.listed = lists.python_functions()
+    _warn_if_emulated(policy.low_precision, types)
+    return Session(
+        policy,
+        num_losses=num_losses,
+        rule=rule,
+        spec=spec,
+        functions=_amp_state.functions,
+        listeners=(report.scale_update,),
+        keep_fp32=keep_fp32,
+    )
+
+
+def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> Session:
+    """Starts a session without models that applies O1's casts in this thread."""
+    scale = as_loss_scale("loss_scale", loss_scale)
+    policy = to_policy(level_defaults("O1", loss_scale=scale))
+    session = new_session(policy, ScaleRule(ceiling=2.0**24), allow_banned=allow_banned)
+    session.start()
+    _amp_state.add(session)
+    return session
+
+
+def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Returns the device types that store and compute the models' parameters and buffers.
+
+    The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
+    those without tensors, count as on the accelerator, too: scripts may move them there.
+    """
+    tensors = (tensor for model in models for tensor in named_tensors(model).values())
+    found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
+    if not found.keys() <= {"cpu"}:
+        return tuple(found)
+    device = accelerator()
+    return ("cpu",) if device is None or device.type not in AUTOCAST_KEYS else (device.type, "cpu")
+
+
+def _warn_if_emulated(dtype: torch.dtype | None, types: Iterable[str]) -> None:
+    if dtype is not torch.float16 or "cpu" not in types:
+        return
+    features = cpu_features()
+    arm = features.get("architecture") in ("aarch64", "arm64")
+    if not (features.get("avx512_fp16") or features.get("amx_fp16") or arm):
+        warnings.warn(
+            "fp16 is emulated on this CPU: matrix products are far slower than in fp32. Use bf16 "
+            "here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'.",
+            UserWarning,
+            stacklevel=4,
+        )

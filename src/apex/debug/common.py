@@ -1,0 +1,336 @@
+"""What several tools share: checked arguments, preserved state, text and JSON, bytes of tensors."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from apex._core import arguments, dtypes, tree
+from apex._engine.autocast.region import casts_off as casts_off
+from apex._torch.devices import accelerator
+from apex.amp.optimizers import unwrap
+from apex.debug.place import unwrapped
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def inner(optimizer: Any) -> Optimizer:
+    """Returns the optimizer inside wrappers such as LARC, accelerate's and Lightning's.
+
+    Raises:
+        TypeError: If it is neither an optimizer nor a wrapper of one.
+    """
+    wrapped = getattr(optimizer, "optimizer", None)
+    return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
+
+
+def check_scaler(caller: str, scaler: Any) -> None:
+    """Raises TypeError if ``scaler`` is neither None nor a ``GradScaler``."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
+            "torch.amp.GradScaler that scales the losses."
+        )
+
+
+def checked_models(caller: str, models: Any) -> list[nn.Module]:
+    """Returns one model or several as a list; raises TypeError if any is no module."""
+    single = isinstance(models, nn.Module) or not isinstance(models, Iterable)
+    found = [models] if single else list(models)
+    for model in found:
+        arguments.module(f"amp.debug.{caller}", model)
+    return found
+
+
+def checked_model(caller: str, model: Any, given: object) -> nn.Module:
+    """Returns the model inside wrappers; raises unless it and the arguments given can be run."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{caller} got {type(model).__name__} as the model; it takes a torch.nn.Module, "
+            f"followed by its inputs: {caller}(model, x, loss_fn=...)."
+        )
+    inner = unwrapped(model)
+    if missing := missing_values(inner):
+        raise ValueError(f"{caller} got a model whose {missing}")
+    if not tree.tensors(given):
+        raise ValueError(
+            f"{caller} got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
+            f"arguments: {caller}(model, x) or {caller}(model, input_ids=...)."
+        )
+    return inner
+
+
+def missing_values(model: nn.Module) -> str:
+    """Returns which parameter of a model has no values, and what to do; empty if all have."""
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter) or param.is_meta:
+            return (
+                f"parameter {name!r} has no values yet (lazy, or on the meta device). Run the "
+                "model once or initialize it first."
+            )
+    return ""
+
+
+def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[Tensor]:
+    """Returns the tensors to derive a loss from; raises, with a second remedy, if there is none."""
+    floating = [tensor for tensor in tree.tensors(output) if tensor.is_floating_point()]
+    if not floating:
+        raise ValueError(
+            f"{caller} got a model whose output ({type(output).__name__}) holds no floating-point "
+            f"tensor, so it cannot derive a loss. Pass loss_fn=...{instead}."
+        )
+    return floating
+
+
+def check_loss_fn(caller: str, loss_fn: object) -> None:
+    """Raises TypeError if ``loss_fn`` is neither None nor a function; a class is none."""
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise TypeError(
+            f"{caller} got {arguments.kind(loss_fn)} as loss_fn; it takes a function of the "
+            "model's output that returns the loss."
+        )
+
+
+def check_loss(caller: str, loss: object, *, instead: str = "") -> None:
+    """Raises unless ``loss`` is one number with a gradient, for which there may be a remedy."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{caller}'s loss_fn returned {type(loss).__name__}; it must take the model's output "
+            "and return the loss, a tensor with one element."
+        )
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"{caller} got a loss of shape {tuple(loss.shape)} and {loss.dtype}; it takes one "
+            "floating-point number. Reduce it in loss_fn, for example with .mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{caller} got a loss that does not require gradients: either no parameter does, or "
+            f"the loss was detached or computed under no_grad.{instead}"
+        )
+
+
+# -- the state around a run ------------------------------------------------------------------------
+
+
+@contextmanager
+def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
+    """Restores, at the end of the block, the state that running a model changes.
+
+    This covers the random number generators (torch's on the CPU and on the model's devices,
+    Python's and numpy's), the model's buffers and the tensors among the arguments. Autocast's
+    weight cache is cleared, because a weight cast inside belongs to a graph that no longer exists.
+
+    Costs a copy of the buffers and of the arguments' tensors.
+    """
+    with ExitStack() as stack:
+        stack.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
+        stack.enter_context(_random_numbers(model))
+        inputs = [(tensor, tensor.detach().clone()) for tensor in tree.tensors(arguments)]
+        stack.callback(_restore_values, inputs)
+        for module in model.modules():
+            stack.callback(_restore_buffers, module, dict(module._buffers))
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        stack.callback(_restore_values, buffers)
+        stack.enter_context(eager())
+        yield
+
+
+def _restore_values(saved: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, before in saved:
+        # Through .data: the user's graph may have saved the tensor, and would check its version.
+        tensor.data.copy_(before)
+
+
+def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> None:
+    buffers = module._buffers
+    if list(buffers.keys()) != list(before):  # a scripted module's cannot be cleared, nor differ
+        buffers.clear()
+    for name, buffer in before.items():
+        buffers[name] = buffer
+
+
+@contextmanager
+def _random_numbers(model: nn.Module) -> Iterator[None]:
+    found = accelerator()
+    kind = "cuda" if found is None else found.type
+    tensors = (*model.parameters(), *model.buffers())
+    indices = sorted({t.device.index or 0 for t in tensors if t.device.type == kind})
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    # MPS has one generator and no device indices, so fork_rng cannot save it.
+    mps = torch.mps.get_rng_state() if kind == "mps" else None
+    indices = [] if kind == "mps" else indices
+    try:
+        with torch.random.fork_rng(devices=indices, device_type=kind):
+            yield
+    finally:
+        random.setstate(python)
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
+        if numpy is not None:
+            numpy.random.set_state(state)
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Returns a context that runs compiled parts eagerly, if dynamo, slow to import, is loaded."""
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def short(dtype: str) -> str:
+    """Returns a dtype's short name, such as ``"bf16"``, or a dash."""
+    return _SHORT.get(dtype, dtype) or "—"
+
+
+def percent(share: float | None) -> str:
+    """Returns a share as a percentage, or a dash for None."""
+    if share is None:
+        return "—"
+    value = 100.0 * share
+    if value and abs(value) < 0.1:
+        return "<0.1 %"
+    if 99.95 <= value < 100.0:
+        return ">99.9 %"
+    return f"{value:.0f} %" if value in (0.0, 100.0) else f"{value:.1f} %"
+
+
+def size(count: int) -> str:
+    """Returns bytes in a suitable unit."""
+    return f"{count} B" if count < 1024 else _scaled(count, 1024.0, ("KiB", "MiB", "GiB", "TiB"))
+
+
+def amount(count: int) -> str:
+    """Returns a count, with an SI suffix from 1000 on."""
+    return str(count) if count < 1000 else _scaled(count, 1000.0, ("k", "M", "G", "T", "P"))
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Returns, for instance, ``"1 pass"`` or ``"2 passes"``; ``plural`` is the ending."""
+    return f"{count} {noun}{plural * (count != 1)}"
+
+
+def place(module: str, inside: bool = True) -> str:
+    """Returns where something ran: a module, the model itself, or outside the model."""
+    return module or ("(model)" if inside else "(outside)")
+
+
+def listed(names: Sequence[str], most: int, what: str = "") -> str:
+    """Returns the first ``most`` names, and how many more of ``what`` there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more{what}" if more > 0 else "")
+
+
+def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[str]]:
+    """Returns the rows of a table with each cell padded, in ``left`` columns at its right."""
+    columns = []
+    for column, is_left in zip(zip(*table, strict=True), left, strict=True):
+        width, pad = max(map(len, column)), str.ljust if is_left else str.rjust
+        columns.append([pad(cell, width) for cell in column])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _scaled(count: float, base: float, units: tuple[str, ...]) -> str:
+    for unit in units:
+        count /= base
+        if count < base or unit == units[-1]:
+            break
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
+    """Writes a report (``what``, with its article) by the function of the path's suffix.
+
+    Raises:
+        ValueError: If the suffix is none of ``formats``; nothing is written.
+    """
+    target = Path(path)
+    if target.suffix not in formats:
+        raise ValueError(
+            f"Cannot save {what} as {target.name!r}: the suffix must be one of "
+            f"{', '.join(formats)}."
+        )
+    target.write_text(formats[target.suffix](), encoding="utf-8")
+
+
+def json_types(value: Any) -> Any:
+    """Returns nested data in JSON types: None for NaN and infinity, dtypes by name."""
+    if isinstance(value, Mapping):
+        return {key: json_types(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_types(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return dtypes.name(value) if isinstance(value, torch.dtype) else value
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+class Storages:
+    """A running count of the bytes of storages.
+
+    Attributes:
+        total: The bytes so far.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+        """Starts at zero; the storages of ``ignored``, such as a model's weights, do not count."""
+        self.total = 0
+        self._seen: set[int] = set()
+        self.add(ignored)
+        self.total = 0
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Counts the storages of tensors that are new; returns their bytes."""
+        before = self.total
+        for tensor in (part for each in tensors for part in _parts(each)):
+            if tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self.total += storage.nbytes()
+        return self.total - before
+
+    def of_saved_tensors(self) -> saved_tensors_hooks:
+        """Returns a context that counts what autograd saves for backward inside.
+
+        Cast copies of ignored parameters count.
+        """
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.add([tensor])
+            return tensor
+
+        return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the tensor, or those inside a wrapper without a storage, such as 8-bit moments."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+    else:
+        for name in flatten()[0]:
+            yield from _parts(getattr(tensor, name))

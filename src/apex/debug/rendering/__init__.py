@@ -1,1 +1,0 @@
-"""The output formats of an explanation: terminal text, Markdown and HTML."""

@@ -1,0 +1,154 @@
+"""The process is not ours: what amp touches globally is as it was once a session has ended."""
+
+import subprocess
+import sys
+
+import pytest
+
+SNAPSHOT = """
+import gc, inspect, os, random, signal, sys, threading, types, warnings
+import torch, torch._dynamo, torch._functorch.config, torch._inductor.config
+import torch.compiler.config
+import torch.nn.functional as F
+from torch import nn
+
+KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd", "Python",
+        "CompositeExplicitAutograd", "Functionalize", "BackendSelect", "ADInplaceOrView", "Meta")
+MODULES = [torch, F, torch.Tensor, torch.autograd, torch.autograd.graph, torch.linalg, torch.amp,
+           torch.nn.Module, torch.optim.Optimizer, torch.optim.SGD, torch.utils.data.DataLoader,
+           torch.nn.parallel.DistributedDataParallel, torch.jit, torch.compiler]
+SETTINGS = [torch._dynamo.config, torch._functorch.config, torch._inductor.config,
+            torch.compiler.config]
+
+
+def functions(holder):
+    return {name: id(value) for name, value in vars(holder).items() if callable(value)}
+
+
+def values(config):
+    return {name: repr(value) for name, value in config.get_config_copy().items()}
+
+
+def snapshot():
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+    hooks = [each for owner in (module, optimizer) for name, each in sorted(vars(owner).items())
+             if name.startswith("_global")]
+    return {
+        "functions": {holder.__name__: functions(holder) for holder in MODULES},
+        "kernels": {key: sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+                    for key in KEYS},
+        "hooks": repr([dict(each) if hasattr(each, "items") else each for each in hooks]),
+        "settings": {config.__name__: values(config) for config in SETTINGS},
+        "gc": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks), gc.get_freeze_count()),
+        "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d))
+                     for d in ("cpu", "cuda", "xpu", "mps")] + [torch.is_autocast_cache_enabled()],
+        "modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(),
+                  torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()),
+        "random": (torch.get_rng_state().tolist(), random.getstate()),
+        "warnings": repr(warnings.filters),
+        "environment": dict(os.environ),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "python": (sys.gettrace(), sys.getprofile(), sys.excepthook, sys.displayhook,
+                   sys.getrecursionlimit(), threading.excepthook),
+    }
+
+
+def changes(was, now, path=""):
+    if isinstance(was, dict) and isinstance(now, dict):
+        return [line for name in sorted({*was, *now}, key=str)
+                for line in changes(was.get(name), now.get(name), f"{path}.{name}")]
+    return [] if was == now else [f"{path}: {str(was)[:200]} is now {str(now)[:200]}"]
+
+
+def train(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    return model, optimizer
+
+
+def check(was, why):
+    found = changes(was, snapshot())
+    if found:
+        sys.exit(f"{why}: " + "\\n".join(found))
+"""
+
+IMPORT = """
+torch.manual_seed(0)
+random.seed(0)
+before = snapshot()
+from apex import amp
+import apex.optimizers, apex.normalization, apex.parallel
+check(before, "import")
+"""
+
+SESSION = """
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+torch.optim.SGD([nn.Parameter(torch.ones(1))]).zero_grad()
+before = snapshot()
+for level in LEVELS:
+    model, optimizer = train(level)
+    if END == "restored":
+        amp.restore(model, optimizer)
+    del model, optimizer
+    gc.collect()
+    check(before, f"{level} {END}")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.float32
+        assert torch.exp(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.bfloat16
+        assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
+"""
+
+COMPILED = """
+warnings.simplefilter("ignore")
+from torch._dynamo.utils import counters
+
+@torch.compile(backend="eager")
+def unrelated(x):
+    return x.sin() + 1
+
+def frames():
+    unrelated(torch.ones(2))
+    return counters["frames"]["ok"]
+
+before = frames()
+model, optimizer = train("O4")
+amp.restore(model, optimizer)
+assert frames() == before, "compiled again after a session that was restored"
+train("O4")
+gc.collect()
+assert frames() == before, "compiled again after a session that was deleted"
+"""
+
+
+def run(code):
+    command = [sys.executable, "-c", SNAPSHOT + code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_importing_amp_changes_nothing():
+    run(IMPORT)
+
+
+@pytest.mark.xfail(
+    reason="the optimizer's side leaves two global hooks and a setting", strict=False
+)
+@pytest.mark.parametrize("end", ["restored", "deleted"])
+def test_the_process_is_as_it_was_once_a_session_has_ended(end):
+    levels = ("O0", "O1", "O2", "O3", "O4", "O5")
+    run(f"from apex import amp\nLEVELS, END = {levels!r}, {end!r}\n{SESSION}")
+
+
+def test_an_unrelated_compiled_function_is_not_compiled_again():
+    run(f"from apex import amp\n{COMPILED}")

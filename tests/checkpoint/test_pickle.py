@@ -1,0 +1,245 @@
+"""What saved files name, what loading them does, and where they load."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from apex import RNN, _pickle, amp, normalization
+from apex.amp import _amp_state
+from tests.training import cases
+
+PLAIN = ("O0", "O1", "O4")
+"""Levels that cast no parameters."""
+
+
+class Names(pickle.Unpickler):
+    """Collects the modules and names that a file looks up while it is loaded."""
+
+    def __init__(self, file):
+        super().__init__(io.BytesIO(file))
+        self.found = set()
+
+    def find_class(self, module, name):
+        self.found.add((module, name))
+        return super().find_class(module, name)
+
+
+def private(file):
+    """Returns the modules of apex that a pickle names by a private part."""
+    names = Names(file)
+    names.load()
+    ours = {module for module, _ in names.found if module.split(".")[0] == "apex"}
+    return {module for module in ours if any(part[0] == "_" for part in module.split("."))}
+
+
+class Custom(nn.Module):
+    """A model of a script: modules of apex, batch norm, a buffer, a forward on the object."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = normalization.FusedLayerNorm(4)
+        self.mixed = normalization.MixedFusedRMSNorm(4)
+        self.rnn = RNN.LSTM(4, 4, 1)
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.register_buffer("shift", torch.ones(4))
+        self.forward = self.computed
+
+    def computed(self, x):
+        return self.batch_norm(self.mixed(self.norm(x))) + self.shift
+
+    def forward(self, x):
+        raise NotImplementedError
+
+
+def trained(level):
+    model = Custom()
+    options = {"fp32_modules": ["norm", nn.BatchNorm1d]} if level not in PLAIN else {}
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"], model, **options)
+    loss = model(torch.ones(2, 4)).float().sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved_things(model, optimizer):
+    return {
+        "model": model,
+        "every module": list(model.modules()),
+        "optimizer": optimizer,
+        "pair": (model, optimizer),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "scaler": _amp_state.loss_scalers[0],
+        "checkpoint": {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "amp": amp.state_dict(),
+        },
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_files_name_one_private_module_only(level, protocol):
+    for name, thing in saved_things(*trained(level)).items():
+        file = pickle.dumps(thing, protocol)
+        assert private(file) <= {"apex._pickle"}, name
+        if name == "checkpoint" or (name in ("model", "every module") and level in PLAIN):
+            assert not private(file), name
+
+
+def test_files_of_a_replaced_applier_name_no_other_private_module(monkeypatch):
+    monkeypatch.setattr(amp._initialize, "applier", copy.copy)
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
+    assert private(pickle.dumps(model)) == {"apex._pickle"}
+
+
+def test_the_kinds_of_parts_in_files_are_frozen():
+    assert sorted(_pickle._KINDS) == [
+        "binding",
+        "cast",
+        "fp32_hooks",
+        "input_cast",
+        "master_link",
+        "model",
+        "model_state",
+        "optimizer",
+        "output_cast",
+        "plan",
+        "proxy",
+        "split",
+        "stochastic",
+        "tracked_pair",
+    ]
+    for kind in _pickle._KINDS:
+        assert callable(_pickle._load(kind))
+
+
+def test_an_unknown_kind_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"'hologram'.*newer one"):
+        _pickle.rebuild("hologram")
+
+
+def run(script, file, *, blocked=()):
+    blocks = "".join(f"sys.modules[{name!r}] = None\n" for name in blocked)
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys\n{blocks}{textwrap.dedent(script)}"],
+        input=file,
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout.decode()
+
+
+@pytest.mark.parametrize("level", PLAIN)
+def test_a_model_that_casts_no_parameters_loads_without_apex(level):
+    model, _ = cases.prepared(level)
+    file = io.BytesIO()
+    torch.save(model, file)
+    script = """
+        import io, torch
+        model = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)
+        print(type(model).__name__, sorted(vars(model)) == sorted(vars(torch.nn.Sequential())))
+        print(model(torch.ones(1, 4)).tolist())
+        """
+    with amp.disable_casts():
+        expected = cases.net()(torch.ones(1, 4)).tolist()
+    assert run(script, file.getvalue(), blocked=["apex"]) == f"Sequential True\n{expected}\n"
+
+
+@pytest.mark.parametrize("level", PLAIN)
+def test_loaded_it_is_the_plain_model_and_its_deep_copy_still_casts(level):
+    model, _ = cases.prepared(level)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded) is nn.Sequential
+    assert type(copy.deepcopy(model)) is type(model)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    with amp.disable_casts():
+        loaded = loaded.double()
+        assert loaded(x).dtype is torch.float64
+    compute = cases.LEVELS[level].compute
+    assert copy.deepcopy(model)(torch.ones(1, 4)).dtype is compute
+
+
+class Nested(nn.Linear):
+    """Keeps its ``__dict__`` inside another value, as scripts may."""
+
+    def __getstate__(self):
+        return {"all": self.__dict__}
+
+    def __setstate__(self, state):
+        super().__setstate__(state["all"])
+
+
+class Reducing(nn.Linear):
+    def __reduce__(self):
+        return type(self), (self.in_features, self.out_features), {"note": 3}
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize("make", [Nested, Reducing])
+def test_a_plain_file_honours_the_class_s_own_way(make, protocol):
+    model = amp.initialize(make(3, 2), opt_level="O4", verbosity=0)
+    file = pickle.dumps(model, protocol)
+    assert not private(file)
+    loaded = pickle.loads(file)
+    assert type(loaded) is make
+    assert loaded.weight.shape == (2, 3)
+    del model
+
+
+def test_a_forward_set_on_the_object_is_in_the_plain_file():
+    model = Custom()
+    model = amp.initialize(model, opt_level="O4", verbosity=0)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert loaded.forward.__self__ is loaded
+    assert loaded(torch.ones(2, 4)).shape == (2, 4)
+
+
+LOADING = """
+    import pickle, torch
+    from torch.nn.modules.module import _global_forward_hooks
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+    key = torch._C._dispatch_has_kernel_for_dispatch_key
+    def state():
+        names = torch._C._dispatch_get_all_op_names()
+        kernels = [op for op in names if key(op, "AutocastCPU")]
+        hooks = len(_global_forward_hooks), len(_global_optimizer_post_hooks)
+        return kernels, torch.is_autocast_enabled("cpu"), hooks
+    before = state()
+    model, optimizer = pickle.load(sys.stdin.buffer)
+    print(state() == before, model(torch.ones(1, 4)).dtype)
+    """
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_loading_registers_nothing(level):
+    file = pickle.dumps(cases.prepared(level))
+    assert run(LOADING, file) == "True torch.float32\n"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_unpickled_pair_is_restored_at_every_level(level):
+    model, optimizer = amp.restore(*pickle.loads(pickle.dumps(cases.prepared(level))))
+    assert type(model) is nn.Sequential
+    assert type(optimizer) is torch.optim.SGD
+    params = optimizer.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+
+
+def test_a_pickled_scaler_goes_on_by_itself():
+    _, optimizer = cases.prepared("O2")
+    scaler = _amp_state.loss_scalers[0]
+    scaler._loss_scale, scaler._unskipped, scaler._scale_seq_len = 64.0, 7, 100
+    for loaded in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert (loaded.dynamic, loaded._scale_seq_len) == (True, 100)
+        assert (loaded.loss_scale(), loaded._unskipped) == (64.0, 7)
+        loaded._loss_scale = 1.0
+        assert scaler.loss_scale() == 64.0
+    del optimizer

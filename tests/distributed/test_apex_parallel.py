@@ -1,0 +1,500 @@
+"""apex.parallel on two ranks: training is that of one process on the joined batch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+from apex.multi_tensor_apply import multi_tensor_applier
+from apex.parallel import (
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    reduce_in_fp32,
+)
+from apex.parallel import distributed as d
+
+pytestmark = pytest.mark.distributed
+TOLERANCE = {"rtol": 2**-20, "atol": 2**-22}
+FP16, BF16 = torch.float16, torch.bfloat16
+BOTH = pytest.mark.parametrize("delay", [False, True])
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def batch(rank=None):
+    """The whole batch, or the half that a rank gets."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(11))
+    return x if rank is None else x[3 * rank : 3 * rank + 3]
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def grads(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def joined_grads(factor=1.0):
+    model = net()
+    (loss_of(model, batch()) * factor).backward()
+    return grads(model)
+
+
+def assert_close(first, second, **tolerance):
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, **(tolerance or TOLERANCE))
+
+
+# -- DistributedDataParallel ---------------------------------------------------------------------
+
+
+def three_steps(rank, options):
+    model = net() if rank in (0, None) else nn.Sequential(*map(copy.deepcopy, net()))
+    wrapped = model if rank is None else DistributedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(wrapped, batch(rank)).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"delay_allreduce": True},
+        {"message_size": 8, "num_allreduce_streams": 2},
+        {"allreduce_always_fp32": True},
+        {"gradient_predivide_factor": 2.0},
+        {"gradient_predivide_factor": 3.0, "delay_allreduce": True},
+    ],
+)
+def test_ranks_train_like_one_process(on_two_ranks, options):
+    expected = three_steps(None, {})
+    for params in on_two_ranks(three_steps, options):
+        assert_close(params, expected)
+
+
+def one_backward(rank, options):
+    wrapped = DistributedDataParallel(net(), retain_allreduce_buffers=True, **options)
+    loss_of(wrapped, batch(rank)).backward()
+    [flat] = wrapped.allreduce_buffers  # as MLPerf's GNMT reads it
+    return grads(wrapped), flat
+
+
+@BOTH
+@pytest.mark.parametrize("predivide", [1.0, 4.0])
+def test_without_average_gradients_are_summed(on_two_ranks, delay, predivide):
+    options = {"gradient_average": False, "gradient_predivide_factor": predivide}
+    for result, flat in on_two_ranks(one_backward, {**options, "delay_allreduce": delay}):
+        assert_close(result, joined_grads(2.0 / predivide))
+        assert torch.equal(flat, torch.cat([grad.flatten() for grad in result]))
+
+
+def large_fp16_gradient(rank, options):
+    model = nn.Linear(1, 1, bias=False).half()
+    wrapped = DistributedDataParallel(model, **options)
+    wrapped(torch.full((1, 1), 49152.0, dtype=FP16)).sum().backward()
+    return model.weight.grad.item()
+
+
+@BOTH
+def test_always_fp32_sums_beyond_the_range_of_fp16(on_two_ranks, delay):
+    options = {"allreduce_always_fp32": True, "delay_allreduce": delay}
+    assert on_two_ranks(large_fp16_gradient, options) == [49152.0] * 2
+    options = {"gradient_average": False, "delay_allreduce": delay}
+    assert on_two_ranks(large_fp16_gradient, options) == [float("inf")] * 2
+
+
+class Branches(nn.Module):
+    """One layer of three is used always, one in one rank only, one never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.always, self.once, self.never = (nn.Linear(2, 2, bias=False) for _ in range(3))
+
+    def forward(self, x, with_second):
+        y = self.always(x)
+        return {"out": [self.once(y) if with_second else y]}
+
+
+def run_branches(rank, in_no_sync):
+    wrapped = DistributedDataParallel(Branches(), delay_allreduce=True)
+    x = torch.ones(1, 2)
+    if in_no_sync:
+        with wrapped.no_sync():
+            wrapped(x, rank == 1)["out"][0].sum().backward()
+        wrapped(x, False)["out"][0].sum().backward()
+    for _ in range(0 if in_no_sync else 2):
+        wrapped.zero_grad()
+        wrapped(x, rank == 1)["out"][0].sum().backward()
+    return grads(wrapped)
+
+
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_delayed_a_parameter_may_be_used_in_one_rank_or_nowhere(on_two_ranks, in_no_sync):
+    model, x = Branches(), torch.ones(1, 2)
+    total = sum(model(x, second)["out"][0].sum() for second in (False, True)) / 2
+    (total + model(x, False)["out"][0].sum() * in_no_sync).backward()
+    for always, once, never in on_two_ranks(run_branches, in_no_sync):
+        assert_close([always, once], [model.always.weight.grad, model.once.weight.grad])
+        assert never is None
+
+
+class Checkpointed(nn.Module):
+    """A layer that two checkpointed segments share."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def run_odd_passes(rank):
+    """Checkpointed segments; two forward passes; a pass after one that failed."""
+    wrapped = DistributedDataParallel(Checkpointed(), delay_allreduce=True, gradient_average=False)
+    loss_of(wrapped, batch(rank).requires_grad_()).backward()
+    again = DistributedDataParallel(net(), delay_allreduce=True)
+    sum(loss_of(again, batch(rank)) for _ in range(2)).backward()
+    failing = DistributedDataParallel(net(), delay_allreduce=True)
+    handle = failing.module[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failing(batch(rank)).sum().backward()
+    handle.remove()
+    failing.zero_grad()
+    loss_of(failing, batch(rank)).backward()
+    return grads(wrapped), grads(again), grads(failing)
+
+
+def test_delayed_any_pass_is_reduced_once(on_two_ranks):
+    model = Checkpointed()
+    (2 * loss_of(model, batch().requires_grad_())).backward()
+    for segments, twice, after_failure in on_two_ranks(run_odd_passes):
+        assert_close(segments, grads(model))
+        assert_close(twice, joined_grads(2.0))
+        assert_close(after_failure, joined_grads())
+
+
+def accumulate(rank, delay, by):
+    wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
+    if by == "no_sync":
+        with wrapped.no_sync():
+            loss_of(wrapped, batch(rank)).backward()
+    else:
+        wrapped.disable_allreduce()
+        loss_of(wrapped, batch(rank)).backward()
+        wrapped.enable_allreduce()
+    local = grads(wrapped)
+    loss_of(wrapped, batch(rank)).backward()
+    return local, grads(wrapped)
+
+
+@BOTH
+@pytest.mark.parametrize("by", ["no_sync", "disable_allreduce"])
+def test_accumulated_gradients_are_local_until_the_last_pass(on_two_ranks, delay, by):
+    for rank, (local, total) in enumerate(on_two_ranks(accumulate, delay, by)):
+        model = net()
+        loss_of(model, batch(rank)).backward()
+        assert_close(local, grads(model))
+        assert_close(total, joined_grads(2.0))
+
+
+def reduce_by_hand(rank):
+    wrapped = DistributedDataParallel(net())
+    wrapped.disable_allreduce()
+    loss_of(wrapped, batch(rank)).backward()
+    params = list(wrapped.parameters())
+    flat = wrapped.allreduce_bucket([p.grad for p in params[:2]], 0, force_default_stream=True)
+    assert torch.equal(flat, torch.cat([p.grad.flatten() for p in params[:2]]))
+    wrapped.allreduce_maybe_retain([p.grad for p in params[2:]], 1)
+    by_bucket = grads(wrapped)
+    wrapped.zero_grad()
+    loss_of(wrapped, batch(rank)).backward()
+    if rank == 0:
+        wrapped.module[0].bias.grad = None
+    wrapped.allreduce_fallback()
+    return by_bucket, grads(wrapped)
+
+
+def test_gradients_can_be_reduced_by_hand_and_missing_ones_count_as_zero(on_two_ranks):
+    model = net()
+    loss_of(model, batch(1)).backward()
+    expected = joined_grads()
+    expected[1] = model[0].bias.grad / 2
+    for by_bucket, at_once in on_two_ranks(reduce_by_hand):
+        assert_close(by_bucket, joined_grads())
+        assert_close(at_once, expected)
+
+
+class OnFirstOnly(DistributedDataParallel):
+    """Reduces over fewer processes than there are, as hierarchical data parallelism does."""
+
+    def allreduce_bucket(self, bucket, bucket_idx, force_default_stream):
+        flat = d.flatten(bucket)
+        assert force_default_stream
+        assert not self.allreduce_different_streams
+        with torch.cuda.stream(self.main_stream):
+            dist.broadcast(flat, src=0)
+        if not self.retain_allreduce_buffers:
+            lists = [d.unflatten(flat, bucket), bucket]
+            multi_tensor_applier(self.multi_tensor_scale, self._overflow_buf, lists, 1.0)
+        return flat
+
+
+def grads_of_the_first(rank, options):
+    wrapped = OnFirstOnly(net(), **options)
+    loss_of(wrapped, batch(rank)).backward()
+    return grads(wrapped)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"delay_allreduce": True}, {"retain_allreduce_buffers": True}]
+)
+def test_a_subclass_may_reduce_its_buckets_itself(on_two_ranks, options):
+    model = net()
+    loss_of(model, batch(0)).backward()
+    for reduced in on_two_ranks(grads_of_the_first, options):
+        assert_close(reduced, grads(model))
+
+
+def buffers_and_copies(rank, delay):
+    norm = DistributedDataParallel(nn.BatchNorm1d(2), delay_allreduce=delay)
+    norm(torch.full((2, 2), float(rank)) + torch.eye(2))
+    wrapped = DistributedDataParallel(net(), delay_allreduce=delay, gradient_average=False)
+    found = []
+    for copied in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        loss_of(copied, batch(rank)).backward()
+        found.append(grads(copied))
+    compiled = torch.compile(wrapped, backend="eager")
+    loss_of(compiled, batch(rank)).backward()
+    return norm.module.running_mean, [*found, grads(wrapped)]
+
+
+@BOTH
+def test_buffers_are_each_ranks_own_and_copies_and_compiled_wrappers_reduce(on_two_ranks, delay):
+    for rank, (mean, found) in enumerate(on_two_ranks(buffers_and_copies, delay)):
+        assert_close([mean], [torch.full((2,), 0.1 * (rank + 0.5))])
+        for result in found:
+            assert_close(result, joined_grads(2.0))
+
+
+def train_with_amp(rank, level, delay):
+    model = net() if rank == 0 else nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wrapped = DistributedDataParallel(model, delay_allreduce=delay)
+    for step in range(3):
+        factor = float("inf") if (step, rank) == (1, 0) and level != "O5" else 1.0
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, batch(rank)).float() * factor
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    return [p.detach() for p in amp.master_params(optimizer)], scale
+
+
+@BOTH
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_under_amp_ranks_stay_the_same_and_skip_together(on_two_ranks, level, delay):
+    (first, scale), (second, other) = on_two_ranks(train_with_amp, level, delay)
+    assert_close(first, second, rtol=0, atol=0)
+    assert scale == other == (1.0 if level == "O5" else 2.0**15)
+
+
+# -- reduce_in_fp32, Reducer, flat calls ---------------------------------------------------------
+
+
+def averaged(rank, in_fp32):
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1.0)
+    wrapped = TorchDDP(model)
+    if in_fp32:
+        reduce_in_fp32(wrapped)
+    with amp.scale_loss(wrapped(torch.full((1, 4), 2.0**-24)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return [param.grad.tolist() for param in amp.master_params(optimizer)]
+
+
+def test_reduce_in_fp32_keeps_what_the_division_would_lose_in_fp16(on_two_ranks):
+    assert on_two_ranks(averaged, True) == [[[[2.0**-24] * 4]]] * 2
+    assert on_two_ranks(averaged, False) == [[[[0.0] * 4]]] * 2
+
+
+def reduced(rank):
+    module = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(module.weight, rank + 1.0)
+    reducer = Reducer(module)
+    module.weight.grad = torch.full((1, 2), float(rank))
+    reducer.reduce()
+    given = {"a": [torch.full((3,), rank + 1.0)], "b": torch.full((2,), rank).half()}
+    Reducer(given.values()).reduce()
+    tensors = [torch.full((2,), rank), torch.full((2,), float(rank))]
+    d.flat_dist_call(tensors, dist.broadcast, (1,))
+    largest, own = torch.tensor([rank + 1.0, 5.0 - rank]), torch.tensor([rank + 1.0])
+    d.apply_flat_dist_call([largest], dist.all_reduce, (dist.ReduceOp.MAX,))
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    d.apply_flat_dist_call([own], dist.all_reduce, (dist.ReduceOp.SUM, groups[rank]))
+    every = module.weight, module.weight.grad, given["a"][0], given["b"], *tensors, largest, own
+    return [each.detach().flatten().tolist() for each in every]
+
+
+def test_reducers_and_flat_calls(on_two_ranks):
+    for rank, result in enumerate(on_two_ranks(reduced)):
+        expected = [[1.0] * 2, [0.5] * 2, [1.5] * 3, [0.5] * 2, [1] * 2, [1.0] * 2, [2.0, 5.0]]
+        assert result == [*expected, [rank + 1.0]]
+
+
+# -- SyncBatchNorm -------------------------------------------------------------------------------
+
+SHAPES = [(6, 3), (6, 3, 5), (6, 3, 2, 2), (6, 3, 2, 1, 2)]
+EPS = {FP16: 2**-10, BF16: 2**-7, torch.float32: 2**-20, torch.float64: 2**-44}
+
+
+class AnyRank(nn.modules.batchnorm._BatchNorm):
+    def _check_input_dim(self, x):
+        pass
+
+
+def data(shape, dtype=torch.float32, offset=0.0):
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(shape, generator=generator) + offset).to(dtype) for _ in range(2)]
+
+
+def passed(kind, tensors, device="cpu", **options):
+    """Everything that one training pass gives: output, gradients, statistics."""
+    bn = kind(3, **options)
+    if bn.affine:
+        with torch.no_grad():
+            bn.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+            bn.bias.copy_(torch.tensor([-1.0, 0.0, 1.0]))
+    x, pull = (t.to(device) for t in tensors)
+    bn.to(device, torch.float64 if x.dtype is torch.float64 else torch.float32)
+    output = bn(x.requires_grad_())
+    output.backward(pull)
+    params = [p.grad for p in bn.parameters()]
+    stats = [t for t in (bn.running_mean, bn.running_var) if t is not None]
+    return [t.detach().cpu() for t in (output, x.grad, *params, *stats)]
+
+
+def pass_of_rank(rank, shape, dtype, cut, options, device="cpu"):
+    half = [t[:cut] if rank == 0 else t[cut:] for t in data(shape, dtype)]
+    return passed(SyncBatchNorm, half, device, **options)
+
+
+def assert_joined(results, expected, dtype=torch.float32, affine=True):
+    first, second = results
+    rows = [torch.cat(pair) for pair in zip(first[:2], second[:2], strict=True)]
+    count = 2 if affine else 0
+    sums = [a + b for a, b in zip(first[2 : 2 + count], second[2 : 2 + count], strict=True)]
+    assert_close(first[2 + count :], second[2 + count :], rtol=0, atol=0)
+    for index, pair in enumerate(zip([*rows, *sums, *first[2 + count :]], expected, strict=True)):
+        own = 8 * (EPS[dtype] if index < 2 else min(EPS[dtype] * 4, 2**-8))
+        torch.testing.assert_close(*pair, rtol=own, atol=own)
+
+
+@pytest.mark.parametrize("cut", [3, 1, 0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_give_batch_norm_on_the_joined_batch(on_two_ranks, shape, cut):
+    results = on_two_ranks(pass_of_rank, shape, torch.float32, cut, {})
+    assert_joined(results, passed(AnyRank, data(shape)))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, torch.float64])
+def test_two_ranks_take_any_dtype(on_two_ranks, dtype):
+    results = on_two_ranks(pass_of_rank, (6, 3, 2), dtype, 2, {})
+    assert_joined(results, passed(AnyRank, data((6, 3, 2), dtype)), dtype)
+
+
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.5}]
+)
+def test_two_ranks_take_every_option(on_two_ranks, options):
+    results = on_two_ranks(pass_of_rank, (6, 3, 2), torch.float32, 2, options)
+    affine = options.get("affine", True)
+    assert_joined(results, passed(AnyRank, data((6, 3, 2)), **options), affine=affine)
+
+
+@pytest.mark.gpu(kernels="gloo copies tensors from the GPU by itself")
+@pytest.mark.parametrize("cut", [3, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, FP16, BF16])
+def test_on_a_gpu_two_ranks_give_batch_norm_on_the_joined_batch(on_two_ranks, dtype, cut):
+    results = on_two_ranks(pass_of_rank, (6, 3, 2, 2), dtype, cut, {}, "cuda")
+    assert_joined(results, passed(AnyRank, data((6, 3, 2, 2), dtype)), dtype)
+
+
+def special_passes(rank):
+    half = slice(0, 3) if rank == 0 else slice(3, 6)
+    x, z = (t[half] for t in data((6, 3, 2)))
+    large = SyncBatchNorm(3)(data((6, 3, 2), offset=1000.0)[0][half])
+    last = SyncBatchNorm(3, channel_last=True)(x.movedim(1, -1)).movedim(-1, 1)
+    residual = SyncBatchNorm(3, fuse_relu=True)(x, z)
+    alone = SyncBatchNorm(3)(torch.full((1, 3), float(rank)))
+    empty = SyncBatchNorm(3)
+    empty(torch.ones(0, 3))
+    one = SyncBatchNorm(3)
+    with pytest.raises(ValueError, match="one value per channel over all processes"):
+        one(torch.ones(1 - rank, 3))
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    own = SyncBatchNorm(3, process_group=groups[rank])
+    assert copy.deepcopy(own).process_group is groups[rank]
+    evaluated = SyncBatchNorm(3).eval()(torch.eye(3)) if rank == 0 else None  # no communication
+    assert rank or torch.equal(evaluated, torch.eye(3) / (1 + 1e-5) ** 0.5)
+    kept = empty.running_mean.tolist(), one.running_mean.tolist(), one.num_batches_tracked.item()
+    assert kept == ([0.0] * 3, [0.0] * 3, 0)
+    return [t.detach() for t in (large, last, residual, own(x), alone)]
+
+
+def test_special_layers_and_batches(on_two_ranks):
+    ranks = on_two_ranks(special_passes)
+    large, last, residual = (torch.cat([r[index] for r in ranks]) for index in range(3))
+    x, z = data((6, 3, 2))
+    wide = F.batch_norm(data((6, 3, 2), offset=1000.0)[0].double(), None, None, training=True)
+    torch.testing.assert_close(large, wide.float(), rtol=0, atol=2**-11)
+    plain = F.batch_norm(x, None, None, training=True)
+    assert_close([last, residual], [plain, torch.relu(plain + z)], rtol=1e-5, atol=1e-5)
+    own = [F.batch_norm(half, None, None, training=True) for half in (x[:3], x[3:])]
+    assert_close([r[3] for r in ranks], own, rtol=1e-5, atol=1e-5)
+    assert_close([r[4] for r in ranks], [-torch.ones(1, 3), torch.ones(1, 3)], rtol=0, atol=1e-4)
+
+
+def train_with_norm(rank):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU())
+    torch.manual_seed(2)
+    for param in model.parameters():
+        nn.init.normal_(param)
+    if rank is not None:
+        model = DistributedDataParallel(convert_syncbn_model(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank)).backward()
+        optimizer.step()
+    return [t.detach() for t in (*model.parameters(), *model.buffers())]
+
+
+def test_with_synchronized_norms_ranks_train_like_one_process(on_two_ranks):
+    expected = train_with_norm(None)
+    for result in on_two_ranks(train_with_norm):
+        assert_close(result, expected)

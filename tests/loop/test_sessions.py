@@ -1,0 +1,211 @@
+"""Several ``initialize`` calls: each has its scales, and nothing outlives its objects."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import apex.amp as amp
+from tests.support.steps import (
+    LEVELS,
+    LOW,
+    Net,
+    live_sessions,
+    loss_of,
+    overflow,
+    prepared,
+    scale,
+    sgd,
+    train,
+)
+
+levels = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+casting = pytest.mark.parametrize("level", ["O1", "O4"])
+
+
+def one_round(level):
+    torch.manual_seed(0)
+    model, optimizer = prepared(level, optimizer=lambda m: sgd(m, momentum=0.5))
+    return [loss.hex() for loss in train(model, optimizer)], amp.state_dict()
+
+
+def alive():
+    gc.collect()
+    objects = gc.get_objects()
+    return len(objects), sum(isinstance(each, torch.Tensor) for each in objects)
+
+
+def test_rounds_of_all_levels_leave_nothing_alive_and_give_the_same_results():
+    first = [one_round(level) for level in LEVELS]
+    before = alive()
+    for _ in range(5):
+        assert [one_round(level) for level in LEVELS] == first
+    after = alive()
+    assert after[1] == before[1]
+    assert after[0] - before[0] < 20
+    assert live_sessions() == 0
+
+
+@levels
+def test_a_session_lives_as_long_as_its_model_or_its_optimizer(level):
+    for order in (0, 1):
+        held = [*prepared(level)]
+        train(*held)
+        watched = [weakref.ref(each) for each in (*held, *amp.master_params(held[1]))]
+        assert live_sessions() == 1
+        del held[order]
+        assert live_sessions() == 1
+        held.clear()
+        assert live_sessions() == 0
+        assert [each() for each in watched] == [None] * len(watched)
+    with pytest.raises(ValueError, match="holds no parameter"):
+        amp.initialize(Net(), sgd(Net()), opt_level=level)
+    assert live_sessions() == 0
+
+
+@pytest.mark.parametrize("placeholder", [nn.Identity, list])
+@levels
+def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholder):
+    model = Net().bfloat16().float()  # the first call has no optimizer, so it keeps no masters
+    twin = copy.deepcopy(model)
+    options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
+    twin, optimizer = amp.initialize(twin, sgd(twin), **options)
+    model = amp.initialize(model, opt_level=level, num_losses=0, verbosity=0)
+    assert len(amp._amp_state.loss_scalers) == 0
+    _, later = amp.initialize(placeholder(), sgd(model), **options)
+    train(twin, optimizer)
+    train(model, later)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
+    def losses(level, other=None):
+        torch.manual_seed(0)
+        model, optimizer = prepared(level)
+        partner = prepared(other) if other else None
+        found = []
+        for _ in range(3):
+            found += train(model, optimizer, steps=1)
+            if partner:
+                train(*partner, steps=1)
+        return found
+
+    alone = losses("O4")
+    for other in ("O0", "O1", "O5"):
+        assert losses("O4", other) == alone
+
+
+def test_each_call_has_its_own_scale():
+    first, second = prepared("O2"), prepared("O5", loss_scale=2.0)
+    overflow(*first)
+    for _ in range(2):
+        train(*first, steps=1)
+        train(*second, steps=1)
+    assert (scale(0), scale(1)) == (2.0**15, 2.0)
+    assert [entry["unskipped"] for entry in amp.state_dict().values()] == [2, 2]
+
+
+# -- casts of the thread ---------------------------------------------------------------------
+
+
+def product():
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def in_a_thread(call):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@casting
+def test_casts_of_the_thread_end_with_the_session_and_torchs_settings_come_back(level):
+    def settings():
+        enabled = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+        return torch.get_autocast_dtype("cpu"), *enabled
+
+    before = settings()
+    held = [prepared(level)]
+    model = weakref.proxy(held[0][0])
+    assert product() is LOW[level]
+    assert in_a_thread(product) is torch.float32
+    assert in_a_thread(lambda: model(torch.ones(2, 4)).dtype) is LOW[level]
+    held.clear()
+    gc.collect()
+    assert product() is torch.float32
+    assert settings() == before
+
+
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_of_two_sessions_the_newest_living_one_rules(newest_first):
+    held = [prepared("O1"), prepared("O4")]
+    plain, _ = prepared("O0")
+    assert product() is torch.bfloat16
+    assert plain(torch.ones(2, 4)).dtype is torch.float32
+    del held[newest_first]
+    gc.collect()
+    assert product() is (torch.float16 if newest_first else torch.bfloat16)
+    held.clear()
+    gc.collect()
+    assert product() is torch.float32
+
+
+@casting
+def test_objects_may_be_freed_inside_a_backward_pass(level):
+    held = [prepared(level)]
+    x = torch.ones(2, requires_grad=True)
+
+    def free(grad):  # as a garbage collection may do there
+        held.clear()
+        gc.collect()
+
+    y = x * 2
+    y.register_hook(free)
+    y.sum().backward()
+    with amp.disable_casts():  # at the latest at this thread's next call of amp
+        pass
+    assert product() is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# -- a prepared model with fp32 weights is prepared again ------------------------------------
+
+
+@pytest.mark.parametrize(("level", "then"), [("O0", "O1"), ("O1", "O1"), ("O4", "O0")])
+def test_the_level_of_the_last_call_counts_and_it_trains_as_after_restore(level, then):
+    torch.manual_seed(0)
+    model, twin = Net(), Net()
+    twin.load_state_dict(model.state_dict())
+    expected = []
+    for each in (level, then):
+        twin, optimizer = amp.initialize(twin, sgd(twin), opt_level=each, verbosity=0)
+        expected.append(train(twin, optimizer))
+        amp.restore(twin, optimizer)
+    for each, losses in zip((level, then), expected, strict=True):
+        model, optimizer = amp.initialize(model, sgd(model), opt_level=each, verbosity=0)
+        assert train(model, optimizer) == losses
+    gc.collect()
+    assert len(amp.state_dict()) == 1  # the first optimizer goes with its scale
+    with pytest.raises(ValueError, match="no parameter of the given models"):
+        amp.initialize(model, sgd(Net()), opt_level=level)
+    with torch.no_grad():
+        assert model(torch.ones(2, 4)).dtype is LOW.get(then, torch.float32)
+    amp.restore(model, optimizer)
+    assert (type(model), live_sessions()) == (Net, 0)
+
+
+@casting
+def test_a_model_prepared_without_an_optimizer_between_steps_trains_on(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    model = amp.initialize(model, opt_level=level, verbosity=0)
+    before = [param.detach().clone() for param in model.parameters()]
+    train(model, optimizer)
+    assert not any(map(torch.equal, before, model.parameters()))
+    loss_of(model)

@@ -1,0 +1,102 @@
+"""Nothing grows: over cycles of initialize and its end, and over forward passes in a row."""
+
+import gc
+import sys
+
+import pytest
+import torch
+
+from apex import amp
+from tests.faults.memory import live_sessions
+from tests.training import cases
+
+CYCLES = 50
+MEASUREMENTS = 20
+
+
+def held():
+    """Returns how many tensors live, and how many blocks of memory Python holds."""
+    gc.collect()
+    tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+    return tensors, sys.getallocatedblocks()
+
+
+def grows(act, times):
+    """Returns how many blocks of memory stay after ``times`` calls.
+
+    The least of some measurements: Python's own caches grow now and then, most of all in a process
+    that has just begun; a leak grows each time.
+    """
+    least = sys.maxsize
+    for _ in range(MEASUREMENTS):
+        _, before = held()
+        for _ in range(times):
+            act()
+        least = min(least, held()[1] - before)
+        if least < times / 2:
+            break
+    return least
+
+
+def resident():
+    """Returns the bytes of the process that are in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def kernels():
+    """Returns the operators that have a kernel for autocast on the CPU."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [op for op in torch._C._dispatch_get_all_op_names() if has(op, "AutocastCPU")]
+
+
+def cycle(level, *, restores):
+    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"])
+    for x, y in cases.batches(2):
+        cases.train_step(model, optimizer, x, y)
+    if restores:
+        amp.restore(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("level", "restores"),
+    [*((level, True) for level in ("O1", "O2", "O5")), ("O1", False), ("O5", False)],
+)
+def test_50_cycles_leave_no_tensor_and_no_object(level, restores):
+    for _ in range(3):
+        cycle(level, restores=restores)
+    tensors, _ = held()
+    assert grows(lambda: cycle(level, restores=restores), CYCLES) < CYCLES / 2
+    assert held()[0] <= tensors  # fewer where an earlier test's go in the meantime
+    assert live_sessions() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's size from /proc")
+def test_cycles_with_kernels_leave_the_process_as_large_as_it_was():
+    registered = kernels()
+    for _ in range(CYCLES):
+        cycle("O1", restores=False)
+    gc.collect()
+    before = resident()
+    for _ in range(2 * CYCLES):
+        cycle("O1", restores=False)
+    gc.collect()
+    assert kernels() == registered
+    # Each cycle registers and removes some 170 kernels: one kilobyte of each would be 17 MB here.
+    assert resident() - before < 2**22
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_1000_eval_steps_leave_no_tensor_and_no_cached_cast(level):
+    model, _ = cases.prepared(level)
+    model.eval()
+    x, _ = cases.batch()
+    with torch.no_grad():
+        for _ in range(10):
+            model(x)
+        tensors, _ = held()
+        assert grows(lambda: model(x), 1000) < 100
+        assert held()[0] <= tensors  # fewer where an earlier test's go in the meantime
+        before = model(x)
+        model[0].weight.data.zero_()  # a cast of it that was kept would be served now
+        assert not cases.same(model(x), before)

@@ -1,0 +1,426 @@
+"""``amp.initialize``: apex's signature, levels and overrides, and what it refuses."""
+
+import copy
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from apex import amp
+from apex.parallel import LARC
+from tests.support.steps import (
+    LEVELS,
+    LOW,
+    Net,
+    backward,
+    loss_of,
+    nothing_changes,
+    prepared,
+    scale,
+    sgd,
+    train,
+)
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+EMPTY = inspect.Parameter.empty
+ARGUMENTS = {
+    "models": EMPTY,
+    "optimizers": None,
+    "enabled": True,
+    "opt_level": "O1",
+    "cast_model_type": None,
+    "patch_torch_functions": None,
+    "keep_batchnorm_fp32": None,
+    "master_weights": None,
+    "loss_scale": None,
+    "cast_model_outputs": None,
+    "num_losses": 1,
+    "verbosity": 1,
+    "min_loss_scale": None,
+    "max_loss_scale": 2.0**24,
+}
+NAMES = (
+    *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type"),
+    *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
+)
+COLUMNS = {
+    "O0": (FP32, False, None, None, False, 1.0),
+    "O1": (None, True, FP16, None, None, "dynamic"),
+    "O2": (FP16, False, None, True, True, "dynamic"),
+    "O3": (FP16, False, None, False, False, 1.0),
+    "O4": (None, True, BF16, None, None, 1.0),
+    "O5": (BF16, False, None, True, True, 1.0),
+}
+levels = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+
+
+# -- arguments -------------------------------------------------------------------------------
+
+
+def test_the_fourteen_arguments_have_apexs_order_and_defaults_and_others_are_keyword_only():
+    parameters = inspect.signature(amp.initialize).parameters
+    first = {k: p.default for k, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert [*first.items()] == [*ARGUMENTS.items()]
+    assert all(p.kind is p.KEYWORD_ONLY for p in [*parameters.values()][14:])
+    assert all(f"{name}:" in inspect.getdoc(amp.initialize) for name in parameters)
+
+
+def test_all_fourteen_may_be_passed_by_keyword_or_by_position():
+    model = Net()
+    given = {**ARGUMENTS, "models": model, "optimizers": sgd(model), "opt_level": "O5"}
+    model, optimizer = amp.initialize(**given)
+    assert next(amp.master_params(optimizer)).dtype is FP32
+    model = Net()
+    values = (True, "O5", None, None, None, None, None, None, 2, 0, None, 2.0**24)
+    keep = amp.initialize(model, sgd(model), *values)
+    assert [*amp.state_dict()] == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
+    del keep
+
+
+def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
+    model = Net()
+    with pytest.warns(UserWarning, match=r"the level is 'O1'\. Pass .*: opt_level='O5'") as caught:
+        model, _ = amp.initialize(model, sgd(model), "O5", verbosity=0)
+    assert caught[0].filename == __file__
+    assert amp._amp_state.opt_properties.opt_level == "O1"
+    other = Net()
+    amp.initialize(other, sgd(other), "O1", verbosity=0)  # as MadryLab's robustness passes it
+
+
+@pytest.mark.parametrize(
+    ("flag", "on"),
+    [(0, False), ("False", False), (None, False), (torch.tensor(False), False), ("True", True)],
+)
+def test_enabled_may_be_any_truth(flag, on):
+    model = Net()
+    amp.initialize(model, sgd(model), enabled=flag, opt_level="O5", verbosity=0)
+    assert (type(model) is not Net) is on
+
+
+# -- what comes back -------------------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_the_same_objects_come_back_as_they_were_given(level, kind):
+    model = Net()
+    optimizer = LARC(sgd(model))
+    assert amp.initialize(model, optimizer, opt_level=level, verbosity=0) == (model, optimizer)
+    alone = Net()
+    assert amp.initialize(alone, opt_level=level, verbosity=0) is alone
+    assert amp.initialize(Net(), [], opt_level=level, verbosity=0)[1] == []
+    models = kind([Net(), Net()])
+    optimizers = kind([sgd(each) for each in models])
+    back = amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    assert back == (models, optimizers)
+    assert all(type(each) is kind for each in back)
+
+
+def test_models_and_optimizers_may_be_paired_in_any_way():
+    model, other, temperature = Net(), Net(), nn.Parameter(torch.ones(()))
+    optimizers = [
+        torch.optim.SGD(model.first.parameters(), 0.1),
+        torch.optim.SGD([*model.last.parameters(), *other.parameters(), temperature], 0.1),
+    ]
+    (model, other), optimizers = amp.initialize(
+        [model, other], optimizers, opt_level="O5", verbosity=0
+    )
+    backward((loss_of(model) + loss_of(other)) * temperature, optimizers)
+    params = [p for each in optimizers for p in amp.master_params(each)]
+    before = [p.detach().clone() for p in params]
+    for each in optimizers:
+        each.step()
+    assert {p.dtype for p in params} == {FP32}
+    assert not any(map(torch.equal, before, params))
+
+
+class Locked(list):
+    """A group's parameters, which amp cannot exchange for masters."""
+
+    def __setitem__(self, index, value):
+        raise TypeError("locked")
+
+
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_an_error_in_the_midst_of_it_leaves_everything_as_it_was(level):
+    model = Net()
+    loss_of(model).backward()  # gradients are there already
+    optimizers = [sgd(model.first, momentum=0.9), sgd(model.last)]
+    optimizers[0].step()
+    if level == "O4":
+        amp.register_half_function(str, "upper")  # str takes no attributes
+    else:
+        group = optimizers[1].param_groups[0]
+        group["params"] = Locked(group["params"])
+    before = copy.deepcopy([model.state_dict(), *(opt.state_dict() for opt in optimizers)])
+    grads = [p.grad.clone() for p in model.parameters()]
+    words = "immutable type" if level == "O4" else "locked"
+    with nothing_changes(model, *optimizers), pytest.raises(TypeError, match=words):
+        amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    after = [model.state_dict(), *(opt.state_dict() for opt in optimizers)]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), grads))
+    optimizer = sgd(model)
+    train(*amp.initialize(model, optimizer, opt_level="O5", verbosity=0))
+
+
+# -- levels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_level_has_its_column_of_the_option_table(level):
+    model, optimizer = prepared(level)
+    options = amp._amp_state.opt_properties
+    assert tuple(getattr(options, name) for name in NAMES) == COLUMNS[level]
+    assert (options.enabled, options.opt_level) == (True, level)
+    norm = COLUMNS[level][0] if level == "O3" else FP32
+    assert model.first.weight.dtype is (COLUMNS[level][0] or FP32)
+    assert model.norm.weight.dtype is model.norm.running_mean.dtype is norm
+    assert model(torch.randn(3, 4)).dtype is (LOW[level] if level in ("O1", "O4") else FP32)
+    stepped = next(amp.master_params(optimizer))
+    assert stepped.dtype is (FP16 if level == "O3" else FP32)
+    assert (stepped is model.first.weight) is (level not in ("O2", "O5"))
+    assert scale() == (2.0**16 if COLUMNS[level][-1] == "dynamic" else 1.0)
+
+
+@pytest.mark.parametrize("level", ["O6", "", "fp16", 1.5, None, True, b"O1", ["O1"]])
+def test_an_unknown_level_lists_the_levels_and_tells_of_the_letter_o(level):
+    model = Net()
+    words = re.escape(f"Unexpected optimization level {level!r}")
+    with nothing_changes(model), pytest.raises(RuntimeError, match=words) as e:
+        amp.initialize(model, opt_level=level)
+    assert all(f"'{known}'" in str(e.value) for known in LEVELS)
+    assert "is the letter O, not the number zero" in str(e.value)
+
+
+@pytest.mark.parametrize("near", ["02", "o2", 2, "2", " O2 "])
+def test_near_misses_are_told_the_level_that_was_meant(near):
+    with pytest.raises(RuntimeError, match=r"Did you mean 'O2'.*letter O"):
+        amp.initialize(Net(), opt_level=near)
+
+
+@pytest.mark.parametrize(
+    ("level", "given", "shown"),
+    [
+        ("O0", {"cast_model_type": FP16}, FP16),
+        ("O0", {"master_weights": True}, True),
+        ("O1", {"cast_model_type": FP32}, FP32),
+        ("O1", {"cast_model_type": False}, None),
+        ("O1", {"patch_torch_functions": False}, False),
+        ("O4", {"patch_torch_functions_type": FP16}, FP16),
+        ("O1", {"cast_model_outputs": FP32}, FP32),
+        ("O2", {"cast_model_type": False}, False),
+        ("O2", {"cast_model_type": BF16}, BF16),
+        ("O3", {"keep_batchnorm_fp32": "True"}, True),
+        ("O4", {"loss_scale": "dynamic"}, "dynamic"),
+        ("O5", {"master_weights": False}, False),
+    ],
+)
+def test_an_accepted_override_changes_that_property_alone_and_trains(level, given, shown):
+    model, optimizer = prepared(level, **given)
+    options = amp._amp_state.opt_properties.options
+    expected = {**dict(zip(NAMES, COLUMNS[level], strict=True)), "cast_model_outputs": None}
+    assert {name: options[name] for name in expected} == {**expected, **dict.fromkeys(given, shown)}
+    losses = train(model, optimizer, steps=6)
+    assert losses[-1] < losses[0]
+
+
+class Takes(nn.Linear):
+    """Records the dtype that its forward gets, and computes in the level's 16-bit type."""
+
+    def forward(self, x, *, scale):
+        self.taken = x.dtype, scale["by"].dtype
+        return {"out": super().forward(x), "taken": x.long()}
+
+
+@pytest.mark.parametrize("given", [torch.float64, FP16, BF16])
+def test_fp32_as_model_type_at_o1_casts_the_models_inputs_and_outputs(given):
+    model = Takes(2, 2)
+    amp.initialize(model, opt_level="O1", cast_model_type=FP32, verbosity=0)
+    out = model(torch.ones(3, 2, dtype=given), scale={"by": torch.ones(1, dtype=given)})
+    assert model.taken == (FP32, FP32)
+    assert (out["out"].dtype, out["taken"].dtype) == (FP32, torch.int64)
+
+
+@levels
+def test_outputs_and_fp32_modules_are_as_asked(level):
+    for dtype in (FP16, BF16, FP32, torch.float64):
+        model, _ = prepared(level, cast_model_outputs=dtype)
+        assert model(torch.randn(3, 4)).dtype is dtype
+    if level != "O1":
+        model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+        amp.initialize(model, opt_level=level, verbosity=0, fp32_modules=[nn.LayerNorm, "2"])
+        assert [part.weight.dtype for part in model] == [LOW[level], FP32, FP32]
+
+
+@pytest.mark.parametrize("given", [128, "128.0", "1.28e2", np.int64(128), np.float32(128.0)])
+def test_a_loss_scale_may_be_a_number_or_a_string_of_one(given):
+    model, optimizer = prepared("O2", loss_scale=given)
+    loss = loss_of(model)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss == loss * 128.0
+
+
+def test_min_and_max_bound_the_first_scale():
+    for given, first in (({"max_loss_scale": 8.0}, 8.0), ({"min_loss_scale": 2.0**20}, 2.0**20)):
+        keep = prepared("O2", **given)
+        assert scale() == first
+        del keep
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_16_bit_parameters_stay_where_scripts_allow_models_that_are_not_fp32(level, capsys):
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    dtype = BF16 if level == "O4" else FP16
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(dtype)
+    model[0].weight.data = model[0].weight.data.float()
+    before = [p.dtype for p in model.parameters()]
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, loss_scale=8.0)
+    assert "they stay as they are" in capsys.readouterr().out
+    backward(sum(p.float().sum() for p in model.parameters()), optimizer)
+    optimizer.step()
+    assert [p.dtype for p in model.parameters()] == before
+    assert all(p.grad.eq(1.0).all() for p in model.parameters())
+    amp.restore(model, optimizer)
+    assert [p.dtype for p in model.parameters()] == before
+    double = amp.initialize(Net().double(), opt_level="O1", verbosity=0)
+    assert double.first.weight.dtype is torch.float64
+
+
+# -- refusals --------------------------------------------------------------------------------
+
+
+def refused(error, words, models, optimizers=None, *, level="O5", **kwargs):
+    """Fails unless ``initialize`` raises ``error`` with these words and changes nothing."""
+    given = [
+        each for part in (models, optimizers) for each in (part if type(part) is list else [part])
+    ]
+    with nothing_changes(*given), pytest.raises(error, match=words) as e:
+        amp.initialize(models, optimizers, opt_level=level, **kwargs)
+    assert type(e.value) is error
+
+
+@pytest.mark.parametrize(
+    ("level", "given"),
+    [
+        ("O1", {"keep_batchnorm_fp32": False}),
+        ("O4", {"keep_batchnorm_fp32": True}),
+        ("O1", {"master_weights": False}),
+        ("O1", {"cast_model_type": BF16}),
+        ("O2", {"patch_torch_functions": True}),
+        ("O0", {"patch_torch_functions": True}),
+        ("O5", {"patch_torch_functions_type": BF16}),
+    ],
+)
+def test_overrides_without_a_meaning_are_refused_and_warn_under_a_hard_override(level, given):
+    ((name, value),) = given.items()
+    instead = {"O1": "'O2'", "O4": "'O5'"}.get(level, r"'O1' \(fp16\) or 'O4'")
+    words = f"{name}={value} has no meaning at {level}.*Leave it None, or use opt_level {instead}"
+    refused(RuntimeError, words, Net(), level=level, **given)
+    amp._amp_state.hard_override = True
+    with pytest.warns(UserWarning, match=f"{name}={value} has no meaning"):
+        prepared(level, **given)
+
+
+@pytest.mark.parametrize(
+    ("error", "given", "words"),
+    [
+        (TypeError, {"keep_batchnorm_fp32": "true"}, "a bool, or the string 'True' or 'False'"),
+        (TypeError, {"master_weights": 128.0}, "a bool"),
+        (TypeError, {"enabled": ["optimizer"]}, "a bool, or the string"),
+        (TypeError, {"cast_model_type": "half"}, r"torch\.float16, torch\.bfloat16, torch\.float3"),
+        (TypeError, {"cast_model_type": True}, "or False for no conversion"),
+        (TypeError, {"cast_model_outputs": torch.int32}, "a floating-point torch.dtype or None"),
+        (TypeError, {"patch_torch_functions_type": FP32}, r"torch\.float16 or torch\.bfloat16"),
+        (TypeError, {"max_loss_scale": "3"}, "a number"),
+        (TypeError, {"growth_interval": 2.5}, "an integer"),
+        (TypeError, {"fp32_modules": "first"}, "it accepts a sequence"),
+        (TypeError, {"fp32_modules": [3]}, "fp32_modules holds 3; it takes module types"),
+        (TypeError, {"verbosity": "loud"}, "an integer"),
+        (ValueError, {"loss_scale": "abc"}, "positive, finite number.*, or a string with one"),
+        (ValueError, {"loss_scale": True}, "positive, finite number"),
+        (ValueError, {"loss_scale": 0}, "positive, finite"),
+        (ValueError, {"loss_scale": "nan"}, "positive, finite"),
+        (ValueError, {"growth_factor": 1.0}, "growth_factor is 1.0; it must be above 1"),
+        (ValueError, {"backoff_factor": 1.0}, r"in \(0, 1\)"),
+        (ValueError, {"min_loss_scale": 2.0**25}, "min_loss_scale is 33554432.0; it must be at mo"),
+        (ValueError, {"num_losses": -1}, "num_losses is -1; it must be an integer of at least 0"),
+        (ValueError, {"fp32_modules": ["frist"]}, "holds 'frist', which matches.*first"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_is_accepted(error, given, words):
+    level = "O1" if "patch_torch_functions_type" in given else "O2"
+    refused(error, words, Net(), level=level, **given)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@levels
+def test_bad_models_are_refused(level):
+    model = Net()
+    words = "wrapped in DataParallel.*Call amp.initialize first, then wrap"
+    refused(RuntimeError, words, DataParallel(model), sgd(model), level=level)
+    words = r"parameter first\.weight is on the meta device.*to_empty\(device=\.\.\.\)"
+    refused(RuntimeError, words, Net().to("meta"), level=level)
+    words = r"parameter 0\.weight is not initialized yet \(a lazy module\).*one batch"
+    refused(RuntimeError, words, nn.Sequential(nn.LazyLinear(2)), level=level)
+    refused(ValueError, "same model twice. Pass each model once", [model, model], level=level)
+    refused(TypeError, "got int instead of a model", [Net(), 3], level=level)
+    refused(TypeError, "got the class Linear instead of a model.*first", nn.Linear, level=level)
+    refused(RuntimeError, "scripted model", torch.jit.script(nn.Linear(1, 1)), level=level)
+    if level == "O1":
+        words = r"parameter last\.weight is float64.*model\.float\(\) first, or use a level"
+        model.last.double()
+        refused(RuntimeError, words, model, sgd(model), level=level)
+    with torch.inference_mode():
+        refused(RuntimeError, "inference_mode.*before the block", Net(), level=level)
+    with torch.backends.cudnn.flags(enabled=False):
+        refused(RuntimeError, r"needs torch\.backends\.cudnn\.enabled = True", Net(), level=level)
+
+
+def test_a_distributed_data_parallel_model_is_refused():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Net())
+        refused(RuntimeError, "wrapped in DistributedDataParallel.*then wrap", model, sgd(model))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("first", "level"), [("O2", "O5"), ("O5", "O1"), ("O1", "O2")])
+def test_prepared_models_are_refused_where_a_level_is_16_bit(first, level):
+    model, optimizer = prepared(first)
+    words = r"Net, which it has already prepared\..*amp\.restore\(model, optimizer\)"
+    refused(RuntimeError, words, model, level=level)
+    words = r"optimizer \(SGD\) that it has already prepared.*amp\.restore\(model, optimizer\)"
+    refused(RuntimeError, words, Net(), LARC(optimizer), level=level)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_that_shares_weights_with_one_of_an_earlier_call_is_refused(level):
+    first, _ = prepared(level)
+    model = nn.Sequential(first.last, nn.Linear(2, 2))
+    words = r"parameter 0\.weight belongs to a model of an earlier call.*to one call, as lists"
+    refused(RuntimeError, words, model, sgd(model), level=level)
+
+
+@levels
+def test_bad_optimizers_are_refused(level):
+    model = Net()
+    optimizer = sgd(model)
+    words = "got the class SGD instead of an optimizer.*torch.optim.Optimizer"
+    refused(TypeError, words, model, torch.optim.SGD, level=level)
+    refused(TypeError, "got NoneType instead of an opt", model, [optimizer, None], level=level)
+    words = r"optimizer \(SGD\) that holds no parameter of the given models\. Pass the model that"
+    refused(ValueError, words, model, sgd(Net()), level=level)
+    refused(ValueError, "optimizer twice", model, [optimizer, LARC(optimizer)], level=level)
+    for given in (0, 1.5, "2", True, None):
+        words = f"num_losses is {given!r}; it must be an integer of at least 1"
+        refused(ValueError, words, model, optimizer, level=level, num_losses=given)
+    optimizer.param_groups[0]["params"].clear()
+    words = r"optimizer \(SGD\) without parameters\. Create it with the model's parameters"
+    refused(ValueError, words, model, optimizer, level=level)

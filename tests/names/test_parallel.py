@@ -1,0 +1,400 @@
+"""apex.parallel in one process: LARC, conversion, groups, multiproc, and what is refused."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from apex import amp
+from apex.parallel import (
+    LARC,
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+    multiproc,
+    reduce_in_fp32,
+)
+from apex.parallel import distributed as d
+
+LEVELS = ["O1", "O2", "O5"]
+
+
+@pytest.fixture
+def alone():
+    """A process group of one process."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def one_of_four():
+    """Rank 3 of four, with a backend that sends nothing."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Conv2d(2, 4, 1)
+        self.block = nn.Sequential(nn.BatchNorm2d(4, momentum=0.3, eps=1e-3), nn.ReLU())
+        self.last = nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(2, affine=False)
+
+    def forward(self, x):
+        return self.norm(self.last(self.block(self.first(x)).mean((2, 3))))
+
+
+def x():
+    return torch.randn(5, 2, 3, 3, generator=torch.Generator().manual_seed(4))
+
+
+def pass_back(model, optimizer):
+    loss = (model(x()).float() - 1.0).square().mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+# -- LARC ----------------------------------------------------------------------------------------
+
+OPTIONS = [{}, {"clip": False}, {"trust_coefficient": 0.5, "eps": 1e-3}]
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def step_by_hand(params, momentum, *, trust_coefficient=0.02, clip=True, eps=1e-8):
+    """SGD on the gradients of LARC's paper, with the zero-norm rule of the original."""
+    for param in params:
+        value, grad = param.detach(), param.grad.float()
+        param_norm, grad_norm = value.norm(), grad.norm()
+        if param_norm and grad_norm:
+            rate = trust_coefficient * param_norm / (grad_norm + 0.1 * param_norm + eps)
+            grad = (grad + 0.1 * value) * ((rate / 0.1).clamp(max=1.0) if clip else rate)
+        momentum[param] = 0.9 * momentum[param] + grad if param in momentum else grad
+        param.data.add_(momentum[param], alpha=-0.1)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_larc_steps_the_masters_by_the_trust_ratio(level, options):
+    model = Net()
+    optimizer = LARC(sgd(model.parameters()), **options)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    masters = list(amp.master_params(optimizer))
+    twin, momentum = [nn.Parameter(value.detach().clone()) for value in masters], {}
+    for _ in range(3):
+        optimizer.zero_grad()
+        pass_back(model, optimizer)
+        for param, stepped in zip(twin, amp.master_params(optimizer), strict=True):
+            param.grad = stepped.grad.clone()
+        optimizer.step()
+        step_by_hand(twin, momentum, **options)
+        for one, other in zip(amp.master_params(optimizer), twin, strict=True):
+            torch.testing.assert_close(one, other, rtol=2**-20, atol=2**-24)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_larc_skips_on_overflow_and_takes_closures(level):
+    model = Net()
+    optimizer = LARC(sgd(model.parameters()))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    with amp.scale_loss(model(x()).float().sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    after = list(amp.master_params(optimizer))
+    assert all(map(torch.equal, before, after))
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+
+    def closure():
+        optimizer.zero_grad()
+        pass_back(model, optimizer)
+
+    optimizer.step(closure)
+    moved = zip(before, amp.master_params(optimizer), strict=True)
+    assert not any(torch.equal(*pair) for pair in moved)
+
+
+def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
+    model = Net()
+    inner = sgd(model.first.parameters())
+    optimizer = LARC(inner)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert repr(optimizer) == repr(inner)
+    optimizer.add_param_group({"params": list(model.last.parameters())})
+
+    def closure():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1]
+    model(x()).sum().backward()
+    optimizer.step()
+    other = LARC(sgd([{"params": group["params"]} for group in inner.param_groups]))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert str(other.state_dict()) == str(optimizer.state_dict())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.first.parameters())
+
+
+def test_larc_refuses_bad_input():
+    with pytest.raises(TypeError, match=r"LARC got Linear; it wraps a torch\.optim\.Optimizer"):
+        LARC(nn.Linear(1, 1))
+    optimizer = sgd(Net().parameters())
+    with pytest.raises(ValueError, match="trust_coefficient is -1"):
+        LARC(optimizer, trust_coefficient=-1.0)
+    with pytest.raises(TypeError, match="clip is 'no'; it must be a bool"):
+        LARC(optimizer, clip="no")
+    embedding = nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="sparse gradient"):
+        LARC(torch.optim.SGD(embedding.parameters(), lr=0.1)).step()
+
+
+# -- convert_syncbn_model and groups -------------------------------------------------------------
+
+
+def test_conversion_keeps_everything_but_the_class():
+    model, plain, calls = Net().eval(), Net().eval(), []
+    before = [*model.parameters(), *model.buffers()]
+    handle = model.norm.register_forward_hook(lambda *args: calls.append(1))
+    assert convert_syncbn_model(model) is model
+    layer = model.block[0]
+    assert type(layer) is type(model.norm) is SyncBatchNorm
+    assert (layer.eps, layer.momentum, layer.num_features, layer.training) == (1e-3, 0.3, 4, False)
+    assert all(map(lambda a, b: a is b, before, [*model.parameters(), *model.buffers()]))
+    assert torch.equal(model.train()(x()), plain.train()(x()))
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    handle.remove()
+    model(x())
+    assert calls == [1]
+    assert torch.equal(copy.deepcopy(model)(x()), model(x()))
+    layer.fuse_relu = True
+    assert convert_syncbn_model(model).block[0].fuse_relu
+    single = nn.InstanceNorm1d(2)
+    assert type(convert_syncbn_model(single)) is nn.InstanceNorm1d
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_at_every_level_training_is_as_with_plain_batch_norm(level, before):
+    found = []
+    for convert in (True, False):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if convert and before:
+            convert_syncbn_model(model)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+        if convert and not before:
+            convert_syncbn_model(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            pass_back(model, optimizer)
+            optimizer.step()
+        found.append([*model.state_dict().values(), *amp.master_params(optimizer)])
+    assert all(map(torch.equal, *found))
+
+
+def test_conversion_takes_a_group_and_a_layout(one_of_four):
+    groups = [torch.distributed.new_group(ranks) for ranks in ([2, 3], [3])]
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2, process_group=groups[0]))
+    for layer in convert_syncbn_model(model, groups[1], True):
+        assert type(layer) is SyncBatchNorm
+        assert (layer.process_group, layer.channel_last) == (groups[1], True)
+
+
+def test_what_cannot_be_converted_is_refused_and_nothing_changes():
+    model = Net()
+    with pytest.raises(TypeError, match="convert_syncbn_model got list"):
+        convert_syncbn_model([model])
+    with pytest.raises(TypeError, match="process_group is"):
+        convert_syncbn_model(model, [0, 1])
+    layer = nn.BatchNorm1d(2)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    for bad in (layer, nn.LazyBatchNorm1d()):
+        model = nn.Sequential(nn.BatchNorm1d(2), bad)
+        with pytest.raises(ValueError, match="not initialized yet or has a parametrization"):
+            convert_syncbn_model(model)
+        assert type(model[0]) is nn.BatchNorm1d
+    layer = nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    amp.initialize(layer, optimizer, opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="prepared on its own"):
+        convert_syncbn_model(layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_alone_is_batch_norm(dtype):
+    ours, torchs, data = SyncBatchNorm(3), nn.BatchNorm1d(3), torch.randn(6, 3, 4).to(dtype)
+    assert torch.equal(ours(data), torchs(data))
+    assert torch.equal(ours.running_var, torchs.running_var)
+    assert torch.equal(ours.eval()(data), torchs.eval()(data))
+    last = SyncBatchNorm(3, channel_last=True, fuse_relu=True)
+    wanted = torch.relu(nn.BatchNorm1d(3)(data) + data)
+    assert torch.equal(last(data.movedim(1, -1), data.movedim(1, -1)).movedim(-1, 1), wanted)
+    assert "channel_last=True, fuse_relu=True" in repr(last)
+    with pytest.raises(TypeError, match=r"input of torch\.int64"):
+        ours(torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="with 3 channels as the last dimension"):
+        last(data)
+
+
+def test_groups_are_neighbouring_ranks(one_of_four):
+    for size, ranks in ((1, [3]), (2, [2, 3]), (4, [0, 1, 2, 3])):
+        group = create_syncbn_process_group(size)
+        assert torch.distributed.get_process_group_ranks(group) == ranks
+    assert create_syncbn_process_group(0) is None
+    with pytest.raises(ValueError, match="group_size is -1; it must be an integer of at least 0"):
+        create_syncbn_process_group(-1)
+    with pytest.raises(ValueError, match=r"group_size is 3; it must divide .* 4"):
+        create_syncbn_process_group(3)
+    with pytest.raises(ValueError, match="does not contain this process"):
+        SyncBatchNorm(3, process_group=torch.distributed.new_group([0, 1]))
+
+
+# -- DistributedDataParallel, Reducer, flat calls ------------------------------------------------
+
+
+def test_a_wrapper_is_torchs_and_takes_options_without_a_meaning_today(alone):
+    model = nn.Linear(2, 2)
+    wrapped = DistributedDataParallel(
+        model,
+        message_size=2**20,
+        allreduce_trigger_params=list(model.parameters()),
+        num_allreduce_streams=2,
+        allreduce_communicators=([None], [None]),
+        gradient_average_split_factor=2.0,
+        prof=True,
+    )
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    assert wrapped.bucket_bytes_cap == 4 * 2**20
+    assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+    wrapped.sync_bucket_structure()
+    wrapped.comm_ready_buckets(model.weight)
+    delayed = DistributedDataParallel(model, delay_allreduce=True)
+    with torch.no_grad():
+        assert not delayed(torch.ones(1, 2)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"shared_param": True}, ValueError, "shared_param is not supported"),
+        ({"message_size": 0}, TypeError, "message_size is 0; .* above 0"),
+        ({"message_size": [0]}, TypeError, "device_ids="),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "must be a positive number"),
+        ({"delay_allreduce": True, "num_allreduce_streams": 2}, ValueError, "any graph"),
+        ({"delay_allreduce": "no"}, TypeError, "delay_allreduce is 'no'; it must be a bool"),
+        ({"delay_allreduce": True, "allreduce_trigger_params": []}, ValueError, "Omit it"),
+        ({"delay_allreduce": True, "find_unused_parameters": True}, ValueError, "any graph"),
+        ({"no_such_option": 1}, TypeError, "no_such_option"),
+    ],
+)
+def test_bad_options_are_refused(alone, options, error, message):
+    with pytest.raises(error, match=message):
+        DistributedDataParallel(nn.Linear(2, 2), **options)
+
+
+def test_bad_calls_are_refused(alone):
+    with pytest.raises(TypeError, match=r"got list; it takes a torch\.nn\.Module"):
+        DistributedDataParallel([nn.Linear(2, 2)])
+    wrapped = DistributedDataParallel(nn.Embedding(3, 2, sparse=True), delay_allreduce=True)
+    with pytest.raises(RuntimeError, match="sparse gradient"):
+        wrapped(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="register_comm_hook"):
+        wrapped.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(TypeError, match="allreduce_always_fp32=True"):
+        reduce_in_fp32(wrapped)
+    with pytest.raises(TypeError, match=r"got Linear.*DistributedDataParallel.*fully_shard"):
+        reduce_in_fp32(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="it takes a module or an iterable of gradients"):
+        Reducer([])
+
+
+def test_without_a_process_group_calls_are_refused():
+    with pytest.raises(RuntimeError, match="Reducer needs a process group"):
+        Reducer(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="flat_dist_call needs a process group"):
+        d.flat_dist_call([torch.ones(2)], torch.distributed.all_reduce)
+    with pytest.raises(RuntimeError, match="create_syncbn_process_group needs a process group"):
+        create_syncbn_process_group(2)
+    with pytest.raises(ValueError, match="init_process_group"):
+        DistributedDataParallel(nn.Linear(2, 2))
+
+
+def test_tensors_are_split_by_type_and_found_in_any_nesting():
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    half, bf16, full, double = (torch.ones(2, dtype=dtype) for dtype in dtypes)
+    split = d.split_half_float_double([full, double, half, bf16, full])
+    assert [[t.dtype for t in bucket] for bucket in split] == [
+        [torch.float16], [torch.bfloat16], [torch.float32] * 2, [torch.float64]
+    ]  # fmt: skip
+    by_type = d.split_by_type([full, half, full])
+    assert {name: len(ts) for name, ts in by_type.items()} == {
+        "torch.FloatTensor": 2, "torch.HalfTensor": 1
+    }  # fmt: skip
+    found = []
+    d.extract_tensors([full, (half, {"no": 1}, None, "text"), iter([double])], found)
+    assert [t.dtype for t in found] == [torch.float32, torch.float16, torch.float64]
+
+
+# -- multiproc -----------------------------------------------------------------------------------
+
+SHOW = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump([{name: os.environ[name] for name in names}, sys.argv[2:]], file)
+if "fail" in sys.argv:
+    import time
+    sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "given", "received"),
+    [
+        (0, "", ["--lr", "0.1"], ["--lr", "0.1"]),
+        (0, "", ["--rank", "9", "--world-size", "9"], ["--rank", "{}", "--world-size", "2"]),
+        (0, "'--rank'", [], ["--rank", "{}"]),
+        (3, "", ["fail"], ["fail"]),
+    ],
+)
+def test_multiproc_starts_a_script_per_rank(
+    tmp_path, monkeypatch, caplog, status, text, given, received
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "out").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(SHOW + text)
+    assert multiproc.main([str(script), str(tmp_path / "out"), *given]) == status
+    assert "torchrun --nproc-per-node=2" in caplog.text
+    found = [json.loads(path.read_text()) for path in sorted((tmp_path / "out").iterdir())]
+    for rank, (variables, arguments) in enumerate(found):
+        assert arguments == [each.format(rank) for each in received]
+        assert variables["RANK"] == variables["LOCAL_RANK"] == str(rank)
+        assert (variables["WORLD_SIZE"], variables["MASTER_ADDR"]) == ("2", "127.0.0.1")
+    assert status or len({variables["MASTER_PORT"] for variables, _ in found}) == 1
+
+
+def test_multiproc_refuses_a_bad_world_size(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(SystemExit):
+        multiproc.main(["script.py"])
+    assert "must be a positive number of processes" in capsys.readouterr().err

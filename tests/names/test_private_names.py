@@ -1,0 +1,371 @@
+"""The names behind the public ones that scripts use: ``_amp_state``, ``_amp_stash``, modules."""
+
+import copy
+import functools
+import importlib
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import apex.amp as amp
+from apex.amp import _initialize, frontend, handle, opt, rnn_compat, scaler, utils, wrap
+from apex.amp._amp_state import _amp_state, master_params, maybe_print, warn_or_err
+from apex.parallel import LARC
+from tests.support.steps import (
+    LEVELS,
+    Net,
+    backward,
+    one_weight,
+    prepared,
+    scale,
+    sgd,
+    slope,
+    train,
+)
+
+HALF, FULL = torch.ones(2, dtype=torch.float16), torch.ones(2)
+every_level = pytest.mark.parametrize("level", LEVELS)
+with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
+
+
+# -- modules ---------------------------------------------------------------------------------
+
+
+def test_modules_and_names_are_where_apex_had_them():
+    for name in (
+        *("_amp_state", "_initialize", "amp", "compat", "frontend", "handle", "lists", "opt"),
+        *("rnn_compat", "scaler", "utils", "wrap", "__version__"),
+    ):
+        assert importlib.import_module(f"apex.amp.{name}").__name__ == f"apex.amp.{name}"
+    for name in ("compat", "opt", "rnn_compat", "scaler", "utils", "wrap"):
+        assert vars(amp)[name].__name__ == f"apex.amp.{name}"
+    for name in ("state_dict", "load_state_dict", "initialize", "_amp_state", "lists"):
+        assert name in vars(amp)
+    module = importlib.import_module("apex.amp.amp")  # scripts import it as amp
+    assert all(getattr(module, name) is getattr(frontend, name) for name in frontend.__all__)
+    assert amp._amp_state is _amp_state
+    assert master_params is amp.master_params
+    assert handle.OptimWrapper is opt.OptimWrapper
+    assert handle.LossScaler is opt.LossScaler is scaler.LossScaler
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "use"),
+    [
+        (utils, "set_func_save", r"amp\.register_half_function"),
+        (utils, "cached_cast", r"amp\.half_function"),
+        (rnn_compat, "whitelist_rnn_cells", "torch's RNNs"),
+        (_initialize, "_initialize", r"amp\.initialize"),
+        (wrap, "cached_cast", r"amp\.half_function"),
+        (scaler, "scale_check_overflow_python", r"LossScaler\.unscale"),
+    ],
+)
+def test_a_name_that_is_not_here_says_what_to_use(module, name, use):
+    with pytest.raises(AttributeError, match=rf"{name} is not .*: .*use {use}"):
+        getattr(module, name)
+
+
+def test_tensor_functions_of_utils():
+    assert utils.is_fp_tensor([HALF, (FULL,)])
+    assert not utils.is_fp_tensor([HALF, torch.ones(1, dtype=torch.bool)])
+    assert (utils.is_nested([]), utils.is_nested(HALF)) == (True, False)
+    assert utils.type_string(HALF) == "HalfTensor"
+    assert utils.is_cuda_enabled() is bool(utils.get_cuda_version())
+    count = torch.ones(1, dtype=torch.int64)
+    for cast, dtype in ((utils.maybe_half, torch.float16), (utils.maybe_float, torch.float32)):
+        first, (second, third), text = cast([HALF, (FULL, count), "text"])
+        assert (first.dtype, second.dtype, third, text) == (dtype, dtype, count, "text")
+
+
+def test_messages_follow_verbosity_and_hard_override(capsys):
+    for verbosity, text in ((1, "told"), (0, "kept")):
+        _amp_state.verbosity = verbosity
+        maybe_print(text)
+        maybe_print(text, rank0=True)
+    assert capsys.readouterr().out == "told\ntold\n"
+    with pytest.raises(RuntimeError, match="no sense"):
+        warn_or_err("no sense")
+    _amp_state.hard_override = True
+    with pytest.warns(UserWarning, match="no sense"):
+        warn_or_err("no sense")
+
+
+@every_level
+def test_a_levels_object_sets_the_options_that_initialize_reports(level):
+    options = frontend.opt_levels[level](frontend.Properties())
+    assert isinstance(frontend.opt_levels[level], getattr(frontend, level))
+    assert frontend.opt_levels[level].brief.startswith(f"{level}:  ")
+    keep = prepared(level)
+    assert options.options == _amp_state.opt_properties.options
+    del keep
+    unset = frontend.Properties()
+    assert (unset.enabled, unset.opt_level, unset.loss_scale) == (False, None, 1.0)
+
+
+# -- _amp_state ------------------------------------------------------------------------------
+
+
+def test_opt_properties_read_as_attributes_and_as_options():
+    assert not hasattr(_amp_state, "opt_properties")
+    keep = prepared("O5")
+    properties = _amp_state.opt_properties
+    assert properties.opt_level == properties.options["opt_level"] == "O5"
+    with pytest.raises(AttributeError, match=r"no option 'opt_lvl'; the options are enabled,"):
+        _ = properties.opt_lvl
+    for duplicate in (copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+        assert duplicate(properties).opt_level == "O5"
+    del keep
+
+
+def test_loss_scalers_are_those_of_the_newest_session():
+    assert len(_amp_state.loss_scalers) == 0
+    first, second = prepared("O2", num_losses=2), prepared("O2", loss_scale=4.0)
+    assert [each.loss_scale() for each in _amp_state.loss_scalers] == [4.0]
+    del second
+    assert [each.loss_scale() for each in _amp_state.loss_scalers] == [2.0**16] * 2
+    del first
+
+
+def test_values_can_be_set():
+    assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (None, 2.0**24)
+    keep = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20, verbosity=0)
+    assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
+    assert (_amp_state.verbosity, _amp_state.hard_override) == (0, False)
+    for name in ("min_loss_scale", "max_loss_scale", "allow_incoming_model_not_fp32", "verbosity"):
+        setattr(_amp_state, name, 8)
+        assert getattr(_amp_state, name) == 8
+    value = _amp_state.handle = handle.NoOpHandle()
+    assert _amp_state.handle is value
+    second = prepared("O4")
+    assert _amp_state.handle.is_active()
+    del keep, second
+
+
+def test_amp_itself_is_a_checkpoint_object():
+    keep = prepared("O2")
+    checkpoint = {name: each.state_dict() for name, each in {"amp": amp}.items()}
+    checkpoint["amp"]["loss_scaler0"]["loss_scale"] = 2.0
+    amp.load_state_dict(checkpoint["amp"])
+    assert scale() == 2.0
+    del keep
+
+
+@every_level
+def test_the_handle_is_active_where_functions_cast_until_it_is_deactivated(level):
+    model, _ = prepared(level)
+    own, casts = _amp_state.handle, level in ("O1", "O4")
+    assert own.is_active() is own._is_active is casts
+    own._clear_cache()
+    own._deactivate()
+    own._deactivate()
+    assert (own.is_active(), own._is_active) == (False, False)
+    x = torch.ones(2, 2)
+    assert (x @ x).dtype is model(torch.ones(2, 4)).dtype is torch.float32
+
+
+# -- master_params, _initialize.applier ------------------------------------------------------
+
+
+def test_master_params_take_any_optimizer_and_larc():
+    model = Net()
+    for optimizer in (
+        torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1),
+        LARC(sgd(model)),
+    ):
+        assert all(map(lambda a, b: a is b, amp.master_params(optimizer), model.parameters()))
+    for given, words in ((model, "got the model Net"), ([1], "got list")):
+        with pytest.raises(TypeError, match=f"{words}; it takes an optimizer"):
+            list(amp.master_params(given))
+
+
+class Batch:
+    """A batch type of a script's own, that the walk over containers does not know."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class BatchNet(nn.Linear):
+    def forward(self, batch):
+        return Batch(super().forward(batch.x))
+
+
+def applier(value, fn):
+    if isinstance(value, Batch):
+        return Batch(fn(value.x))
+    nested = isinstance(value, tuple)
+    return tuple(applier(v, fn) for v in value) if nested else kept_applier(value, fn)
+
+
+class Samples(dict):
+    """A batch type whose ``to`` moves it to a device and knows no dtypes."""
+
+    def to(self, device):
+        raise TypeError(f"{device} is no device")
+
+
+class SamplesNet(nn.Linear):
+    def forward(self, samples):
+        return super().forward(samples["x"])
+
+
+def samples_to_type(dtype, t):
+    if isinstance(t, dict):
+        return {key: value.to(dtype) for key, value in t.items()}
+    return kept_to_type(dtype, t)
+
+
+kept_applier, kept_to_type = _initialize.applier, _initialize.to_type
+
+
+def test_replaced_functions_cast_inputs_and_outputs(monkeypatch):
+    monkeypatch.setattr(_initialize, "applier", applier)
+    model = amp.initialize(BatchNet(2, 2), opt_level="O5", verbosity=0)
+    assert model(Batch(torch.ones(3, 2))).x.dtype is torch.float32
+    monkeypatch.setattr(_initialize, "applier", kept_applier)
+    monkeypatch.setattr(_initialize, "to_type", samples_to_type)
+    model = amp.initialize(SamplesNet(2, 2), opt_level="O5", verbosity=0)
+    model = pickle.loads(pickle.dumps(model))
+    assert model(Samples(x=torch.ones(3, 2))).dtype is torch.float32
+
+
+def test_applier_and_to_type_can_be_called():
+    value = {"a": [FULL, "text"], "b": (FULL, None)}
+    found = _initialize.applier(value, functools.partial(_initialize.to_type, torch.float16))
+    assert found["a"][0].dtype is found["b"][0].dtype is torch.float16
+    assert (found["a"][1], found["b"][1]) == ("text", None)
+    count = torch.ones(1, dtype=torch.int64)
+    assert _initialize.to_type(torch.float16, count) is count
+
+
+# -- optimizer._amp_stash --------------------------------------------------------------------
+
+
+def test_the_stash_is_there_between_initialize_and_restore():
+    model = Net()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, enabled=False)
+    assert not hasattr(optimizer, "_amp_stash")
+    larc = LARC(optimizer)
+    amp.initialize(model, larc, opt_level="O5", verbosity=0)
+    stash = larc._amp_stash
+    assert stash is optimizer._amp_stash
+    stash.mark = 3
+    for name in ("lazy_init_called", "already_patched"):
+        assert getattr(stash, name)
+        setattr(stash, name, False)
+    assert (optimizer._amp_stash.mark, optimizer._amp_stash.lazy_init_called) == (3, False)
+    amp.restore(model, optimizer)
+    assert not hasattr(optimizer, "_amp_stash")
+
+
+def grouped(level):
+    """Returns a model with a frozen weight, and an optimizer of weights and of biases."""
+    model = Net()
+    model.last.weight.requires_grad_(False)
+    named = [*model.named_parameters()]
+    groups = [{"params": [p for n, p in named if n.endswith(k)]} for k in ("weight", "bias")]
+    optimizer = torch.optim.SGD(groups, lr=0.125, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def ids(params):
+    return [*map(id, params)]
+
+
+@with_masters
+def test_the_stash_lists_pairs_in_one_order(level):
+    model, optimizer = grouped(level)
+    stash = optimizer._amp_stash
+    low = [[model.first.weight], [model.first.bias, model.last.bias]]
+    own = [[model.norm.weight], [model.norm.bias]]
+    assert [*map(ids, stash.fp16_groups)] == [*map(ids, low)]
+    assert [*map(ids, stash.fp32_from_fp32_groups)] == [*map(ids, own)]
+    assert ids(stash.all_fp16_params) == ids([*low[0], *low[1]])
+    direct = [p for p in stash.all_fp32_from_fp32_params if p.requires_grad]
+    assert ids(direct) == ids([*own[0], *own[1]])
+    masters = [*stash.fp32_from_fp16_groups[0], *stash.fp32_from_fp16_groups[1]]
+    assert ids(stash.all_fp32_from_fp16_params) == ids(masters)
+    pairs = zip(stash.all_fp16_params, masters, strict=True)
+    assert all(torch.equal(p, master.to(p.dtype)) for p, master in pairs)
+    stepped = {id(p) for p in amp.master_params(optimizer) if p.requires_grad}
+    assert {id(p) for p in stash.all_fp32_params if p.requires_grad} == stepped
+    extra = nn.Parameter(torch.ones(2, dtype=model.first.weight.dtype))
+    optimizer.add_param_group({"params": [extra]})
+    assert optimizer._amp_stash.all_fp16_params[-1] is extra
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+def test_the_stash_without_masters_has_no_groups(level):
+    _, optimizer = prepared(level)
+    stash = optimizer._amp_stash
+    assert set(ids(stash.all_fp32_params)) == set(ids(amp.master_params(optimizer)))
+    for name in ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"):
+        assert not hasattr(stash, name)
+
+
+@every_level
+def test_private_methods_do_as_in_apex(level):
+    model, optimizer = one_weight(level, loss_scale=8.0)
+    for _ in range(2):
+        optimizer._lazy_init_maybe_master_weights()
+        optimizer._amp_lazy_init()
+    assert optimizer._amp_stash.lazy_init_called
+    optimizer._prepare_amp_backward()
+    (slope(model, 0.5) * 8.0).backward()
+    optimizer._post_amp_backward(_amp_state.loss_scalers[0])
+    assert [p.grad.item() for p in amp.master_params(optimizer)] == [0.5]
+    with torch.no_grad():
+        next(amp.master_params(optimizer)).fill_(0.1)
+    optimizer._master_params_to_model_params()
+    assert model.weight == torch.tensor(0.1).to(model.weight.dtype)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_post_backward_makes_an_overflow_skip_the_step(level):
+    model, optimizer = one_weight(level)
+    own = _amp_state.loss_scalers[0]
+    optimizer._prepare_amp_backward()
+    slope(model, torch.inf).backward()
+    optimizer._post_amp_backward(own)
+    assert own.update_scale() is True
+    optimizer.step()
+    assert model.weight == 1.0
+
+
+@with_masters
+def test_params_have_scaled_gradients_while_unscaling_is_delayed(level):
+    model, optimizer = one_weight(level, loss_scale=8.0)
+    assert not optimizer._amp_stash.params_have_scaled_gradients
+    backward(slope(model, 0.5), optimizer, delay_unscale=True)
+    assert optimizer._amp_stash.params_have_scaled_gradients
+    backward(slope(model, 0.5), optimizer)
+    assert not optimizer._amp_stash.params_have_scaled_gradients
+    assert next(amp.master_params(optimizer)).grad == 1.0
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=2**-6)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_resume_idiom_of_bert_scripts_continues_bit_for_bit(level):
+    model, optimizer = prepared(level, optimizer=adam)
+    train(model, optimizer)
+    parts = {"model": model, "optimizer": optimizer, "amp": amp}
+    saved = {name: part.state_dict() for name, part in parts.items()}
+    saved = copy.deepcopy({**saved, "master params": list(amp.master_params(optimizer))})
+    expected = train(model, optimizer)
+    del model, optimizer, parts
+
+    model, optimizer = prepared(level, optimizer=adam)
+    model.load_state_dict(saved["model"])
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(saved["optimizer"])
+    for param, kept in zip(amp.master_params(optimizer), saved["master params"], strict=True):
+        param.data.copy_(kept.data)
+    amp.load_state_dict(saved["amp"])
+    assert train(model, optimizer) == expected

@@ -1,0 +1,196 @@
+"""What amp prints, warns and logs: the start-up report, overflows, a loss that is not finite."""
+
+import logging
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from apex import amp
+from apex._torch.devices import cpu_features, plain_cpu_features
+from tests.support.steps import LEVELS, Net, backward, loss_of, overflow, prepared, sgd
+
+LINE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_report_has_apexs_sentences_and_a_line_for_each_property(capsys, level):
+    given = {"loss_scale": 64.0}
+    keep = prepared(level, verbosity=1, **given)
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert re.fullmatch(rf"Selected optimization level {level}: .{{10,}}\.", lines[0])
+    sentences = [
+        "Defaults for this optimization level are:",
+        "Processing user overrides (additional kwargs that are not None)...",
+        "After processing overrides, optimization options are:",
+    ]
+    places = [lines.index(sentence) for sentence in sentences]
+    assert places == sorted(places)
+    before, after = (
+        dict(re.findall(r"^(\w+) +: (.+)$", part, re.MULTILINE)) for part in out.split(sentences[1])
+    )
+    assert before.keys() == after.keys()
+    assert after == {**before, "loss_scale": "64.0"}
+    assert {"enabled", "opt_level", "cast_model_type", "patch_torch_functions"} <= before.keys()
+    assert len({line.index(" : ") for line in lines if re.match(r"\w+ +: ", line)}) == 1
+    assert err == ""
+    del keep
+
+
+def untrained(capsys, net, params, level="O1", **options):
+    amp.initialize(net, torch.optim.SGD(params, lr=0.1), opt_level=level, **options)
+    return [line for line in capsys.readouterr().out.splitlines() if "in no optimizer" in line]
+
+
+def test_parameters_that_no_optimizer_steps_are_named_in_one_line(capsys):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    (line,) = untrained(capsys, net, [*net[2].parameters()])
+    assert line.startswith(
+        "Sequential: 4 of 6 parameters that require gradients are in no optimizer "
+        "(0.weight, 0.bias, 1.weight, ...). Nothing steps them, and amp.scale_loss leaves their"
+    )
+    assert len(untrained(capsys, net, net[0].parameters())) == 1  # net[1] alone
+    frozen, teacher = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    frozen[0].requires_grad_(False)
+    assert untrained(capsys, [frozen, teacher], frozen[1].parameters()) == []
+
+
+@pytest.mark.parametrize(("rank", "verbosity"), [(0, 1), (1, 1), (0, 0)])
+def test_only_rank_0_reports_and_verbosity_0_is_silent(capsys, rank, verbosity):
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        model, optimizer = prepared("O2", verbosity=verbosity)
+        overflow(model, optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
+    out = capsys.readouterr().out
+    speaks = (rank, verbosity) == (0, 1)
+    assert ("Selected optimization level O2" in out) is speaks
+    assert (LINE.format(0, 32768.0) in out) is speaks
+    assert bool(out) is speaks
+
+
+# -- overflows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_is_one_line_for_each_loss_and_step(capsys, level):
+    model, optimizer = prepared(level, verbosity=1, num_losses=2)
+    capsys.readouterr()
+    for _ in range(2):
+        for loss_id in (0, 1, 0, 1):
+            overflow(model, optimizer, loss_id=loss_id)
+        optimizer.step()
+    backward(loss_of(model), optimizer)
+    assert capsys.readouterr().out == "".join(
+        [LINE.format(i, factor * 65536.0) for factor in (1 / 2, 1 / 8) for i in (0, 1)]
+    )
+
+
+def test_an_overflow_has_a_line_for_each_optimizer(capsys):
+    models = [nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)]
+    optimizers = [sgd(model) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", min_loss_scale=2.0**16)
+    capsys.readouterr()
+    backward(models[0].weight.sum() * torch.inf, optimizers)
+    assert capsys.readouterr().out == 3 * LINE.format(0, 65536.0)
+
+
+def test_verbosity_2_names_the_gradients(capsys):
+    model, optimizer = prepared("O2", verbosity=2)
+    overflow(model, optimizer)
+    out = capsys.readouterr().out
+    named = "Nonfinite gradients: last.weight (12 inf of 12).\n"
+    assert out.endswith(LINE.format(0, 32768.0) + named)
+
+
+def skip(optimizer, model, value, times):
+    for _ in range(times):
+        optimizer.zero_grad()
+        backward((model.last.weight * value).sum(), optimizer)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_50_skips_in_a_row_give_one_warning_that_names_a_gradient_and_the_command(value):
+    model, optimizer = prepared("O1")
+    for _ in range(2):
+        skip(optimizer, model, value, 49)
+        skip(optimizer, model, 0.0, 1)  # starts the count anew
+    words = r"skipped 50 steps in a row for loss 0.*last\.weight \(12 .* of 12\).*apex trace"
+    with pytest.warns(UserWarning, match=words) as caught:
+        skip(optimizer, model, value, 60)
+    assert len(caught) == 1
+
+
+# -- losses that nothing skips ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("level", "times"), [("O4", 1), ("O5", 1), ("O1", 0), ("O2", 0)])
+def test_a_loss_that_is_not_finite_is_said_once_where_nothing_skips(level, times, caplog):
+    model, optimizer = prepared(level, verbosity=1)
+    for value in (1.0, torch.nan, torch.inf, torch.nan):
+        optimizer.zero_grad()
+        backward(loss_of(model) * value, optimizer)
+        optimizer.step()
+    messages = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+    assert len(messages) == times
+    assert all(f"is inf or NaN at {level}" in text and "apex trace" in text for text in messages)
+
+
+# -- emulated fp16 ---------------------------------------------------------------------------
+
+WORDS = r"fp16 is emulated on this CPU.*Use bf16 here.*'O4' instead of 'O1', or 'O5'"
+features = cpu_features()
+native = features.get("avx512_fp16") or features.get("amx_fp16")
+native = native or features.get("architecture") == "aarch64"
+emulated = pytest.mark.skipif(bool(native), reason="this CPU computes in fp16")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only torch knows")
+def test_before_torch_2_9_the_system_says_what_the_cpu_computes():
+    has, known = cpu_features(), plain_cpu_features()
+    for name in ("avx512_fp16", "amx_fp16", "avx512_bf16", "amx_bf16"):
+        assert bool(has.get(name)) == bool(known.get(name))
+
+
+@emulated
+def test_an_fp16_level_warns_once_at_the_callers_line():
+    for level, options in (("O1", {}), ("O2", {}), ("O5", {"cast_model_type": torch.float16})):
+        with pytest.warns(UserWarning, match=WORDS) as caught:
+            keep = amp.initialize([Net(), Net()], opt_level=level, verbosity=0, **options)
+        assert [warning.filename for warning in caught] == [__file__]
+        del keep
+    with pytest.warns(UserWarning, match=WORDS):
+        amp.init()
+
+
+@emulated
+def test_levels_without_fp16_do_not_warn_and_an_error_changes_nothing():
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=WORDS):
+            amp.initialize(model, opt_level="O2")
+        assert (type(model), amp.state_dict()) == (Net, {})
+        for level, options in (
+            *(("O0", {}), ("O4", {}), ("O5", {}), ("O1", {"enabled": False})),
+            *(
+                ("O2", {"cast_model_type": torch.bfloat16}),
+                ("O1", {"patch_torch_functions": False}),
+            ),
+        ):
+            amp.initialize(Net(), opt_level=level, verbosity=0, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_on_the_gpu_is_not_warned_of(level):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.initialize(nn.Linear(2, 2).cuda(), opt_level=level, verbosity=0)
