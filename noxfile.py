@@ -14,7 +14,7 @@ nox.options.sessions = ["lint", "types", "docs", "wheel", "tests"]
 
 CONSTRAINTS = "packaging/constraints.txt"
 DIST = Path("dist")
-CLIENTS = ["tests/clients", "tests/integrations"]
+CLIENTS = ["tests/clients", "tests/package"]
 
 # Checks of the sources share the environment that runs nox (`make` fills .venv with the extra
 # `dev`): one torch instead of one per session.
@@ -118,7 +118,7 @@ def programs(session):
     skip = "--ignore=tests/clients/test_transformers.py"  # it has its own versions, in `clients`
     session.run(
         "python", "-m", "pytest", "-m", "clients",
-        *(session.posargs or ["tests/clients", "tests/integrations", skip]),
+        *(session.posargs or ["tests/clients", "tests/package", skip]),
         env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

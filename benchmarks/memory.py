@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from apex._engine.tracked_pair import Master
+from apex._engine.masters import LazyMaster, Master
 from apex.debug.common import Storages
 from benchmarks.allocation import growth
 from benchmarks.loops import Task, device, fused_adamw, native, with_amp
@@ -126,7 +126,7 @@ def storages() -> dict[int, int]:
     """
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter, nn.Buffer, Master):
+        if type(thing) in (Tensor, nn.Parameter, nn.Buffer, Master, LazyMaster):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and _has_storage(tensor):
                     storage = tensor.untyped_storage()

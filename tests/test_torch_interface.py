@@ -199,10 +199,8 @@ KNOWN = {
         "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
     ),
     "._version": (
-        "apex/_engine/tracked_pair.py apex/_engine/mistakes.py apex/_engine/model/state_dict.py "
-        "apex/_engine/optimizer/deferred.py apex/_engine/optimizer/gradients.py "
-        "apex/_engine/optimizer/mirror_gradients.py apex/_engine/optimizer/other_steps.py "
-        "apex/_engine/model/writes.py",
+        "apex/_engine/masters.py apex/_engine/mistakes.py apex/_engine/session.py "
+        "apex/_engine/model/state_dict.py apex/_engine/model/writes.py",
         "autograd's count of in-place writes, in the docs of torch.autograd",
     ),
 }
@@ -234,7 +232,6 @@ PLAIN = {
     (foreach, "update_scale_"): foreach.plain_update_scale_,
     (foreach, "group"): foreach.plain_group,
     (autograd, "backward_id"): autograd.plain_backward_id,
-    (autograd, "entries"): autograd.plain_entries,
 }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from docs.figures import (
-    devices,
     exactness,
     levels,
     loss_scaling,
@@ -28,7 +27,6 @@ FIGURES = {
     "master_weights": master_weights.draw,
     "loss_scaling": loss_scaling.draw,
     "exactness": exactness.draw,
-    "devices": devices.draw,
     "memory": memory.draw,
 }
 """Functions that return the text of an SVG, by the name of its file."""

@@ -11,14 +11,14 @@ _LOW = "16 bits"
 _LANES = [
     (
         "low precision",
-        ("low_precision", "low_precision_inplace", "recurrent"),
+        ("low_precision", "destination", "recurrent"),
         ["fp32", _LOW],
         ["linear, conv, matmul, bmm,", "einsum, attention, LSTM, GRU"],
         _LOW,
     ),
     (
         "fp32",
-        ("fp32", "fp32_inplace", "banned", "to_cpu"),
+        ("fp32", "fp32_inplace", "banned"),
         [_LOW],
         ["exp, log, pow, sum, norm, softmax,", "layer_norm, losses, gelu (fp16)"],
         "fp32",

@@ -19,9 +19,9 @@ _KINDS = {
     "model_state": "apex._engine.model.state:ModelState",
     "optimizer": "apex._engine.optimizer.optimizer_class:rebuild_optimizer",
     "output_cast": "apex._engine.model.state:OutputCast",
-    "tracked_pair": "apex._engine.tracked_pair:rebuild_pair",
-    "split": "apex._engine.tracked_pair:plain_masters",
-    "stochastic": "apex._engine.tracked_pair:plain_masters",
+    "tracked_pair": "apex._engine.masters:rebuild_pair",
+    "split": "apex._engine.masters:plain_masters",
+    "stochastic": "apex._engine.masters:plain_masters",
     "proxy": "apex._engine.model.module_class:refuse_proxy",
     "plan": "apex._engine.model.plan:ModelPlan",
 }

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from apex import amp
 from apex.debug.watch import arm
+from tests.support.host_reads import HostReads
 from tests.support.steps import Net, backward, loss_of, one_weight, overflow, prepared, sgd
 from tests.training import cases
-from tests.training.test_cost import HostReads
 
 
 def bad_step(model, optimizer, **options):

@@ -1,7 +1,5 @@
 """A look through everything that a model and its optimizer hold."""
 
-import math
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ def test_a_sound_model_is_true():
     assert found.nonfinite == []
     roles = {item.role for item in found}
     assert {"parameter", "gradient", "master", "state exp_avg", "state step"} <= roles
-    assert str(found).startswith(f"All {len(found)} tensors finite; closest to overflow: ")
+    assert str(found) == f"All {len(found)} tensors finite."
 
 
 def test_each_role_is_told_with_its_counts():
@@ -52,17 +50,6 @@ def test_infinities_of_a_mask_are_no_fault_in_a_buffer():
     model.mask[0, 0] = torch.nan
     bad = amp.debug.check_numerics(model).nonfinite
     assert [item.name for item in bad] == ["running_var", "mask"]
-
-
-def test_headroom_is_in_powers_of_two():
-    model = torch.nn.Linear(2, 1, bias=False).half()
-    model.weight.data = torch.tensor([[0.5, -65504 / 4]], dtype=torch.float16)
-    (found,) = amp.debug.check_numerics(model)
-    assert found.largest == 65504 / 4
-    assert found.headroom == 2.0
-    model.weight.data.zero_()
-    (found,) = amp.debug.check_numerics(model)
-    assert found.headroom == math.inf
 
 
 def test_sparse_gradients_and_integer_buffers_are_no_trouble():

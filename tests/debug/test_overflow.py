@@ -399,8 +399,9 @@ def scaled_steps(scaler, x, steps=1, make=torch.optim.SGD, **options):
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["", "fused"])
 def test_a_grad_scaler_shows_itself_by_what_it_does(options):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
-    trace = scaled_steps(scaler, 1.0, steps=4, **options)
+    trace = scaled_steps(scaler, 0.5, steps=6, **options)  # several gradients overflow at once
     assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
+    assert all(birth.cause == "loss scale" for birth in trace._births._reached)
     assert scaler.get_scale() < 2.0**18
     trace = scaled_steps(scaler, 1e5)
     assert (trace.first.op, trace.first.cause, trace.first.heals) == (

@@ -41,13 +41,59 @@ def test_masters_have_the_sum_of_the_passes_in_fp32(level, passes):
         assert torch.equal(master.grad, total)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_after_a_block_with_a_scale_the_model_keeps_its_scaled_gradients(level):
+    x, y = t.batch()
+    scaled, optimizer = t.prepared(level, loss_scale=128.0, master_weights=True)
+    t.backward(scaled, optimizer, x, y)
+    plain, _ = t.prepared(level, loss_scale=1.0, master_weights=True)
+    (t.loss_of(plain, x, y) * 128.0).backward()
+    wanted = [param.grad for param in plain.parameters()]
+    kept = [param.grad for param in scaled.parameters()]
+    assert t.same(kept, wanted)
+    optimizer.step()
+    assert all(param.grad is grad for param, grad in zip(scaled.parameters(), kept, strict=True))
+    t.backward(scaled, optimizer, x, y)
+    assert not any(p.grad is grad for p, grad in zip(scaled.parameters(), kept, strict=True))
+
+
+def test_without_a_scale_the_gradient_stays_on_the_model_until_it_is_read():
+    model, optimizer = t.prepared("O5")
+    wanted = expected("O5", t.batch())
+    t.backward(model, optimizer, *t.batch())
+    assert all(param.grad.dtype is torch.bfloat16 for param in model.parameters())
+    assert t.same([master.grad for master in amp.master_params(optimizer)], wanted)
+    assert all(param.grad is None for param in model.parameters())
+
+
 @pytest.mark.parametrize("level", t.WITH_MASTERS)
 @pytest.mark.parametrize("scale", [1.0, 128.0])
-def test_gradients_of_masters_are_plain_tensors(level, scale):
+def test_gradients_are_plain_tensors(level, scale):
     model, optimizer = t.prepared(level, loss_scale=scale)
     t.backward(model, optimizer, *t.batch())
-    for master in amp.master_params(optimizer):
-        assert torch.Tensor in (type(master.grad), *type(master.grad).__bases__)
+    assert all(type(param.grad) is torch.Tensor for param in model.parameters())
+    assert all(type(master.grad) is torch.Tensor for master in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", t.WITH_MASTERS)
+@pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
+def test_the_gradients_of_masters_end_with_the_step(level, scale):
+    model, optimizer = t.prepared(level, loss_scale=scale)
+    for data in (t.batch(), t.overflowing()):
+        t.backward(model, optimizer, *data)
+        optimizer.step()
+        assert all(master.grad is None for master in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", t.WITH_MASTERS)
+def test_clipping_the_model_works_without_a_scale_alone(level):
+    model, optimizer = t.prepared(level)
+    before = t.masters(optimizer)
+    t.backward(model, optimizer, *(0.01 * each for each in t.batch()))
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+    optimizer.step()
+    moved = [(a - b).flatten() for a, b in zip(t.masters(optimizer), before, strict=True)]
+    assert bool(torch.cat(moved).norm() < 2e-5) is (level == "O5")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -35,6 +35,22 @@ def test_the_step_after_a_skipped_one_is_taken(level):
 
 
 @pytest.mark.parametrize("level", t.LEVELS_SHORT)
+@pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
+def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
+    model, optimizer = t.prepared(level, **DYNAMIC)
+    before = t.masters(optimizer)
+    t.backward(model, optimizer, *t.overflowing())
+    if clear == "by hand":
+        for param in (*model.parameters(), *amp.master_params(optimizer)):
+            param.grad = None
+    else:
+        (optimizer if clear == "optimizer" else model).zero_grad()
+    t.backward(model, optimizer, *(0.01 * each for each in t.batch()))
+    optimizer.step()
+    assert t.same(before, t.masters(optimizer))
+
+
+@pytest.mark.parametrize("level", t.LEVELS_SHORT)
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_an_overflow_in_any_pass_skips_the_step(level, name, where):

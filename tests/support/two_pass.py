@@ -2,13 +2,13 @@
 
 from contextlib import contextmanager
 
-from apex._engine.optimizer import one_pass
+from apex._engine.optimizer import block_step
 
 
 @contextmanager
 def two_pass_steps():
-    before, one_pass.enabled = one_pass.enabled, False
+    before, block_step.enabled = block_step.enabled, False
     try:
         yield
     finally:
-        one_pass.enabled = before
+        block_step.enabled = before

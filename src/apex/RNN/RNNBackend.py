@@ -25,6 +25,10 @@ Hiddens = Sequence[Any]
 """Tensors ``[layers, batch, features]`` per hidden state; lists of them with ``collect_hidden``."""
 
 
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape))
+
+
 class RNNCell(nn.Module):
     """One recurrent layer: weights, hidden states and a cell function.
 
@@ -58,13 +62,13 @@ class RNNCell(nn.Module):
         self.output_size = hidden_size if output_size is None else output_size
         self.gate_size = gate_multiplier * hidden_size
         self.n_hidden_states = n_hidden_states
-        self.w_ih = nn.Parameter(torch.empty(self.gate_size, input_size))
-        self.w_hh = nn.Parameter(torch.empty(self.gate_size, self.output_size))
+        self.w_ih = _parameter(self.gate_size, input_size)
+        self.w_hh = _parameter(self.gate_size, self.output_size)
         self._projects = self.output_size != hidden_size
         if self._projects:
-            self.w_ho = nn.Parameter(torch.empty(self.output_size, hidden_size))
-        self.b_ih = nn.Parameter(torch.empty(self.gate_size)) if bias else None
-        self.b_hh = nn.Parameter(torch.empty(self.gate_size)) if bias else None
+            self.w_ho = _parameter(self.output_size, hidden_size)
+        self.b_ih = _parameter(self.gate_size) if bias else None
+        self.b_hh = _parameter(self.gate_size) if bias else None
         self.hidden: list[Tensor | None] = [None] * n_hidden_states
         self.reset_parameters()
 
@@ -216,18 +220,14 @@ class stackedRNN(Stateful):
         """
         self._check(input)
         collect_hidden = arguments.flag("collect_hidden", collect_hidden)
-        steps = list(input.unbind(1 if self.batch_first else 0))
-        if reverse:
-            steps.reverse()
-        by_step = [self._step(step) for step in steps]
+        steps = input.unbind(1 if self.batch_first else 0)
+        order = range(len(steps))[:: -1 if reverse else 1]
+        done = {index: self._step(steps[index]) for index in order}
+        by_step = [done[index] for index in range(len(steps))]
         outputs = [layers[-1][0] for layers in by_step]
-        if reverse:
-            outputs.reverse()
         output = torch.stack(outputs, dim=1 if self.batch_first else 0)
         if not collect_hidden:
-            return output, _by_state(by_step[-1])
-        if reverse:
-            by_step.reverse()
+            return output, _by_state(done[order[-1]])
         return output, [list(states) for states in zip(*map(_by_state, by_step), strict=True)]
 
     def _step(self, input: Tensor) -> list[tuple[Tensor, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -71,16 +71,12 @@ def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def update_master(param: Tensor, master: Tensor, known: Sequence[Tensor]) -> None:
-    """Copies ``param`` into its fp32 ``master``, in place, as :func:`exact_value` of it.
+def update_master(param: Tensor, master: Tensor, keeps: bool) -> None:
+    """Copies ``param`` into its fp32 ``master``, in place, without reading anything on the host.
 
-    The candidates, ``known``, are laid out as ``master``. Nothing is read on the host, not even on
-    the CPU.
+    With ``keeps``, elements stay whose rounded values are those of ``param``.
     """
-    low, exact = dtensor.locals_of([param, master])
-    result = low = low.to(exact.device)
-    for candidate in dtensor.locals_of(known):
-        values = candidate.to(exact.device)
-        result = torch.where(values.to(low.dtype) == low, values, result)
+    low, values = param.detach().to(master.device), master.detach()
+    result = torch.where(values.to(low.dtype) == low, values, low) if keeps else low
     # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
-    parameters.uncounted(exact).copy_(result)
+    parameters.uncounted(master).copy_(result)

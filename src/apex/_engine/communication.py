@@ -11,12 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
 from apex._core.living import Living
-from apex._engine import tracked_pair
+from apex._engine import masters
+from apex._engine.masters import Pair
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
-from apex._engine.tracked_pair import TrackedPair
-from apex._torch import ddp, ranks
-from apex._torch.ddp import NO_WRAPPER, Communication
+from apex._torch import ddp
 from apex._torch.dynamo import untraced
 
 _log = logging.getLogger("apex")
@@ -43,7 +42,7 @@ class Communicator:
         )
         self._join_warned = False
         self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._shared: weakref.WeakSet[TrackedPair] = weakref.WeakSet()
+        self._shared: weakref.WeakSet[Pair] = weakref.WeakSet()
         _living.add(self)
 
     def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
@@ -72,30 +71,27 @@ class Communicator:
         """Drops the cached map from optimizers to wrappers."""
         self._of.clear()
 
-    def of_pass(self, binding: Binding) -> Communication:
-        """Returns whether and how a pass of an optimizer that begins now sends its gradients.
+    def of_pass(self, binding: Binding) -> bool:
+        """Returns whether ranks share the gradients of a pass that begins now, or need not.
 
         Before an optimizer's first step, the first pass that sends makes its masters equal on all
         ranks: other passes, a single rank may run.
         """
         if not self._seen:
-            return NO_WRAPPER
+            return True
         wrappers = self._wrappers_of(binding)
-        communication = Communication(
-            sends=all(
-                # Compiled forward passes do not record it: use the state at the backward pass.
-                ddp.sends(wrapper) if wrapper in self._traced else self._sends.get(wrapper, True)
-                for wrapper in wrappers
-            ),
-            in_buckets=any(wrapper.gradient_as_bucket_view for wrapper in wrappers),
+        sends = all(
+            # Compiled forward passes do not record it: use the state at the backward pass.
+            ddp.sends(wrapper) if wrapper in self._traced else self._sends.get(wrapper, True)
+            for wrapper in wrappers
         )
-        waiting = [p for p in binding.pairs if p.compares and p not in self._shared]
-        for wrapper in wrappers if waiting else ():
+        waiting = [pair for pair in binding.pairs if pair.new and pair not in self._shared]
+        for wrapper in wrappers if waiting and sends else ():
             if not ddp.is_joining(wrapper):
-                self._share(waiting, wrapper, sends=communication.sends)
+                self._share(waiting, wrapper)
         if any(map(ddp.is_joining, wrappers)):
             self._join(binding)
-        return communication
+        return sends
 
     def _wrappers_of(self, binding: Binding) -> list[DistributedDataParallel]:
         """Returns the wrappers that hold a parameter of an optimizer, looked up once."""
@@ -108,21 +104,12 @@ class Communicator:
             ]
         return [wrapper for ref in self._of[binding] if (wrapper := ref()) is not None]
 
-    def _share(
-        self, pairs: Iterable[TrackedPair], wrapper: DistributedDataParallel, *, sends: bool
-    ) -> None:
-        """Makes the masters of a wrapper's parameters equal on all ranks.
-
-        If the pass does not send, they only keep their exact values, for one that does before the
-        first step.
-        """
+    def _share(self, pairs: Iterable[Pair], wrapper: DistributedDataParallel) -> None:
+        """Makes the masters of a wrapper's parameters equal on all ranks, before the first step."""
         sent = ddp.sent_params(wrapper)
         own = [p for p in pairs if id(p.model) in sent and p not in self._shared]
-        waits = not sends and ranks.world_size() > 1
-        for pair in own:
-            pair.unshared = waits and (pair.unshared or pair.new)
-        tracked_pair.read_model(own, alike=True)
-        if sends and own:
+        if own:
+            masters.follow(own)
             _broadcast(own, wrapper)
             self._shared.update(own)
 
@@ -130,7 +117,7 @@ class Communicator:
         # A join ends by broadcasting the last rank's rounded weights; ranks that kept low bits of
         # their own would drift apart.
         for pair in binding.pairs:
-            pair.low_bits = False
+            pair.new = True
         if not self._join_warned and any(scaler.dynamic for scaler in self._scalers):
             self._join_warned = True
             _log.warning(
@@ -164,7 +151,7 @@ def _check_order(wrapper: DistributedDataParallel) -> None:
         )
 
 
-def _broadcast(pairs: Sequence[TrackedPair], wrapper: DistributedDataParallel) -> None:
+def _broadcast(pairs: Sequence[Pair], wrapper: DistributedDataParallel) -> None:
     """Broadcasts exact master values from the first rank of the wrapper's group.
 
     The wrapper itself broadcasts rounded weights only. Every rank is about to send gradients in the
@@ -172,7 +159,5 @@ def _broadcast(pairs: Sequence[TrackedPair], wrapper: DistributedDataParallel) -
     """
     ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
     for pair in pairs:
-        if pair.model_written:  # perhaps for this pass alone
-            pair.mark_followed()
-        else:
-            pair.mark_master_written()
+        pair.mark_written()
+        pair.new = False

@@ -1,40 +1,334 @@
-"""One fp32 master per low-precision parameter of a session, whichever optimizer steps it."""
+"""Low-precision parameters and their fp32 masters: which of the two is newer, and whose gradient.
+
+Note [Which side is newer]
+    A low-precision weight is its master, rounded. User code can write to either: SAM, Lookahead or
+    a WGAN's clipping write to masters; ``load_state_dict`` or ``init`` write to the model.
+    Autograd's version counters, compared with those recorded when the two were last in sync, show
+    which was written. A written master is rounded into the model before the model is next used. A
+    written weight is copied to its master at the step, or where a script asks for masters, and only
+    in the elements that differ from the rounded master. So weights that are swapped or perturbed
+    and put back before the step leave the master bit-identical. If both were written, the master
+    wins. Until its first step a pair counts as written: ``dist.broadcast(p.data)`` and its like
+    write weights in a way that torch does not count.
+
+Note [One gradient in one place]
+    A pass with a loss scale ends with unscaled fp32 gradients on the masters; the model keeps its
+    scaled ones, read by nobody. Without a scale the model's 16-bit gradient is the gradient, until
+    :func:`take` moves it to the master: for somebody who reads ``master.grad``, at the next pass,
+    or for the step.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from apex._core import rounding
-from apex._core.living import Living
-from apex._engine.tracked_pair import TrackedPair, read_model, round_into_model, write_back
+from apex._core import master, rounding
+from apex._pickle import rebuild
+from apex._torch import parameters, ranks
 from apex._torch.dynamo import untraced
+from apex._torch.overrides import without_overrides
+
+_WRITTEN = -1
+"""A version that no tensor has, so the master or the model counts as written."""
 
 PREPARED = "_apex_binding"
 """Attribute that marks the optimizers prepared by amp."""
+
+_PAIR = "_apex_pair"
+"""Attribute of a master: a weak reference to its pair."""
+
+
+class Master(nn.Parameter):
+    """An fp32 parameter whose version counter also counts writes through ``data``.
+
+    To kernels, deep copies and files it is a plain parameter.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The values, sharing memory and version counter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype is not self.dtype:
+            raise TypeError(
+                f"An fp32 master got data of {value.dtype}, which would lose the low bits that it "
+                "is for. Assign fp32, or write master.data.copy_(value), which converts."
+            )
+        increment_version(self)
+        parameters.set_data(self, value)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain parameter, so that it loads without apex."""
+        plain: Any = nn.Parameter(self.detach(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+class LazyMaster(Master):
+    """A master of a level without loss scale, whose gradient may still be the model's."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The fp32 gradient, made of the model's now."""
+        pair: Pair | None = self.__dict__.get(_PAIR, _nothing)()
+        if pair is not None and pair.waiting is not None:
+            take([pair])
+        return parameters.grad_of(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        parameters.set_grad(self, value)
+        pair: Pair | None = self.__dict__.get(_PAIR, _nothing)()
+        if pair is not None and not pair.scaled:
+            pair.model.grad = None
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def _nothing() -> None:
+    return None
+
+
+for kind in (Master, LazyMaster):
+    parameters.allow_foreach(kind)
+
+
+class Pair:
+    """A low-precision model parameter and its master, with their versions when last in sync.
+
+    Attributes:
+        model: The model's parameter.
+        master: The fp32 parameter that optimizers step in its place.
+        scaled: Whether the model's gradient is scaled, and so not the master's.
+        factor: What clipping multiplies the gradient by that waits on the model, 0-d.
+        new: Whether no step has used the pair yet, so that other ranks may hold other low bits.
+        spent: Whether an optimizer has stepped the master's gradient, which another shares.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_master_version", "_model_version", "_seen"),
+        *("factor", "master", "model", "new", "scaled", "spent"),
+    )
+
+    def __init__(
+        self, model: nn.Parameter, exact: Tensor | None = None, kind: type[Master] = Master
+    ) -> None:
+        """Makes the master of ``model``, from its value before rounding if known."""
+        self._join(model, master.make_master(model, exact, kind), new=True)
+
+    def _join(self, model: nn.Parameter, made: nn.Parameter, *, new: bool) -> None:
+        self.model, self.master, self.new = model, made, new
+        own = vars(made)  # scripts set attributes on parameters, which their optimizers may read
+        own.update({name: value for name, value in vars(model).items() if name not in own})
+        own[_PAIR] = weakref.ref(self)
+        self.scaled = self.spent = False
+        self.factor: Tensor | None = None
+        self.mark_synced()
+        self._model_version = _WRITTEN
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles both sides, without their gradients."""
+        lazy = isinstance(self.master, LazyMaster)
+        return rebuild, ("tracked_pair", self.model, self.master, self.new, True, lazy)
+
+    def mark_synced(self) -> None:
+        """Records that the model holds the rounded master."""
+        self._master_version, self._model_version = self.master._version, self.model._version
+        # Held so that its address is not reused by another storage.
+        self._seen = self.model.detach()
+
+    def mark_written(self) -> None:
+        """Marks the master as written, whether or not its version changes."""
+        self._master_version = _WRITTEN
+
+    def set_exact(self, value: Tensor) -> None:
+        """Sets the master of a model's parameter that was set to ``value``, rounded."""
+        self.master.copy_(value)
+        self.mark_synced()
+
+    @property
+    def master_written(self) -> bool:
+        """Whether the master was written since the two were in sync."""
+        return self.master._version != self._master_version
+
+    @property
+    def model_written(self) -> bool:
+        """Whether the model's parameter was written, or given other storage, since then."""
+        model = self.model
+        return model._version != self._model_version or model.data_ptr() != self._seen.data_ptr()
+
+    @property
+    def waiting(self) -> Tensor | None:
+        """The gradient that the model has for the master, if any."""
+        return None if self.scaled else self.model.grad
+
+    def drop_grads(self) -> None:
+        """Drops the gradients of both sides."""
+        parameters.set_grad(self.master, None)
+        self.model.grad, self.factor = None, None
+        self.scaled = self.spent = False
+
+    def end_step(self, *, shared: bool) -> None:
+        """Drops the master's gradient; of a master that is shared, at the next pass."""
+        self.spent = shared
+        if not shared:
+            parameters.set_grad(self.master, None)
+
+
+def rebuild_pair(
+    model: nn.Parameter,
+    made: nn.Parameter,
+    new: bool,
+    _low_bits: bool = True,
+    lazy: object = False,
+    followed: Tensor | None = None,
+) -> Pair:
+    """Rebuilds a pair from a copy or a file.
+
+    Files of earlier releases say in the fifth place how they stored the master, and in the sixth
+    which newer values its weight had.
+    """
+    if model.is_inference() or made.is_inference():
+        raise RuntimeError(
+            "A model and its optimizer with fp32 masters were copied or loaded under "
+            "torch.inference_mode, where torch counts no writes. Do so outside it, or under "
+            "torch.no_grad."
+        )
+    if type(made) is nn.Parameter:
+        made.__class__ = LazyMaster if lazy is True else Master
+    pair = Pair.__new__(Pair)
+    pair._join(model, made, new=new)
+    if followed is not None:
+        with torch.no_grad():
+            pair.set_exact(followed)
+    return pair
+
+
+def plain_masters(*_: object) -> None:
+    """Stands for how a file of an earlier release stored masters, which load as plain fp32."""
+
+
+# -- values -----------------------------------------------------------------------------------
+
+
+@untraced
+def write_back(pairs: Iterable[Pair]) -> None:
+    """Rounds every written master into its model parameter."""
+    # Inlines ``master_written``: this runs in every forward pass.
+    with without_overrides():
+        written = [pair for pair in pairs if pair.master._version != pair._master_version]
+        if written:
+            round_into_model(written)
+
+
+@untraced
+def round_into_model(pairs: Sequence[Pair]) -> None:
+    """Rounds masters into their model parameters, written or not."""
+    master.copy_to_model([pair.master for pair in pairs], [pair.model for pair in pairs])
+    mark_rounded(pairs)
+
+
+def mark_rounded(pairs: Iterable[Pair]) -> None:
+    """Records that masters were rounded into their model parameters."""
+    for pair in pairs:
+        if pair._seen.data_ptr() == pair.model.data_ptr():
+            pair._master_version, pair._model_version = pair.master._version, pair.model._version
+        else:
+            pair.mark_synced()
+
+
+@untraced
+def follow(pairs: Iterable[Pair], *, steps: bool = False) -> None:
+    """Copies written model parameters to their masters, except to masters written as well.
+
+    Never writes to the model: autograd may have saved its weights for the backward pass.
+
+    Args:
+        pairs: Masters and parameters.
+        steps: Whether masters are stepped next. Before a first step that no broadcast came before,
+            ranks may hold other low bits, and so take the weights, which they share.
+    """
+    for pair in pairs:
+        if pair.model_written:
+            if not pair.master_written:
+                alike = not (steps and pair.new and ranks.world_size() > 1)
+                rounding.update_master(pair.model, pair.master, alike)
+                pair.mark_synced()
+            if pair.new and not steps:
+                pair._model_version = _WRITTEN  # the first step looks again
+        if steps:
+            pair.new = False
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+
+@untraced
+def take(pairs: Iterable[Pair]) -> None:
+    """Moves gradients that wait on models to their masters, in fp32, or adds them there."""
+    fresh: list[tuple[Pair, Tensor]] = []
+    with without_overrides():
+        for pair in pairs:
+            grad = pair.waiting
+            if grad is None:
+                continue
+            total = parameters.grad_of(pair.master)
+            if total is None:
+                fresh.append((pair, grad))
+            else:
+                parameters.set_grad(pair.master, _sum(pair, total, grad))
+                pair.model.grad = pair.factor = None
+        if fresh:
+            _move(fresh)
+
+
+def _sum(pair: Pair, total: Tensor, grad: Tensor) -> Tensor:
+    if pair.factor is not None:
+        grad = grad.float() * pair.factor.to(grad.device)
+    recorded = total.requires_grad or grad.requires_grad
+    if total.is_sparse or grad.is_sparse or recorded:
+        return total + grad.to(total.device, total.dtype)
+    return total.add_(grad.to(total.device))  # of other dtypes: without a copy in fp32
+
+
+def _move(fresh: Sequence[tuple[Pair, Tensor]]) -> None:
+    copies = master.fp32_copies([grad for _, grad in fresh], [pair.master for pair, _ in fresh])
+    for (pair, _), copy in zip(fresh, copies, strict=True):
+        if pair.factor is not None:
+            copy.mul_(pair.factor.to(copy.device))
+        pair.model.grad = pair.factor = None
+        parameters.set_grad(pair.master, copy)
+
+
+# -- the masters of a session ------------------------------------------------------------------
 
 
 class Masters:
     """Every master of one session, indexed by model parameter."""
 
-    def __init__(self) -> None:
-        self._by_param: weakref.WeakValueDictionary[int, TrackedPair] = (
-            weakref.WeakValueDictionary()
-        )
-        self._param_at: dict[int, int] = {}  # ids by address
+    def __init__(self, kind: type[Master] = Master) -> None:
+        """Starts without masters, which will be of class ``kind``."""
+        self._kind = kind
+        self._by_param: weakref.WeakValueDictionary[int, Pair] = weakref.WeakValueDictionary()
         # Pairs by the object that keeps them alive: a model, or an optimizer's binding.
-        self._by_holder: weakref.WeakKeyDictionary[object, list[TrackedPair]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_holder: weakref.WeakKeyDictionary[object, list[Pair]] = weakref.WeakKeyDictionary()
         self._kept: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> TrackedPair:
+    def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> Pair:
         """Returns the pair of a low-precision parameter; a new one lives as long as ``holder``.
 
         ``exact`` is the parameter's value before rounding, if known.
@@ -44,40 +338,19 @@ class Masters:
             return known
         if exact is None and (kept := self._kept_value(param)) is not None:
             exact = rounding.exact_value(param, [kept])
-        pair = TrackedPair(param, exact)
+        pair = Pair(param, exact, self._kind)
         self.hold([pair], holder)
         return pair
 
     def make_all(self, params: Iterable[tuple[nn.Parameter, Tensor]], holder: object) -> None:
         """Makes the pairs of parameters that have none, from their values before rounding."""
-        unknown = ((param, exact) for param, exact in params if self.pair_of(param) is None)
-        self.hold([TrackedPair(param, exact) for param, exact in unknown], holder)
+        for param, exact in params:
+            self.make(param, holder, exact)
 
-    def hold(self, pairs: Sequence[TrackedPair], holder: object) -> None:
+    def hold(self, pairs: Sequence[Pair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
-        if pairs:
-            _living.add(self)
-        held = self._by_holder.setdefault(holder, [])
-        for pair in pairs:
-            which = id(pair.model)
-            if pair.model_address in self._param_at:
-                self._part_memory(pair)
-            self._by_param[which] = pair
-            self._param_at[pair.model_address] = which
-            held.append(pair)
-
-    def _part_memory(self, pair: TrackedPair) -> None:
-        """Gives another weight in the memory of the pair's, if it has a master, memory of its own.
-
-        ``weight_norm`` and ``nn.Parameter(weight)`` make parameters that share a weight's memory,
-        into which two masters would be rounded.
-        """
-        address = pair.model_address
-        other = self._by_param.get(self._param_at[address])
-        if other is None or other.model is pair.model or not address:
-            return
-        if other.model.data_ptr() == address:
-            other.model.data = other.model.detach().clone()
+        self._by_holder.setdefault(holder, []).extend(pairs)
+        self._by_param.update({id(pair.model): pair for pair in pairs})
 
     def release(self, holder: object) -> None:
         """Drops the pairs and values that ``holder`` keeps alive."""
@@ -90,28 +363,14 @@ class Masters:
         held = self._kept.setdefault(model, {})
         held.update({id(tensor): (tensor, value) for tensor, value in values})
 
-    def pair_of(self, param: Tensor) -> TrackedPair | None:
+    def pair_of(self, param: Tensor) -> Pair | None:
         """Returns the pair of a model parameter, or ``None``."""
         return self._by_param.get(id(param))
 
-    def masters_of(self, params: Iterable[Tensor]) -> list[Tensor | None]:
-        """Returns :meth:`master_of` of each parameter or buffer."""
-        pair_of = self._by_param.get
-        return [
-            pair.master
-            if (pair := pair_of(id(param))) is not None and pair.low_bits and pair.is_current
-            else self.master_of(param)
-            for param in params
-        ]
-
     def master_of(self, param: Tensor) -> Tensor | None:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
-        pair = self.pair_of(param)
-        if pair is None:
-            return self._kept_value(param)
-        if not pair.low_bits and pair.model_written:
-            read_model([pair])
-        return pair.known
+        pair = self._by_param.get(id(param))
+        return self._kept_value(param) if pair is None else pair.master
 
     def _kept_value(self, param: Tensor) -> Tensor | None:
         for values in self._kept.values():
@@ -119,7 +378,7 @@ class Masters:
                 return values[id(param)][1]
         return None
 
-    def all(self) -> Iterator[TrackedPair]:
+    def all(self) -> Iterator[Pair]:
         """Yields every pair once."""
         for pairs in list(self._by_holder.values()):
             yield from pairs
@@ -130,21 +389,6 @@ class Masters:
             write_back(pairs)
 
     @torch.no_grad()
-    def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets the masters of newly loaded parameters to their values before rounding."""
-        try:
-            for param, value in values:
-                pair = self.pair_of(param)
-                if pair is not None:
-                    pair.set_exact(value)
-                elif (kept := self._kept_value(param)) is not None:
-                    kept.copy_(value)
-        except BaseException:
-            # Loaded in part: parameters whose masters were not set go back to the old masters.
-            round_into_model([pair for pair in self.all() if pair.model_written])
-            raise
-
-    @torch.no_grad()
     def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets masters to the exact values of parameters that are loaded next.
 
@@ -152,11 +396,11 @@ class Masters:
         """
         for param, value in values:
             pair = self.pair_of(param)
-            if pair is None and (kept := self._kept_value(param)) is not None:
-                kept.copy_(value)
-            elif pair is not None:
+            if pair is not None:
                 pair.set_exact(value)
                 increment_version(param)
+            elif (kept := self._kept_value(param)) is not None:
+                kept.copy_(value)
 
     def keep_alike(
         self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], model: nn.Module
@@ -175,26 +419,15 @@ class Masters:
         """Clears the master gradients of the parameters with these ids."""
         for pair in self.all():
             if id(pair.model) in params:
-                clear_grad(pair.master, set_to_none=set_to_none)
-                pair.mirrors_grad = pair.mirrors_grad and not set_to_none
+                clear_grad(pair, set_to_none=set_to_none)
 
 
-_living: Living[Masters] = Living()
-"""Those of every session. Compiled code may run for models of other sessions than it traced."""
-
-
-@untraced
-def write_back_all() -> None:
-    """Rounds every written master of every session into its model parameter."""
-    for masters in _living:
-        masters.write_back()
-
-
-def clear_grad(param: nn.Parameter, *, set_to_none: bool) -> None:
-    """Clears one gradient, as ``torch.optim.Optimizer.zero_grad`` does."""
+def clear_grad(pair: Pair, *, set_to_none: bool) -> None:
+    """Clears both gradients of a pair, as ``torch.optim.Optimizer.zero_grad`` does."""
     if set_to_none:
-        param.grad = None
-    elif param.grad is not None:
-        if param.grad.grad_fn is not None:
-            param.grad = param.grad.detach()  # not detach_(): it may be a view of a DDP bucket
-        param.grad.requires_grad_(False).zero_()
+        pair.drop_grads()
+        return
+    for grad in (parameters.grad_of(pair.master), pair.model.grad):
+        if grad is not None:
+            grad.detach().zero_()
+    pair.scaled, pair.spent, pair.factor = False, False, None

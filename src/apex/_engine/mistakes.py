@@ -7,17 +7,18 @@ import functools
 import os
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from apex._torch import ranks
-from apex._torch.counted import count_writes, uncount_writes
+from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
+
+if TYPE_CHECKING:
+    from apex._engine.optimizer.binding import Binding
 
 _INSPECTED_BLOCKS = 32
 """Blocks of a session that are inspected: a mistake shows in the first, and later ones are free."""
@@ -64,8 +65,8 @@ class Mistake(enum.Enum):
     )
     MASTERS_INSIDE = (
         "amp.master_params was called inside amp.scale_loss, where the fp32 masters do not have "
-        "the gradients of this backward pass yet. Clipping them there changes nothing. Clip after "
-        "the block:\n"
+        "the gradients of this backward pass yet, and parameters without a master still have "
+        "scaled ones. Clip after the block:\n"
         + BLOCK
         + "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
@@ -97,40 +98,18 @@ class Mistakes:
 
     Attributes:
         blocks_left: ``scale_loss`` blocks still to be inspected.
+        averages: Whether an optimizer averages gradients over ranks, which writes them.
     """
 
     def __init__(self) -> None:
         self._warned: set[Mistake] = set()
-        self._scaled: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._averaged = False
         self.blocks_left = _INSPECTED_BLOCKS
+        self.averages = False
 
     @property
     def has_blocks(self) -> bool:
         """Whether the session has scaled a loss in a ``scale_loss`` block."""
         return self.blocks_left < _INSPECTED_BLOCKS
-
-    @property
-    def has_ranks(self) -> bool:
-        """Whether gradients may be averaged over ranks, which writes them."""
-        return self._averaged or ranks.is_running()
-
-    def note_average(self) -> None:
-        """Records that an optimizer averages gradients without ``torch.distributed``."""
-        self._averaged = True
-
-    def note_scaled(self, param: Tensor) -> None:
-        """Records that the gradient of ``param`` stays scaled when its block ends."""
-        if param.grad is not None:
-            self._scaled[id(param)] = weakref.ref(param.grad), param.grad._version
-
-    def any_scaled(self, params: Callable[[], Iterable[Tensor]]) -> bool:
-        """Returns whether a recorded gradient of ``params()`` is still there, as it was."""
-        for param in params() if self._scaled else ():
-            grad, version = self._scaled.get(id(param), (None, 0))
-            if grad is not None and grad() is param.grad is not None:
-                return bool(param.grad._version == version)
-        return False
 
     def warn(self, mistake: Mistake) -> None:
         """Warns of a mistake, once per session, at the user's line."""
@@ -142,101 +121,89 @@ class Mistakes:
 class BlockInspection:
     """Finds the mistakes of one ``scale_loss`` block whose loss is scaled.
 
-    Hooks on the scaled loss and on a few parameters tell whether gradients came from the scaled
-    loss, and gradients' version counters tell whether they were changed afterwards.
+    A hook on the scaled loss tells whether gradients came from it, and the version counters of a
+    few gradients whether they were changed between the end of the pass and that of the block.
     """
 
     def __init__(
-        self, mistakes: Mistakes, params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
+        self,
+        mistakes: Mistakes,
+        bindings: Sequence[Binding],
+        others: Iterable[Binding],
+        scaled_loss: Tensor,
     ) -> None:
-        """Starts observing the gradients of some parameters; ends with :meth:`close`.
+        """Begins; ends with :meth:`close`.
 
         Args:
             mistakes: Those of the session.
-            params: The parameters of the optimizers of the block.
-            others: Those of the session's other optimizers.
+            bindings: The optimizers of the block.
+            others: The sessions' other optimizers.
+            scaled_loss: Where the backward pass is to start.
         """
         mistakes.blocks_left -= 1
-        self._mistakes = mistakes
-        self._from_loss: list[Tensor] | None = None
-        self._loss: Tensor | None = None
-        self._written: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self._mistakes, self._bindings = mistakes, bindings
+        self._others = [each for each in others if not _reached(each)]
         self._found: list[Mistake] = []
-        self._handles: list[Any] = []
-        self._params = self._hook(params, self._note)
-        self._elsewhere = False
-        own = set(map(id, self._params))
-        self._hook([param for param in others if id(param) not in own], self._note_elsewhere)
-
-    def _hook(
-        self, params: Iterable[nn.Parameter], note: Callable[[Tensor], None]
-    ) -> list[nn.Parameter]:
-        """Calls ``note`` for each gradient of a few parameters; returns all that may have one."""
-        leaves = [param for param in params if param.requires_grad and param.is_leaf]
-        for param in leaves[:: max(1, len(leaves) // _SENTINELS)]:
-            handle: Any = param.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-        return leaves
-
-    def observe(self, scaled_loss: Tensor) -> None:
-        """Observes whether backward passes start at ``scaled_loss``."""
-        if scaled_loss.requires_grad:
-            self._from_loss, self._loss = [], scaled_loss
-            handle: Any = scaled_loss.register_hook(self._from_loss.append)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+        self._started = False
+        self._seen: list[tuple[nn.Parameter, Tensor, int]] = []
+        self._loss: Tensor | None = scaled_loss if scaled_loss.requires_grad else None
+        self._handle: Any = None
+        if self._loss is not None:
+            self._handle = self._loss.register_hook(self._note_start)  # type: ignore[no-untyped-call]
 
     @untraced
-    def _note(self, param: Tensor) -> None:
-        if param.grad is not None and isinstance(param, nn.Parameter):
-            count_writes(param.grad)
-            self._written[param] = (param.grad, param.grad._version)
+    def _note_start(self, _: Tensor) -> None:
+        self._started = True
+        # Twice, to come after what DistributedDataParallel writes at the end of its pass.
+        at_end_of_pass(lambda: at_end_of_pass(self._note_end))
 
-    @untraced
-    def _note_elsewhere(self, param: Tensor) -> None:
-        self._elsewhere = True
-        self._mistakes.note_scaled(param)
+    def _note_end(self) -> None:
+        params = [param for binding in self._bindings for param in binding.trained()]
+        self._seen = [
+            (param, grad, grad._version)
+            for param in params[:: max(1, len(params) // _SENTINELS)]
+            if (grad := param.grad) is not None
+        ]
 
     def end_of_gradients(self, *, delayed: bool = False) -> None:
-        """Inspects the gradients of the block, before they are unscaled.
+        """Inspects the gradients of the block, before they are unscaled; idempotent.
 
         Args:
             delayed: Whether a later pass unscales them, with what is added until then.
         """
-        written = [
-            grad._version != version
-            for param, (grad, version) in self._written.items()
-            if param.grad is grad
-        ]
-        if self._written and self._from_loss == []:
+        loss, self._loss = self._loss, None
+        if loss is None:
+            return
+        reached = any(map(_reached, self._bindings))
+        if reached and not self._started:
             self._found.append(Mistake.UNSCALED_BACKWARD)
-        # Averaging gradients over ranks writes them, in wrappers even with a single rank.
-        if written and all(written) and not self._mistakes.has_ranks:
+        written = [grad._version != old for param, grad, old in self._seen if param.grad is grad]
+        if written and all(written) and not self._mistakes.averages:
             self._found.append(Mistake.CLIPPED_INSIDE)
-        if self._is_for_others() and not self._mistakes.has_ranks:
+        gained = [each for each in self._others if self._started and _reached(each)]
+        for each in gained:
+            each.got_scaled = True
+        if gained and self._bindings and not reached:
             self._found.append(Mistake.OTHER_OPTIMIZER)
-        if self._loss is not None and not (self._from_loss or self._written or delayed):
+        if not (self._started or reached or delayed):
             late: Any = functools.partial(_warn_of_late_backward, self._mistakes)
-            self._loss.register_hook(late)  # type: ignore[no-untyped-call]
-        self.close()
-
-    def _is_for_others(self) -> bool:
-        reached = self._written or any(param.grad is not None for param in self._params)
-        return self._elsewhere and bool(self._params) and not reached
+            loss.register_hook(late)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Removes the hooks; idempotent."""
-        while self._handles:
-            self._handles.pop().remove()
-        for grad, _ in self._written.values():
-            uncount_writes(grad)
-        self._written.clear()
-        self._params.clear()
-        self._from_loss = self._loss = None
+        """Removes the hook; idempotent."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._loss, self._seen = None, []
 
     def warn(self) -> None:
         """Warns of the mistakes that were found, once the block has done its work."""
-        while self._found:
-            self._mistakes.warn(self._found.pop())
+        for mistake in self._found:
+            self._mistakes.warn(mistake)
+
+
+def _reached(binding: Binding) -> bool:
+    """Returns whether a backward pass has given a parameter that autograd knows a gradient."""
+    return any(param.grad is not None for param in binding.trained())
 
 
 @untraced
@@ -244,29 +211,25 @@ def _warn_of_late_backward(mistakes: Mistakes, _: Tensor) -> None:
     mistakes.warn(Mistake.LATE_BACKWARD)
 
 
-def inspect_step(
-    mistakes: Mistakes,
-    params: Callable[[], Iterable[Tensor]],
-    has_grads: Callable[[], bool],
-    groups: Sequence[dict[str, Any]],
-    *,
-    needs_scale: bool,
-) -> None:
-    """Warns of an optimizer's first step, or one that no ``scale_loss`` block has used yet.
-
-    Args:
-        mistakes: Those of the session.
-        params: Returns the models' parameters that the optimizer trains.
-        has_grads: Returns whether a parameter that is stepped has a gradient.
-        groups: The optimizer's groups.
-        needs_scale: Whether gradients are fp16, losses scaled, and no block has used the optimizer.
-    """
-    if not has_grads():
-        mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
-    elif mistakes.any_scaled(params):
-        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-    elif needs_scale and not mistakes.has_blocks and any(_is_learning(group) for group in groups):
-        mistakes.warn(Mistake.NO_SCALE_LOSS)
+@untraced
+def inspect_step(binding: Binding, *, in_closure: bool = False) -> None:
+    """Warns of an optimizer's first step, or one that no ``scale_loss`` block has used yet."""
+    owner = binding.owner
+    if owner is None or (binding.used and (in_closure or binding.steps)):
+        return
+    # Of several optimizers that a block names, one may have no gradient yet.
+    stepped = owner.bindings if binding.used else [binding]
+    if binding.got_scaled:
+        owner.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
+    elif not any(each.has_grads() or _reached(each) for each in stepped):
+        if not in_closure:
+            owner.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
+    elif (
+        owner.needs_scale
+        and not (binding.used or owner.mistakes.has_blocks)
+        and any(map(_is_learning, binding.optimizer.param_groups))
+    ):
+        owner.mistakes.warn(Mistake.NO_SCALE_LOSS)
 
 
 def _is_learning(group: dict[str, Any]) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import enum
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,25 +20,6 @@ from apex._torch.copies import moved
 INITIAL_SCALE = 2.0**16
 
 
-class PassState(enum.Enum):
-    """The state of the last backward pass's overflow flag."""
-
-    UPDATED = enum.auto()
-    """The scale was updated from it; the next pass clears it."""
-    PENDING = enum.auto()
-    """The scale is not updated from it yet; the next pass adds to it."""
-    HELD = enum.auto()
-    """As ``PENDING``, for gradients that stay in this process until a later pass sends them."""
-
-
-class Block(Protocol):
-    """One ``scale_loss`` block."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients are still to be divided by the scale."""
-
-
 class Scaler(ABC):
     """The scale of one loss.
 
@@ -54,11 +33,10 @@ class Scaler(ABC):
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
         loss_id: Index of the loss in its session.
-        open_blocks: The open ``scale_loss`` blocks, which have yet to divide by the present scale.
-        delayed_blocks: Those that have left their gradients scaled.
         block_on_read: Whether to block on the readback, so that a report can still inspect the
             gradients it names.
-        pass_state: The state of the flag; reset by callers if a pass fails.
+        pending: Whether the scale is not updated from the flag yet: the next pass adds to it.
+        version: Changes with the scale.
         view: Space for the compatibility view of this scaler.
         own_update: What a script put in place of a dynamic scale's update: reads and sets flag,
             scale and count itself, and returns whether to skip the step. ``None`` without one.
@@ -74,41 +52,34 @@ class Scaler(ABC):
         self._bind(torch.tensor([first, 0.0], dtype=torch.float32))
         self.rule = rule
         self.loss_id = loss_id
-        self.open_blocks: set[object] = set()
-        self.delayed_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
         self.block_on_read = False
-        self.pass_state = PassState.UPDATED
+        self.pending = False
+        self.version = 0
         self.view: object = None
         self.own_update: Callable[[], object] | None = None
 
     # -- one backward pass -------------------------------------------------------------------
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Returns the loss times the scale, in fp32 (fp64 of an fp64 loss)."""
+    def scale(self, loss: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Returns the loss times the scale, in fp32 (fp64 of an fp64 loss), and that scale.
+
+        The scale is a number, or if dynamic a 0-d tensor that updates do not change.
+        """
         if self.loss_scale.device != loss.device and loss.device.type != "meta":
             self.move_to(loss.device)
+        factor = self.factor()
         wide = loss.dtype in (torch.float32, torch.float64)
-        return self._scaled(loss if wide else loss.float())
+        return self._scaled(loss if wide else loss.float(), factor), factor
 
-    @abstractmethod
-    def _scaled(self, loss: Tensor) -> Tensor: ...
+    def _scaled(self, loss: Tensor, factor: Tensor | float) -> Tensor:
+        return loss * factor
 
     @abstractmethod
     def factor(self) -> Tensor | float:
-        """Returns the scale without a host sync: a number, or a 0-d tensor if dynamic."""
+        """Returns the present scale without a host sync: a number, or a 0-d copy if dynamic."""
 
-    def begin_pass(self, *, continues: bool = False) -> None:
-        """Begins a pass, before its gradients are unscaled; clears the flag of a dynamic scale.
-
-        A flag that the scale is not updated from yet stays.
-
-        Args:
-            continues: Whether gradients of a held pass are still to be sent.
-        """
-        return
-
-    def hold_update(self) -> None:
-        """Ends a pass whose gradients stay in this process until a later pass sends them."""
+    def begin_pass(self) -> None:
+        """Clears the flag of a dynamic scale, unless the scale is not updated from it yet."""
         return
 
     @abstractmethod
@@ -217,10 +188,10 @@ class StaticScaler(Scaler):
         self._scale = checked_static(loss_scale)  # exact; fp32 may round it
         self.is_identity = self._scale == 1.0
 
-    def _scaled(self, loss: Tensor) -> Tensor:
+    def _scaled(self, loss: Tensor, factor: Tensor | float) -> Tensor:
         # A loss that a script gave a backward of its own, around this pass, would call that again.
         same = self.is_identity and "backward" not in vars(loss)
-        return loss if same else loss * self._scale
+        return loss if same else loss * factor
 
     def factor(self) -> float:
         return self._scale
@@ -246,6 +217,7 @@ class StaticScaler(Scaler):
 
     def set_scale(self, loss_scale: float) -> None:
         self._take(loss_scale)
+        self.version += 1
         self.loss_scale.fill_(self._scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
@@ -282,30 +254,13 @@ class DynamicScaler(Scaler):
         super().set_rule(rule)
         self.clean_steps.clamp_(max=rule.window - 1)
 
-    def _scaled(self, loss: Tensor) -> Tensor:
-        # A copy, which updates do not change: a graph that outlives its block saves it.
-        return loss * self.loss_scale.clone()
-
     def factor(self) -> Tensor:
-        return self.loss_scale
+        return self.loss_scale.clone()
 
-    def begin_pass(self, *, continues: bool = False) -> None:
-        """Clears the flag, unless the scale is not updated from it yet.
-
-        Continues with copies of scale and flag where other blocks, which have yet to end, divide
-        by the present scale.
-        """
-        delayed = self.delayed_blocks
-        if self.open_blocks or (delayed and any(block.waits for block in delayed)):
-            self._bind(self._scale_and_flag.clone())
-        held = self.pass_state is PassState.HELD and not continues
-        if held or self.pass_state is PassState.UPDATED:
+    def begin_pass(self) -> None:
+        if not self.pending:
             self.found_inf.zero_()
-        self.pass_state = PassState.PENDING
-
-    def hold_update(self) -> None:
-        """Leaves the flag for the pass that sends the gradients."""
-        self.pass_state = PassState.HELD
+        self.pending = True
 
     def inverse(self, scale: Tensor | float) -> Tensor:
         if isinstance(scale, Tensor):
@@ -331,7 +286,8 @@ class DynamicScaler(Scaler):
                 self.rule,
                 in_range=self._in_range,
             )
-        self.pass_state = PassState.UPDATED
+        self.pending = False
+        self.version += 1
         send()
 
     def read_updates(self) -> list[ScaleUpdate]:
@@ -363,6 +319,7 @@ class DynamicScaler(Scaler):
         """Sets the scale, which may exceed the rule's bounds; updates continue from it."""
         loss_scale = checked_static(loss_scale)
         self._in_range = self.rule.least <= loss_scale <= self.rule.greatest
+        self.version += 1
         self.loss_scale.fill_(loss_scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:

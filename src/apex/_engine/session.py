@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex._core import dtypes
-from apex._core.param_groups import is_trained
+from apex._core.param_groups import is_trained, params_of
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
+from apex._engine import masters
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, settle
@@ -25,17 +27,16 @@ from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.communication import Communicator, note_compiled_run
 from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.masters import Masters
-from apex._engine.mistakes import Mistakes
+from apex._engine.masters import LazyMaster, Master, Masters
+from apex._engine.mistakes import Mistake, Mistakes
 from apex._engine.model import ModelPlan, sharding
-from apex._engine.optimizer import mirror_gradients, optimizer_class
+from apex._engine.optimizer import optimizer_class
 from apex._engine.optimizer.binding import Binding
 from apex._engine.optimizer.optimizer_class import AmpOptimizer
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
-from apex._torch.ddp import Communication
-from apex._torch.dynamo import before_each_run
+from apex._torch.dynamo import before_each_run, untraced
 from apex._torch.modules import named_tensors
 
 Listener = Callable[["Session", ScaleUpdate], None]
@@ -92,13 +93,15 @@ class Session:
         self._listeners = tuple(listeners)
         self._keep_fp32 = keep_fp32
         self._pass_listeners: list[PassListener] = []
-        self.masters = Masters()
+        lazy = all(scaler.is_identity for scaler in self.scalers)
+        self.masters = Masters(LazyMaster if lazy else Master)
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers)
         self._shards: list[weakref.ref[object]] = []
         self._prepared: frozenset[int] = frozenset()
+        self._versions: dict[int, int] = {}  # of 16-bit weights, at first
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
         self.mistakes = Mistakes()
@@ -133,6 +136,10 @@ class Session:
                 self.bind(optimizer, mixin=mixin, undo=steps)
             steps.push(self.close)
             self.start()
+            if self.policy.master_weights:
+                _watch_steps(self)
+                params = chain.from_iterable(model.parameters() for model in models)
+                self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
             restoring.match_states(optimizers, old_dtypes)
             self._models.update(map(conversion.module_behind, models))
             tensors = (named_tensors(model).values() for model in models)
@@ -255,14 +262,17 @@ class Session:
         owners: dict[Any, None] = {self: None}
         for binding in bindings:
             owners[binding.owner] = None
-        # fully_shard keeps unreduced gradients scaled, and a later pass adds scaled ones.
-        delays, flagged = delay_unscale, [*bindings]
+        flagged, others = [*bindings], list[Binding]()
         region, casting = self.region, False
+        # Gradients stay scaled until ranks share them: later passes add scaled ones.
+        sends = list(map(_sends, bindings))  # of each, as ranks may communicate here
+        delays = delay_unscale or not all(sends)
         for owner in owners:
             if owner._prepared:
                 owner._check_sharding(bindings)
             delays = delays or (bool(owner._shards) and owner._defers_reduction())
-            flagged += owner.sharers(bindings)
+            for other, shares in owner.others(bindings):
+                (flagged if shares else others).append(other)
             if not casting and owner.casting:
                 region, casting = owner.region, True
         return BackwardPass(
@@ -271,9 +281,8 @@ class Session:
             scaler,
             casts=region.spec if isinstance(region, CastRegion) else None,
             mistakes=self.mistakes,
-            communication=_communication_of_pass,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings, owners),
-            owners=owners,
+            others=others,
             flagged=flagged,
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
@@ -334,9 +343,6 @@ class Session:
     def master_of(self, param: Tensor) -> Tensor | None:
         return self.masters.master_of(param)
 
-    def set_exact(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.masters.set_exact(values)
-
     def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.masters.expect(values)
 
@@ -344,37 +350,25 @@ class Session:
         if self.policy.master_weights:
             self.masters.write_back()
 
-    @contextmanager
-    def cast_gradients(self) -> Iterator[None]:
-        """A context in which parameters change their dtype, and their gradients follow.
-
-        Inside, gradients are on the masters alone. Afterwards the models mirror them again: the
-        rounded values that they had would look like a change of the exact ones.
-        """
-        mirrored = [pair for each in self._bindings for pair in each.gradients.take_mirrors()]
-        try:
-            yield
-        finally:
-            mirror_gradients.write_again(mirrored)
+    def take_grads(self) -> None:
+        """Moves gradients from the models to the masters, before weights change their dtype."""
+        for pair in self.masters.all():
+            masters.take([pair])
+            pair.model.grad = None
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)
         if traced:
             before_each_run(note_compiled_run)
 
-    def sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
-        """Returns every other optimizer that trains a parameter of ``bindings``."""
-        others = self.others(bindings)
-        if not others:
-            return ()
-        trained = {id(param) for binding in bindings for param in binding.trained()}
-        return [each for each in others if any(id(param) in trained for param in each.trained())]
-
-    def others(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
-        """Returns the session's optimizers that are not in ``bindings``."""
+    def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
+        """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""
         if len(self._bindings) == 1 and len(bindings) == 1 and bindings[0].owner is self:
-            return ()
-        return [other for other in self.bindings if other not in bindings]
+            return
+        trained = {id(param) for binding in bindings for param in binding.trained()}
+        for each in self.bindings:
+            if each not in bindings:
+                yield each, not trained.isdisjoint(map(id, each.trained()))
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         self._communicator.forget_users()  # they may belong to another wrapper
@@ -387,14 +381,53 @@ class Session:
         """Clears the gradients of the masters of ``params``, whose own were cleared."""
         cleared = {id(param) for param in params}
         self.masters.clear_grads(cleared, set_to_none=set_to_none)
-        for binding in self._bindings:
-            binding.gradients.on_cleared(cleared)
+        for binding in self.bindings:
+            if cleared.issuperset(id(param) for param in binding.trained()):
+                binding.note_cleared()
+
+    def _after_other_step(self, optimizer: Optimizer) -> None:
+        """Rounds masters that an optimizer stepped which amp has not prepared.
+
+        Of one that steps 16-bit weights itself, it warns.
+        """
+        stepped = params_of(optimizer)
+        own = {id(param) for param in stepped if isinstance(param, Master)}
+        for pair in self.masters.all() if own else ():
+            if id(pair.master) in own:
+                pair.mark_written()  # fused kernels do not count
+        self.write_back()
+        low = [param for param in stepped if dtypes.is_low_precision(param)]
+        if low:
+            fused = any(group.get("fused") for group in optimizer.param_groups)
+            before = self._versions
+            self._versions = {}  # steps of ours change weights, too: only the first step tells
+            if any(
+                before.get(id(p), p._version) != p._version or (fused and id(p) in before)
+                for p in low
+            ):
+                self.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
+            increment_version(low)
 
 
-def _communication_of_pass(binding: Binding) -> Communication:
+def _sends(binding: Binding) -> bool:
+    """Returns whether ranks share the gradients of a pass that begins now, if they are to."""
     owner: Any = binding.owner
     communicator: Communicator = owner._communicator
     return communicator.of_pass(binding)
+
+
+def _watch_steps(session: Session) -> None:
+    """Hooks into the steps of other optimizers for as long as a session with masters lives."""
+    reference = weakref.ref(session)
+
+    @untraced
+    def after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        session = None if masters.PREPARED in vars(optimizer) else reference()
+        if session is not None:
+            session._after_other_step(optimizer)
+
+    handle = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(session, handle.remove).atexit = False
 
 
 def _end(region: CastRegion, functions: UserRegistry | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,3 +15,10 @@ def plain_backward_id() -> int:
 
 backward_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", plain_backward_id)
 """Returns the id of the backward pass that runs the calling code, -1 outside of one."""
+
+
+def at_end_of_pass(fn: Callable[[], object]) -> None:
+    """Calls ``fn`` at the end of the backward pass that runs the calling code, if torch can."""
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is not None:
+        engine.queue_callback(fn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +23,6 @@ _NAMES_IN_C = {
     torch.bfloat16: "c10::BFloat16",
 }
 """The names of dtypes in what a wrapper logs."""
-
-
-@dataclass(frozen=True)
-class Communication:
-    """How the gradients of one backward pass are communicated.
-
-    Attributes:
-        sends: Whether they are averaged over the ranks; False under ``no_sync``.
-        in_buckets: Whether they share memory with the communication buckets.
-    """
-
-    sends: bool = True
-    in_buckets: bool = False
-
-
-NO_WRAPPER = Communication()
-"""Without a wrapper: gradients are complete after each pass, or the script averages them."""
 
 
 def active_wrapper() -> DistributedDataParallel | None:

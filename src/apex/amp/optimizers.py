@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from
-from apex._engine import tracked_pair
+from apex._engine import masters
+from apex._engine.masters import Pair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.binding import Binding
-from apex._engine.optimizer.gradients import GradState
+from apex._engine.optimizer.gradients import PassGradients
 from apex._engine.optimizer.optimizer_class import AmpOptimizer, binding_of
-from apex._engine.tracked_pair import TrackedPair
 from apex._torch.autograd import backward_id
 
 if TYPE_CHECKING:
@@ -69,15 +69,15 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     binding = None if own is None else binding_of(own)
     if binding is not None:
         _warn_inside_block(binding)
-        binding.regroup()
-        binding.read_written()
-        binding.gradients.absorb_raw()
+        binding.read_masters()
+        masters.take(binding.pairs)
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def _warn_inside_block(binding: Binding) -> None:
-    inside = binding.gradients.state is GradState.OPEN and bool(binding.pairs)
+    opened = binding.open_pass
+    inside = opened is not None and opened.is_open and opened.gradients.scaled and binding.pairs
     # While a pass runs, hooks may ask for the masters, for instance to step them.
     if inside and binding.owner is not None and backward_id() == -1:
         binding.owner.mistakes.warn(Mistake.MASTERS_INSIDE)
@@ -89,6 +89,7 @@ class AmpStash:
     Attributes:
         lazy_init_called: For scripts that set it; has no effect.
         already_patched: For scripts that set it; has no effect.
+        gradients: Those of a pass that a script has prepared by itself.
     """
 
     def __init__(self, binding: Binding) -> None:
@@ -96,6 +97,8 @@ class AmpStash:
         self._reference = weakref.ref(binding)
         self.lazy_init_called = True
         self.already_patched = True
+        self._scaled = False
+        self.gradients: PassGradients | None = None
 
     @property
     def _binding(self) -> Binding:
@@ -139,7 +142,7 @@ class AmpStash:
         """Trainable parameters without masters, by group; AttributeError as for ``fp16_groups``."""
         return [[param for param in own if param.requires_grad] for _, own in self._groups()]
 
-    def _groups(self) -> Iterator[tuple[list[TrackedPair], list[Tensor]]]:
+    def _groups(self) -> Iterator[tuple[list[Pair], list[Tensor]]]:
         """Yields each group's parameters with masters, and those without."""
         binding = self._binding
         # NVIDIA's FusedSGD steps its groups, whose masters it then finds here, by kernels for fp16.
@@ -156,11 +159,12 @@ class AmpStash:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether ``delay_unscale`` left gradients scaled."""
-        return self._binding.gradients.state is GradState.DELAYED
+        opened = self._binding.open_pass
+        return self._scaled or (opened is not None and not opened.is_open)
 
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
-        self._binding.gradients.mark_scaled(value)
+        self._scaled = value
 
 
 class AmpStashOptimizer(AmpOptimizer):
@@ -182,23 +186,25 @@ class AmpStashOptimizer(AmpOptimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Writes the rounded masters into the model."""
-        tracked_pair.round_into_model(_require_binding(self).pairs)
+        masters.round_into_model(_require_binding(self).pairs)
 
     def _prepare_amp_backward(self) -> None:
         """Sets existing gradients aside before a backward pass."""
         binding = _require_binding(self)
-        binding.read_model()
-        binding.gradients.absorb_changes()
-        binding.gradients.begin(identity=False)
+        binding.adopt_new()
+        self._amp_stash.gradients = gradients = PassGradients([binding], scaled=True)
+        gradients.make_room()
+        binding.used = True
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscales the gradients of the pass and adds those set aside."""
-        binding = _require_binding(self)
-        gradients = binding.gradients
-        gradients.current.accumulate(binding, scaler._scaler.unscale_)
-        gradients.commit()
+        gradients, self._amp_stash.gradients = self._amp_stash.gradients, None
+        if gradients is None:
+            gradients = PassGradients([_require_binding(self)], scaled=True)
+            gradients.mark()
+        gradients.receive(scaler._scaler.unscale_)
         if scaler.dynamic:
-            gradients.overflow.raise_by(scaler._scaler.found_inf)
+            _require_binding(self).note_overflow(scaler._scaler.found_inf)
 
 
 def _require_binding(optimizer: Optimizer) -> Binding:

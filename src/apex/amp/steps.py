@@ -23,8 +23,7 @@ def clip_grad_norm_(
     Call it between the ``scale_loss`` block and ``step()``. The norm is that of the unscaled
     gradients of all parameters that the optimizer steps, over all ranks of sharded ones, and is
     computed in fp32. Equals ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)``,
-    but leaves the gradients of large models at O2 and O5 in 16 bits if the optimizer is a fused
-    one, and updates the gradients of the model, too. No host sync.
+    but leaves the gradients of a model at O5 in 16 bits. No host sync.
 
     Args:
         optimizer: An optimizer, or ``LARC`` around one.
@@ -101,11 +100,9 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
     binding = binding_of(unwrap(optimizer))
     if binding is None:
         return False if on_host else torch.tensor(False)
-    overflow = binding.gradients.overflow
     if on_host:
-        return overflow.skipped_on_host()
-    skipped = overflow.skipped
+        return binding.skipped_on_host()
+    skipped, flag = binding.skipped, binding.found_inf
     if isinstance(skipped, Tensor):
         return skipped != 0
-    flag = overflow.found_inf
     return torch.full((), skipped, device=None if flag is None else flag.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +24,6 @@ from apex.amp.nonfinite import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.common import check_scaler, inner
 from apex.debug.watch import loop_of
-
-_COUNT = "state step"
-"""Role of the tensor in which torch's optimizers count steps."""
 
 _MAX_LISTED = 10
 """Number of non-finite tensors that ``str`` lists."""
@@ -82,7 +78,6 @@ class TensorNumerics:
         nan: Number of NaN elements.
         elements: Number of elements; of a sharded tensor, those on this rank.
         largest: Largest finite absolute value; of complex numbers, of their parts.
-        limit: Largest finite value of the dtype.
         mask: Whether it is a buffer whose infinities are those of a mask: all of one sign, among
             numbers that are all equal.
     """
@@ -94,18 +89,12 @@ class TensorNumerics:
     nan: int
     elements: int
     largest: float
-    limit: float
     mask: bool = False
 
     @property
     def finite(self) -> bool:
         """Whether it holds neither inf nor NaN, except for the infinities of a mask."""
         return self.mask or not (self.inf or self.nan)
-
-    @property
-    def headroom(self) -> float:
-        """Powers of two from the largest value to ``limit``; inf if all values are 0."""
-        return math.log2(self.limit / self.largest) if self.largest else math.inf
 
     def __str__(self) -> str:
         counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
@@ -123,25 +112,16 @@ class Numerics(tuple[TensorNumerics, ...]):
         """The tensors that hold inf or NaN."""
         return [item for item in self if not item.finite]
 
-    @property
-    def least_headroom(self) -> TensorNumerics | None:
-        """The finite tensor with the least headroom, apart from counts of steps; None if none."""
-        values = (item for item in self if item.finite and item.role != _COUNT)
-        return min(values, key=lambda item: item.headroom, default=None)
-
     def __bool__(self) -> bool:
         return not self.nonfinite
 
     def __str__(self) -> str:
-        """Returns the tensors that are not finite, or else the one closest to overflow."""
+        """Returns the tensors that are not finite, ten at most, or that there are none."""
         bad = self.nonfinite
         if bad:
             more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
             return "Not finite:\n" + "\n".join(f"  {line}" for line in [*bad[:_MAX_LISTED], *more])
-        close = self.least_headroom
-        if close is None:
-            return "No floating-point tensor."
-        return f"All {len(self)} tensors finite; closest to overflow: {close}."
+        return f"All {len(self)} tensors finite." if len(self) else "No floating-point tensor."
 
 
 @torch.no_grad()
@@ -187,7 +167,6 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
             int(nan),
             values.numel(),
             largest,
-            torch.finfo(values.dtype).max,
             mask=role == "buffer" and 0 < inf < values.numel() and tracing.is_mask(values),
         )
         for (name, role, values), (inf, nan, largest) in zip(

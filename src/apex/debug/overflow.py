@@ -349,6 +349,8 @@ class OverflowDetector(Detector):
             and call.name != "aten.lift_fresh"
         ):
             return None
+        if call.name == "aten._amp_foreach_non_finite_check_and_unscale_" and self._unknown_scale:
+            self._births.unscale(call.args[0])
         if call.name == "aten._amp_update_scale_":
             self._births.update_scale(call.args[0])
         return _Before(call, copies=not self.in_step)
@@ -395,8 +397,6 @@ class OverflowDetector(Detector):
             # Autograd starts a backward pass this way, from the loss.
             for birth in self._births_read(call, before):
                 self._births.reach(birth)
-        if call.name == "aten._amp_foreach_non_finite_check_and_unscale_" and self._unknown_scale:
-            self._births.unscale(call.args[0])
 
     def _mark_bad(self, call: Call, before: _Before, bad: list[tuple[Tensor, Kind]]) -> None:
         birth = self._origin(call, before, bad)

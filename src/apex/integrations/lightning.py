@@ -51,7 +51,6 @@ _Precision: Any = type(
     ),
     {},
 )
-_OPTIONS = [*inspect.signature(amp.initialize).parameters][2:]  # after models and optimizers
 
 
 class ApexPrecision(_Precision):
@@ -87,12 +86,7 @@ class ApexPrecision(_Precision):
     ) -> None:
         super().__init__()
         defaults = level_defaults(opt_level)
-        unknown = [name for name in options if name not in _OPTIONS]
-        if unknown:
-            raise TypeError(
-                f"ApexPrecision got the unknown option {unknown[0]!r}. It takes the options of "
-                f"amp.initialize: {', '.join(_OPTIONS)}."
-            )
+        inspect.signature(amp.initialize).bind_partial(opt_level=opt_level, **options)
         self.options = {"opt_level": opt_level, "keep_fp32_values": True, **options}
         dtype: Any = defaults.cast_model_type or defaults.patch_torch_functions_type
         self.precision = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(

@@ -91,9 +91,12 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         Raises:
             RuntimeError: If called before the first :meth:`optim_context`.
         """
-        delay = self._stays_local
-        with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled_loss:
-            scaled_loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        if not self.enabled:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        else:
+            delay = self._stays_local
+            with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled_loss:
+                scaled_loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
     def state_dict(self) -> dict[str, Any]:

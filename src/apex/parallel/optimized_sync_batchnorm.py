@@ -84,12 +84,6 @@ class SyncBatchNorm(_BatchNorm):
     def process_group(self, value: ProcessGroup | None) -> None:
         self._group = _SharedGroup(checked_group(value))
 
-    def _specify_process_group(self, process_group: ProcessGroup | None) -> None:
-        self.process_group = process_group
-
-    def _specify_channel_last(self, channel_last: bool) -> None:
-        self.channel_last = channel_last
-
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002 - apex's
         """Returns the normalized input.
 

@@ -14,8 +14,8 @@ from apex._core.scale import ScaleRule
 from apex._engine.events import Iteration, ScaleUpdate
 from apex._engine.readback import Readback
 from apex._engine.scaler import DynamicScaler
+from tests.loop import test_loss_scale
 from tests.support.emulated_cuda import device
-from tests.training import test_loss_scale
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]

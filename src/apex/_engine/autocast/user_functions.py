@@ -73,7 +73,7 @@ class UserRegistry:
     def __init__(self) -> None:
         self.listed: list[tuple[Any, str, Kind]] = []
         self._lock = threading.RLock()  # a session may end in a garbage collection of this thread
-        self._kinds: dict[tuple[Any, str], Kind] = {}
+        self._registered: dict[tuple[int, str], tuple[Any, str, Kind]] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._sessions = 0
 
@@ -99,21 +99,19 @@ class UserRegistry:
         with self._lock:
             if self._sessions:
                 self._replace(module, name, kind)
-            self._kinds[module, name] = kind
+            self._registered[id(module), name] = module, name, kind
 
     def kinds(self) -> dict[str, Kind]:
         """Returns the kind of every registered function by its name."""
-        return {name: kind for (_, name), kind in self._kinds.items()}
+        return {name: kind for _, name, kind in self._registered.values()}
 
     def apply(self) -> None:
         """Replaces the registered and listed functions; pairs with one ``undo``."""
         with self._lock:
             self._sessions += 1
             try:
-                for (module, name), kind in [*self._kinds.items()]:
-                    self._replace(module, name, kind)
-                for module, name, kind in self.listed:
-                    self._replace(module, name, kind)
+                for each in (*self._registered.values(), *self.listed):
+                    self._replace(*each)
             except BaseException:
                 self.undo()
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
@@ -54,8 +53,8 @@ class MasterSource(Protocol):
     def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
         """Adds a deep copy of ``model``."""
 
-    def cast_gradients(self) -> AbstractContextManager[None]:
-        """Returns a context in which parameters change their dtype, and their gradients follow."""
+    def take_grads(self) -> None:
+        """Moves gradients from the models to the masters, before weights change their dtype."""
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""

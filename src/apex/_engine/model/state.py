@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,9 +164,9 @@ class ModelState:
         All or nothing. Masters, optimizers and loss scales stay.
         """
         self.link.write_back()
-        source = self.link.source
-        casting = nullcontext() if source is None else source.cast_gradients()
-        with casting, all_or_nothing() as undo:
+        if self.link.source is not None:
+            self.link.source.take_grads()
+        with all_or_nothing() as undo:
             undo.push(setattr, self, "plan", self.plan)
             self.plan = self.given
             if dtype is not self.given.param_dtype:

@@ -1,29 +1,34 @@
-"""amp's state for one optimizer: the masters in its groups and the state of its gradients."""
+"""amp's state for one optimizer: the masters in its groups, its gradients, and its overflow."""
 
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import dtypes
+from apex._core import dtypes, finite
 from apex._core.param_groups import is_trained, params_in, params_of
-from apex._engine import tracked_pair
-from apex._engine.masters import Masters
+from apex._engine import masters
+from apex._engine.events import Iteration
+from apex._engine.masters import LazyMaster, Master, Masters, Pair
 from apex._engine.mistakes import Mistakes
-from apex._engine.optimizer import one_pass, other_steps
 from apex._engine.optimizer.exchange import exchange
-from apex._engine.optimizer.gradients import Gradients
-from apex._engine.tracked_pair import TrackedPair
+from apex._engine.optimizer.gradients import PassGradients
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
+from apex._torch import parameters
 from apex._torch.autograd import backward_id
+from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
+
+_dtype = operator.attrgetter("dtype")
 
 
 class Owner(Protocol):
@@ -55,14 +60,24 @@ class Owner(Protocol):
     def forget(self, binding: Binding) -> None:
         """Removes a closed binding."""
 
-    def sharers(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
-        """Returns every other optimizer that trains a parameter of ``bindings``."""
-
-    def others(self, bindings: Sequence[Binding]) -> Sequence[Binding]:
-        """Returns the session's optimizers that are not in ``bindings``."""
+    def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
+        """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Converts modules added to the models since ``initialize`` that hold ``params``."""
+
+
+class OpenPass(Protocol):
+    """A backward pass whose gradients are not unscaled yet."""
+
+    gradients: PassGradients
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its block has been entered and not left."""
+
+    def finish(self) -> None:
+        """Unscales the gradients now; idempotent."""
 
 
 class Binding:
@@ -70,11 +85,19 @@ class Binding:
 
     Attributes:
         pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
-        gradients: The state of its parameters' gradients.
         owner: The session, kept alive; ``None`` in an unpickled optimizer.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         view: Space for the compatibility view of this binding.
+        open_pass: The backward pass still to be finished, if any.
+        found_inf: Whether a pass since the last step overflowed, 0-d fp32; stays in place, for CUDA
+            graphs. ``None`` before the first checked pass.
+        checked: Whether there was such a pass.
+        skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
+        steps: Steps so far, skipped ones included.
+        used: Whether a pass has begun.
+        got_scaled: Whether a pass of other optimizers has left scaled gradients.
+        stepping: Whether the optimizer is in its step.
     """
 
     def __init__(
@@ -96,19 +119,24 @@ class Binding:
             undo: Receives the inverse.
         """
         self.attach(optimizer)
-        self.pairs: list[TrackedPair] = []
-        self._counted = 0, 0
-        self.gradients = Gradients(self)
+        self.pairs: list[Pair] = []
         self.master_weights = master_weights
         self.owner = owner
         self.inner_step: Callable[..., Any] | None = None
         self.view: object = None
         self._source = source or (Masters() if owner is None else owner.masters)
-        self._frozen: list[nn.Parameter] = []
-        self._owned: set[int] = set()  # ids of the pairs' model parameters
+        self._begin_anew()
         with all_or_nothing(undo) as steps:
             self.adopt(optimizer.param_groups, steps)
-        other_steps.watch(self)
+
+    def _begin_anew(self) -> None:
+        self.open_pass: OpenPass | None = None
+        self.found_inf: Tensor | None = None
+        self.checked = self.used = self.stepping = self.got_scaled = False
+        self.skipped: Tensor | bool = False
+        self.steps = 0
+        self._last: Tensor | None = None  # the memory of a flag in ``skipped``, for CUDA graphs
+        self._skip_copy: HostCopy | None = None
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -134,8 +162,6 @@ class Binding:
 
     def direct(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
-        if not self.pairs:
-            return self.params()
         own = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in own]
 
@@ -143,43 +169,20 @@ class Binding:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         return [*(pair.model for pair in self.pairs), *self.direct()]
 
-    @property
-    def elements(self) -> int:
-        """The number of elements of all masters; counted again if their number changes."""
-        if self._counted[0] != len(self.pairs):
-            self._counted = len(self.pairs), sum(pair.model.numel() for pair in self.pairs)
-        return self._counted[1]
-
-    def defers(self) -> bool:
-        """Returns whether gradients stay in 16 bits until they are read."""
-        return one_pass.takes(self)
+    def is_frozen(self, param: Tensor) -> bool:
+        """Returns whether ``param``, in a group, is frozen and gets its master when unfrozen."""
+        return self.master_weights and dtypes.is_low_precision(param)
 
     def steps_any(self, params: Iterable[Tensor]) -> bool:
         """Returns whether a group holds the master of one of ``params``, models' parameters."""
-        owned = self._owned.intersection(map(id, params))
-        if not owned:
-            return False
-        masters_of = {id(pair.master) for pair in self.pairs if id(pair.model) in owned}
-        return not masters_of.isdisjoint(map(id, self.params()))
-
-    def stepped(self, param: Any) -> Any:
-        """Returns the master of a model's parameter; anything else as it is."""
-        pair = self._source.pair_of(param) if id(param) in self._owned else None
-        return param if pair is None else pair.master
-
-    def sharing(self) -> list[Binding]:
-        """Returns this one, and the session's others that train one of its parameters."""
-        return [self, *(() if self.owner is None else self.owner.sharers([self]))]
-
-    def is_frozen(self, param: Tensor) -> bool:
-        """Returns whether ``param`` is frozen and gets its master when unfrozen."""
-        return any(each is param for each in self._frozen)
+        given = set(map(id, params))
+        owned = {id(pair.master) for pair in self.pairs if id(pair.model) in given}
+        return not owned.isdisjoint(map(id, self.params()))
 
     def adopt(self, groups: list[dict[str, Any]], undo: Undo) -> None:
-        """Replaces low-precision parameters in ``groups`` with their masters, in place.
+        """Puts masters in place of trained low-precision parameters in ``groups``.
 
-        Also where else the optimizer keeps them. A frozen parameter stays and gets its master when
-        unfrozen.
+        A frozen parameter stays and gets its master when unfrozen.
 
         Args:
             groups: Groups of the optimizer.
@@ -187,130 +190,171 @@ class Binding:
         """
         if not self.master_weights:
             return
-        owned, waiting = self._owned, {id(param) for param in self._frozen}
-        known = len(self.pairs)
-        undo.push(self._undo_adopt, known, len(self._frozen))
+        known = {id(pair.model) for pair in self.pairs}
+        undo.push(self._undo_adopt, len(self.pairs))
         new: dict[int, nn.Parameter] = {}
         for param in params_in(groups):
-            which = id(param)
-            if which in owned:  # in an earlier group, too
-                new[which] = self._source.make(param, self).master
-            elif not dtypes.is_low_precision(param) or which in waiting:
-                continue
-            elif is_trained(param):
+            if dtypes.is_low_precision(param) and is_trained(param):
                 pair = self._source.make(param, self)
-                self.pairs.append(pair)
-                owned.add(which)
-                new[which] = pair.master
-            else:
-                self._frozen.append(param)
-                waiting.add(which)
-        if new:
-            every = groups is self.optimizer.param_groups
-            exchange(self.optimizer, new, None if every else groups)
+                new[id(param)] = pair.master
+                if id(param) not in known:
+                    known.add(id(param))
+                    self.pairs.append(pair)
+        exchange(self.optimizer, new)
 
-    def _undo_adopt(self, pairs: int, frozen: int) -> None:
-        """Reverts :meth:`adopt`, given the number of pairs and frozen parameters before it."""
-        added = self.pairs[pairs:]
-        exchange(self.optimizer, {id(pair.master): pair.model for pair in added})
-        self._owned.difference_update(id(pair.model) for pair in added)
-        del self.pairs[pairs:], self._frozen[frozen:]
-
-    def adopt_unfrozen(self) -> None:
-        """Gives a master to every frozen parameter that was unfrozen; all or none."""
-        if not any(map(is_trained, self._frozen)):
-            return
-        with all_or_nothing() as undo:
-            before = self._frozen
-            undo.push(setattr, self, "_frozen", before)
-            self._frozen = [param for param in before if not is_trained(param)]
-            self.adopt(self.optimizer.param_groups, undo)
-
-    def close(self) -> None:
-        """Puts the model's own parameters back into the groups, with the optimizer's state.
-
-        Allocates nothing, so it works out of memory.
-        """
-        exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
-        self.pairs.clear()  # gradients hold the same list
-        self._owned = set()
-
-    # -- before a pass or a step -------------------------------------------------------------
-
-    def read_written(self) -> None:
-        """Copies writes to the model to the masters, for which a script asks."""
-        tracked_pair.read_model(self.pairs, asked=True)
-
-    def read_model(self, *, steps: bool = False) -> None:
-        """Copies writes to the model to the masters; adopts unfrozen parameters.
-
-        Args:
-            steps: Whether masters are stepped next.
-        """
-        if self.pairs:
-            tracked_pair.read_model(self.pairs, steps=steps)
-        if self._frozen:
-            self.adopt_unfrozen()
+    def _undo_adopt(self, pairs: int) -> None:
+        exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs[pairs:]})
+        del self.pairs[pairs:]
 
     @untraced
-    def regroup(self) -> None:
-        """Puts the masters of models' parameters into groups that a script has built anew."""
-        if not self._owned.isdisjoint(map(id, self.params())):
+    def adopt_new(self) -> None:
+        """Gives masters to parameters that were unfrozen, or put into groups by a script."""
+        if not self.master_weights:
+            return
+        if not {*map(_dtype, self.params())}.isdisjoint(dtypes.LOW_PRECISION):
             with all_or_nothing() as undo:
                 self.adopt(self.optimizer.param_groups, undo)
 
+    def close(self) -> None:
+        """Puts the model's own parameters back into the groups, with the optimizer's state."""
+        exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
+        self.pairs.clear()
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> Iteration:
+        """Identifies the passes that lead to the next step."""
+        return Iteration(id(self), self.steps)
+
     @untraced
-    def settle(self, *, steps: bool = False) -> None:
-        """Finishes an open pass, so that the masters hold every gradient unscaled.
+    def read_masters(self, *, steps: bool = False) -> None:
+        """Has masters follow written weights, for a script that asks for them or for the step."""
+        self.adopt_new()
+        masters.follow(self.pairs, steps=steps)
+
+    @untraced
+    def settle(self, *, steps: bool = False, takes: bool = True) -> None:
+        """Finishes an open pass, and gives the masters the gradients and values of the model.
 
         Args:
             steps: Whether masters are stepped or given back next.
+            takes: Whether gradients that wait on the model go to the masters now.
         """
-        if self._owned:
-            self.regroup()
-        gradients = self.gradients
-        if gradients.open_pass is not None:
+        opened = self.open_pass
+        if opened is not None:
+            if opened.gradients.scaled and backward_id() != -1:
+                raise RuntimeError(
+                    "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
+                    "hook), while the gradients are still scaled. Step after the pass, or use a "
+                    "loss scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
+                )
             if backward_id() == -1:
-                gradients.open_pass.finish()
-            else:
-                self._begin_step_in_backward()
-        if self.master_weights:
-            self.read_model(steps=steps)
-        gradients.absorb_raw()
-        if steps and gradients.overflow.begin_step(self.params):
-            gradients.watch_writes()
+                opened.finish()
+        self.read_masters(steps=steps)
+        if takes:
+            masters.take(self.pairs)
+
+    def has_grads(self) -> bool:
+        """Returns whether there is a gradient, without computing one."""
+        return any(pair.waiting is not None for pair in self.pairs) or any(
+            parameters.grad_of(param) is not None for param in self.params()
+        )
 
     def has_plain_gradients(self) -> bool:
-        """Whether the model has gradients of a plain backward pass that masters do not have yet."""
-        return not self.gradients.overflow.checked and any(
-            not pair.mirrors_grad and pair.model.grad is not None for pair in self.pairs
-        )
+        """Whether the model has gradients of a plain backward pass, which masters do not show."""
+        waits = (p.waiting is not None and type(p.master) is Master for p in self.pairs)
+        return not self.checked and any(waits)
+
+    def zero(self, *, set_to_none: bool) -> None:
+        """Clears the gradients of all pairs, model and master."""
+        for pair in self.pairs:
+            masters.clear_grad(pair, set_to_none=set_to_none)
+        self.note_cleared()
+
+    def note_cleared(self) -> None:
+        """Leaves out what was set aside, now that the optimizer's gradients are cleared."""
+        self.got_scaled = False
+        opened = self.open_pass
+        if opened is None:
+            return
+        params = {*map(id, self.params())}
+        if opened.is_open:
+            opened.gradients.drop_aside(params)
+            opened.gradients.mark()
+        else:
+            opened.gradients.leave_out(params)
+            self.open_pass = None
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
         """Around a call that averages gradients over ranks. A context manager.
 
-        While a pass is unfinished, the model's parameters have the gradients; those of masters are
-        not unscaled yet. Until then the optimizer keeps them beside its groups.
+        While a pass is unfinished, the model's parameters have the gradients, and the optimizer
+        keeps these beside its groups.
         """
         if self.owner is not None:
-            self.owner.mistakes.note_average()
-        unsettled = self.gradients.unfinished or self.has_plain_gradients()
+            self.owner.mistakes.averages = True
+        unsettled = self.open_pass is not None or any(p.waiting is not None for p in self.pairs)
         pairs = [*self.pairs] if unsettled else []
         try:
-            exchange(self.optimizer, {id(pair.master): pair.model for pair in pairs}, [])
+            exchange(self.optimizer, {id(pair.master): pair.model for pair in pairs})
             yield
         finally:
-            exchange(self.optimizer, {id(pair.model): pair.master for pair in pairs}, [])
+            exchange(self.optimizer, {id(pair.model): pair.master for pair in pairs})
 
-    def _begin_step_in_backward(self) -> None:
-        if self.gradients.is_scaled:
-            raise RuntimeError(
-                "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
-                "hook), while the gradients are still scaled. Step after the pass, or use a loss "
-                "scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
-            )
-        self.gradients.absorb_partial()
+    # -- overflow ----------------------------------------------------------------------------
+
+    def note_overflow(self, found_inf: Tensor) -> None:
+        """Skips the next step if ``found_inf`` (0-d) or that of an earlier pass is set."""
+        if self.found_inf is None or self.found_inf.device != found_inf.device:
+            self.found_inf, self.checked = torch.zeros_like(found_inf), False
+        if self.checked:
+            finite.raise_flag_(self.found_inf, found_inf)
+        else:
+            self.found_inf.copy_(found_inf)
+        self.checked = True
+
+    def overflowed(self) -> bool:
+        """Returns whether the next step is skipped."""
+        if not self.checked or self.found_inf is None:
+            return False
+        return bool(self.found_inf.tolist())  # sync: an optimizer in Python needs the answer
+
+    @untraced
+    def begin_step(self, *, skipped: Tensor | bool) -> None:
+        """Records whether a step that begins is skipped."""
+        if isinstance(skipped, Tensor):
+            if self._last is None or self._last.device != skipped.device:
+                self._last = torch.empty_like(skipped)
+            skipped = self._last.copy_(skipped)
+        self.skipped, self._skip_copy = skipped, None
+        self.steps += 1
+
+    @untraced
+    def end_step(self) -> None:
+        """Drops the masters' gradients, which end with the step, and the overflow."""
+        shared = self.shared_pairs()
+        for pair in self.pairs:
+            pair.end_step(shared=id(pair) in shared)
+        self.checked = False
+
+    def shared_pairs(self) -> set[int]:
+        """Returns the ids of pairs that other optimizers of the session step, too."""
+        sharers = () if self.owner is None else self.owner.others([self])
+        return {id(pair) for each, shares in sharers if shares for pair in each.pairs}
+
+    def skipped_on_host(self) -> bool | None:
+        """Returns whether the last step was skipped, None until the answer has arrived."""
+        skipped = self.skipped
+        if isinstance(skipped, bool):
+            return skipped
+        if self._skip_copy is None:
+            if capturing(skipped.device):
+                return None
+            self._skip_copy = HostCopy(skipped)
+        copy = self._skip_copy
+        return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -319,7 +363,6 @@ class Binding:
 
         An optimizer deep-copied together with its model steps the model's copy.
         """
-        tracked_pair.write_back(self.pairs)
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -328,26 +371,21 @@ class Binding:
             new._source = new.owner.masters
             new.owner.register(new)
         new._source.hold(new.pairs, new)
-        other_steps.watch(new)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
-        tracked_pair.write_back(self.pairs)
-        state = self.__dict__.copy()
-        for name in ("_optimizer", "_source", "_owned", "gradients"):
-            del state[name]
-        state.update(owner=None, inner_step=None, view=None)
-        return state
+        masters.write_back(self.pairs)
+        return {"pairs": self.pairs, "master_weights": self.master_weights}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by its kind; see :mod:`apex._pickle`."""
         return empty, ("binding",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        for name in ("packing", "sums_low"):  # in files of earlier releases
-            self.__dict__.pop(name, None)
-        self._source = Masters()
-        self._owned = {id(pair.model) for pair in self.pairs}
-        self.gradients = Gradients(self)  # copies and files hold no gradients
+        self.pairs, self.master_weights = state["pairs"], bool(state["master_weights"])
+        self.owner = self.inner_step = self.view = None
+        lazy = any(isinstance(pair.master, LazyMaster) for pair in self.pairs)
+        self._source = Masters(LazyMaster) if lazy else Masters()
+        self._source.hold(self.pairs, self)
+        self._begin_anew()

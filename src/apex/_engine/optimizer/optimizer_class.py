@@ -20,6 +20,7 @@ from apex._engine.masters import PREPARED
 from apex._engine.mistakes import BLOCK
 from apex._engine.optimizer import step as stepping
 from apex._engine.optimizer.binding import Binding
+from apex._engine.optimizer.exchange import optimizers_in
 from apex._engine.undo import all_or_nothing
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
@@ -52,7 +53,8 @@ class AmpOptimizer(Optimizer):
             return own(self, *(() if closure is None else (closure,)), **kwargs)
         # LR schedulers read this to check that the optimizer stepped before them.
         self._opt_called = True
-        run = binding.inner_step or super().step
+        own_step = binding.inner_step if binding.optimizer is self else None
+        run = own_step or super().step
         if kwargs:
             run = functools.partial(run, **kwargs)
         return stepping.step(binding, run, closure)
@@ -86,8 +88,9 @@ class AmpOptimizer(Optimizer):
         """
         own, binding = super().zero_grad, binding_of(self)
         if binding is None or getattr(own, "__func__", None) is not Optimizer.zero_grad:
-            with nullcontext() if binding is None else binding.gradients.cleared():
-                own(*given, **named)
+            own(*given, **named)
+            if binding is not None and not binding.has_grads():
+                binding.note_cleared()
             return
         set_to_none = _set_to_none(*given, **named)
         with without_overrides():
@@ -98,7 +101,7 @@ class AmpOptimizer(Optimizer):
                         param.grad = None
             else:
                 own(set_to_none=False)
-            binding.gradients.zero(set_to_none=set_to_none)
+            binding.zero(set_to_none=set_to_none)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
@@ -122,7 +125,7 @@ class AmpOptimizer(Optimizer):
         """Returns the optimizer's own, unless torch is about to look for masters in the model."""
         binding, model = binding_of(self), that_names_parameters()
         if binding is not None:
-            binding.regroup()
+            binding.adopt_new()
         if binding is not None and model is not None:
             _validate_names(binding, model)
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -132,7 +135,7 @@ class AmpOptimizer(Optimizer):
         """Loads a state for the masters, also where a script has built the groups anew."""
         binding = binding_of(self)
         if binding is not None:
-            binding.regroup()
+            binding.adopt_new()
         super().load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -167,25 +170,35 @@ def binding_of(optimizer: Optimizer) -> Binding | None:
 
 
 def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]) -> None:
-    """Gives ``optimizer`` its generated class and its binding.
+    """Gives ``optimizer``, and those that it holds, their generated class and one binding.
 
     A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
     """
     inner = optimizer.__dict__.get("step")
-    # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
-    optimizer.__class__ = generated_class(mixin, own_class(type(optimizer)))
-    optimizer.__dict__[ATTRIBUTE] = binding
+    _set_class(optimizer, binding, mixin)
     if inner is not None:
         binding.inner_step = inner
         optimizer.__dict__["step"] = _wrap_step(optimizer, inner)
+    for held in optimizers_in(optimizer):
+        if ATTRIBUTE not in vars(held) and "step" not in vars(held):
+            _set_class(held, binding, mixin)
+
+
+def _set_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]) -> None:
+    # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
+    optimizer.__class__ = generated_class(mixin, own_class(type(optimizer)))
+    optimizer.__dict__[ATTRIBUTE] = binding
 
 
 def unbind_class(optimizer: Optimizer) -> None:
     """Removes both, as far as they are there, and restores the instance's own ``step``."""
-    binding = optimizer.__dict__.pop(ATTRIBUTE, None)
-    own = own_class(type(optimizer))
-    if type(optimizer) is not own:
-        optimizer.__class__ = own
+    binding = optimizer.__dict__.get(ATTRIBUTE)
+    for each in optimizers_in(optimizer):
+        if each.__dict__.get(ATTRIBUTE) is binding:
+            each.__dict__.pop(ATTRIBUTE, None)
+            own = own_class(type(each))
+            if type(each) is not own:
+                each.__class__ = own
     if binding is not None and binding.inner_step is not None:
         optimizer.__dict__["step"] = binding.inner_step
 

@@ -1,22 +1,23 @@
-"""One step of a bound optimizer, skipped if a gradient overflowed."""
+"""One step of a prepared optimizer, skipped if a gradient overflowed."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from apex._engine import tracked_pair
+from apex._engine import masters
 from apex._engine.autocast.blocks import UncastBlock
 from apex._engine.mistakes import inspect_step
-from apex._engine.optimizer.one_pass import OnePassStep, fused_kind, one_pass_step
+from apex._engine.optimizer import block_step
+from apex._engine.optimizer.block_step import BlockStep, fused_kind
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 from apex._torch.overrides import without_overrides
 
@@ -28,7 +29,7 @@ Run = Callable[..., Any]
 
 Closure = Callable[[], Any]
 
-_OVERRIDE_NOTHING = frozenset({nn.Parameter, tracked_pair.Master})
+_OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master})
 """Classes of parameters that change nothing about torch's functions."""
 
 
@@ -51,28 +52,27 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     Returns:
         The result of the step; ``None`` for a skipped one without a closure.
     """
+    if binding.stepping:  # an optimizer inside another: the step has begun
+        return run() if closure is None else run(closure)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
-    binding.settle(steps=True)
-    gradients = binding.gradients
-    if not (gradients.used and gradients.overflow.steps):
-        _inspect(binding)
+    binding.settle(steps=True, takes=False)
+    inspect_step(binding)
     off = UncastBlock()
-    one_pass: list[OnePassStep] = []
+    blocks: BlockStep | None = None
     try:
-        _mark_masters_written(binding)
-        off.__enter__()
+        _begin(binding, off)
         if binding.pairs:
             compiled = is_compiling_here()
-            _begin_one_pass(binding, one_pass, OnePassStep.begin, compiled=compiled)
+            blocks = block_step.begin(binding, compiled=compiled)
             if not compiled and _sees_only_parameters(binding):
                 run = functools.partial(_run_without_overrides, run)
-        if binding.gradients.overflow.checked:
+        if binding.checked:
             return _run_unless_overflow(binding, run)
-        binding.gradients.overflow.note_step(skipped=False)
+        binding.begin_step(skipped=False)
         return run()
     finally:  # also if the step failed partway
-        _end(binding, off, one_pass)
+        _end(binding, off, blocks)
 
 
 def _sees_only_parameters(binding: Binding) -> bool:
@@ -88,51 +88,24 @@ def _run_without_overrides(run: Run) -> Any:
 
 
 @untraced
-def _end(binding: Binding, off: UncastBlock, one_pass: Sequence[OnePassStep]) -> None:
-    """Rounds the masters into the model and turns casts back on."""
-    for each in one_pass:
-        each.end()
-    if binding.pairs:
-        tracked_pair.write_back(binding.pairs, ends_step=True)
-    binding.gradients.end_step()
-    off.__exit__(None, None, None)
-
-
-@untraced_frame
-def _begin_one_pass(
-    binding: Binding,
-    one_pass: list[OnePassStep],
-    begin: Callable[[OnePassStep], None],
-    *,
-    compiled: bool,
-) -> None:
-    """Begins a step in one pass, if gradients are deferred; ``one_pass`` gets it first."""
-    step = one_pass_step(binding, compiled=compiled)
-    if step is not None:
-        one_pass.append(step)
-        begin(step)
-
-
-@untraced
-def _inspect(binding: Binding) -> None:
-    owner, used = binding.owner, binding.gradients.used
-    if owner is not None:
-        # Of several optimizers that a block names, one may have no gradient yet.
-        stepped = owner.bindings if used else [binding]
-        inspect_step(
-            owner.mistakes,
-            binding.trained,
-            lambda: any(each.gradients.has_grads() for each in stepped),
-            binding.optimizer.param_groups,
-            needs_scale=owner.needs_scale and not used,
-        )
-
-
-@untraced
-def _mark_masters_written(binding: Binding) -> None:
-    binding.gradients.begin_step()
+def _begin(binding: Binding, off: UncastBlock) -> None:
+    """Has masters count as written until the end: torch's fused kernels do not count."""
+    binding.stepping = True
     for pair in binding.pairs:
-        pair.mark_stepped()
+        pair.mark_written()
+    off.__enter__()
+
+
+@untraced
+def _end(binding: Binding, off: UncastBlock, blocks: BlockStep | None = None) -> None:
+    """Rounds the masters into the model, drops their gradients and turns casts back on."""
+    if blocks is not None:
+        blocks.end()
+    left = () if blocks is None else blocks.rounded
+    masters.round_into_model([p for p in binding.pairs if id(p) not in left or p.master_written])
+    binding.end_step()
+    binding.stepping = False
+    off.__exit__(None, None, None)
 
 
 def skips_in_kernel(optimizer: Optimizer) -> bool:
@@ -170,13 +143,12 @@ def _starts_momentum(optimizer: Optimizer) -> bool:
 @untraced_frame
 def _run_unless_overflow(binding: Binding, run: Run) -> Any:
     optimizer: Any = binding.optimizer
-    overflow = binding.gradients.overflow
-    if not reads_flag(optimizer, binding):
-        skipped = overflowed(binding)
-        overflow.note_step(skipped=skipped)
+    flag = binding.found_inf
+    if flag is None or not skips_in_kernel(optimizer) or _spans_devices(binding, flag):
+        skipped = binding.overflowed()
+        binding.begin_step(skipped=skipped)
         return None if skipped else run()
-    flag = overflow.found_inf
-    overflow.note_step(skipped=False if flag is None else flag)
+    binding.begin_step(skipped=flag)
     optimizer.found_inf = flag
     try:
         return run()
@@ -184,46 +156,24 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
         del optimizer.found_inf
 
 
-def reads_flag(optimizer: Optimizer, binding: Binding) -> bool:
-    """Returns whether an optimizer of the binding's parameters can be handed its overflow flag."""
-    return skips_in_kernel(optimizer) and not _spans_devices(binding)
-
-
-def _spans_devices(binding: Binding) -> bool:
+def _spans_devices(binding: Binding, flag: Tensor) -> bool:
     # torch's fused optimizers copy the flag to CPU parameters without synchronizing (torch 2.13).
-    flag = binding.gradients.overflow.found_inf
-    return (
-        flag is not None
-        and flag.device.type != "cpu"
-        and any(param.device.type == "cpu" for param in binding.params())
-    )
-
-
-@untraced
-def overflowed(binding: Binding) -> bool:
-    """Returns whether a gradient overflowed, so that the next step is skipped."""
-    overflow = binding.gradients.overflow
-    if not overflow.checked or overflow.found_inf is None:
-        return False
-    return bool(overflow.found_inf.tolist())  # sync: an optimizer in Python needs the answer
+    return flag.device.type != "cpu" and any(p.device.type == "cpu" for p in binding.params())
 
 
 @untraced_frame
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
-    binding.regroup()
-    binding.read_model(steps=True)
+    binding.read_masters(steps=True)
     off = UncastBlock()
-    one_pass: list[OnePassStep] = []
     try:
-        _mark_masters_written(binding)
-        off.__enter__()
-        evaluate = _evaluation(binding, closure, off, one_pass)
-        binding.gradients.overflow.note_step(skipped=False)
+        _begin(binding, off)
+        evaluate = _evaluation(binding, closure, off)
+        binding.begin_step(skipped=False)
         if binding.owner is not None and binding.owner.can_skip:
             return _run_or_restore(binding, run, evaluate)
         return run(evaluate)
     finally:
-        _end(binding, off, one_pass)
+        _end(binding, off)
 
 
 @untraced_frame
@@ -236,7 +186,7 @@ def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
     @untraced_frame
     def evaluate() -> Any:
         losses.append(closure())
-        if overflowed(binding):
+        if binding.overflowed():
             skipped.append(True)
             raise _SkipStep
         return losses[-1]
@@ -247,46 +197,33 @@ def _run_or_restore(binding: Binding, run: Run, closure: Closure) -> Any:
         _restore_snapshot(binding, before)
         if not isinstance(error, _SkipStep):
             raise
-        binding.gradients.overflow.skipped = True
-        return losses[0]
-    if skipped:  # the optimizer caught _SkipStep
-        _restore_snapshot(binding, before)
-        binding.gradients.overflow.skipped = True
-        return losses[0]
-    return result
+    if not skipped:
+        return result
+    _restore_snapshot(binding, before)  # also if the optimizer caught _SkipStep
+    binding.skipped = True
+    return losses[0]
 
 
 @untraced_frame
-def _evaluation(
-    binding: Binding,
-    closure: Closure,
-    off: UncastBlock,
-    one_pass: list[OnePassStep],
-) -> Callable[[], Any]:
+def _evaluation(binding: Binding, closure: Closure, off: UncastBlock) -> Callable[[], Any]:
     """Returns ``closure`` with the model updated before it and op casts as in training."""
 
     @untraced_frame
     def evaluate() -> Any:
-        for each in one_pass:
-            each.end()
-        tracked_pair.write_back(binding.pairs, ends_step=True)
+        masters.round_into_model(binding.pairs)
         with _suspended(off):
             loss = closure()
         binding.settle(steps=True)
-        if not binding.gradients.used and any(p.grad is not None for p in binding.params()):
-            _inspect(binding)
-        _mark_masters_written(binding)
-        _begin_one_pass(binding, one_pass, OnePassStep.arm, compiled=is_compiling_here())
+        inspect_step(binding, in_closure=True)
+        for pair in binding.pairs:
+            pair.mark_written()
         return loss
 
     return evaluate
 
 
-class _Snapshot(NamedTuple):
-    """What an optimizer steps, and its state."""
-
-    params: list[Tensor]
-    state: dict[Any, Any]
+_Snapshot = tuple[list[Tensor], dict[Any, Any]]
+"""What an optimizer steps, and its state."""
 
 
 @untraced
@@ -294,17 +231,17 @@ def _snapshot(binding: Binding) -> _Snapshot:
     # An optimizer that evaluates several times in one step (LBFGS) must have its values and state
     # restored if a later evaluation overflows, so both are kept until the step ends.
     params = [param.detach().clone() for param in binding.params()]
-    state = {param: copy.deepcopy(kept) for param, kept in binding.optimizer.state.items()}
-    return _Snapshot(params, state)
+    return params, {p: copy.deepcopy(kept) for p, kept in binding.optimizer.state.items()}
 
 
 @untraced
 @torch.no_grad()
 def _restore_snapshot(binding: Binding, before: _Snapshot) -> None:
-    for param, value in zip(binding.params(), before.params, strict=True):
+    params, state = before
+    for param, value in zip(binding.params(), params, strict=True):
         param.copy_(value)
     binding.optimizer.state.clear()
-    binding.optimizer.state.update(before.state)
+    binding.optimizer.state.update(state)
 
 
 @contextmanager

@@ -1,0 +1,147 @@
+"""Large models without loss scale step block by block: same bits, and no fp32 gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex._engine.optimizer import block_step
+from apex.optimizers import FusedAdam, FusedSGD
+from benchmarks.loops import with_amp
+from benchmarks.memory import peak_bytes
+from tests.support import training as t
+from tests.support.two_pass import two_pass_steps
+
+KINDS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "FusedAdam": lambda p: FusedAdam(p, lr=1e-2),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(block_step, "least_elements", 1)
+    monkeypatch.setattr(block_step, "_LEAST", 16)
+    block_step._cuts.cache_clear()
+    yield
+    block_step._cuts.cache_clear()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts the tensors that fused operators took by blocks."""
+    taken = []
+    run = block_step.BlockStep._run_blocks
+    monkeypatch.setattr(
+        block_step.BlockStep,
+        "_run_blocks",
+        lambda self, func, lists, kwargs: (
+            taken.append(len(lists[0])),
+            run(self, func, lists, kwargs),
+        )[1],
+    )
+    return taken
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
+    ).to(memory_format=torch.channels_last)
+
+
+def trained(name, *, blocks, net=t.net, clip=False, passes=1, shape=(3, 4)):
+    model, optimizer = t.prepared("O5", KINDS[name], model=net())
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            x, y = torch.randn(shape, generator=generator), torch.randn(3, 2, generator=generator)
+            t.backward(model, optimizer, x, y)
+        if clip:
+            amp.clip_grad_norm_(optimizer, 0.05)
+        if blocks:
+            optimizer.step()
+        else:
+            with two_pass_steps():
+                optimizer.step()
+        rounded = [
+            m.to(p.dtype) for m, p in zip(t.masters(optimizer), model.parameters(), strict=True)
+        ]
+        assert t.same(rounded, t.values(model.parameters()))
+    return t.masters(optimizer), optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("clip", [False, True])
+def test_blocks_give_the_bits_of_a_step_over_fp32_gradients(name, clip, counted):
+    by_blocks = trained(name, blocks=True, clip=clip)
+    assert counted == [4, 4, 4]
+    assert t.same(by_blocks, trained(name, blocks=False, clip=clip))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_channels_last_and_batch_norm_go_along(passes, counted):
+    shape = (3, 3, 4, 4)
+    by_blocks = trained("AdamW", blocks=True, net=conv_net, passes=passes, shape=shape)
+    assert bool(counted) == (passes == 1)  # a sum is in fp32
+    assert t.same(
+        by_blocks, trained("AdamW", blocks=False, net=conv_net, passes=passes, shape=shape)
+    )
+
+
+class Clips(torch.optim.AdamW):
+    """Reads gradients in its own step."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_value_([p for g in self.param_groups for p in g["params"]], 1e-3)
+        return super().step(closure)
+
+
+def test_an_optimizer_with_a_step_of_its_own_gets_fp32_gradients(counted):
+    model, optimizer = t.prepared("O5", lambda p: Clips(p, lr=1e-2, fused=True))
+    t.train_step(model, optimizer, *t.batch())
+    assert not counted
+
+
+def test_a_pre_hook_that_reads_a_gradient_gets_it_in_fp32(counted):
+    model, optimizer = t.prepared("O5", t.fused_adamw_of)
+    master = next(iter(amp.master_params(optimizer)))
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(master.grad.clone()))
+    t.train_step(model, optimizer, *t.batch())
+    assert seen[0].dtype is torch.float32
+    assert seen[0].any()
+    assert counted == [3]
+
+
+def test_a_failed_step_leaves_the_gradients(counted):
+    model, optimizer = t.prepared("O5", t.fused_adamw_of)
+    t.backward(model, optimizer, *t.batch())
+    before = copy.deepcopy([p.grad for p in model.parameters()])
+
+    def fail(*_):
+        raise KeyError
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError):
+        optimizer.step()
+    handle.remove()
+    assert t.same(before, [p.grad for p in model.parameters()])
+    optimizer.step()
+    assert counted == [4]
+
+
+@pytest.mark.parametrize(("max_norm", "most"), [(None, 16.3), (0.1, 16.4)])
+def test_the_peak_of_an_iteration(max_norm, most, monkeypatch):
+    monkeypatch.undo()
+    task = t.large_task()
+    params = sum(param.numel() for param in task.model().parameters())
+    peak = peak_bytes(with_amp(task, "O5", max_norm=max_norm), 14 * params) / params
+    assert peak <= most + 1.5  # buffers of a block are large beside three layers

@@ -1,0 +1,85 @@
+"""What amp costs: host syncs per iteration, and stored bytes per parameter."""
+
+import gc
+
+import pytest
+import torch
+
+from apex import amp
+from benchmarks.memory import storages
+from tests.support import training as cases
+from tests.support.host_reads import reads_of
+
+FUSED = {
+    "Adam": lambda params: torch.optim.Adam(params, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
+UNFUSED = {
+    "Adam": lambda params: torch.optim.Adam(params, foreach=True),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, foreach=True),
+}
+
+
+def plain_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    cases.loss_of(model, x, y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_an_iteration_with_a_fused_optimizer_has_no_host_read(level, name, loss_scale):
+    pair = cases.prepared(level, FUSED[name], loss_scale=loss_scale)
+    assert reads_of(*pair, cases.train_step) == 0
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_an_iteration_with_any_other_optimizer_has_at_most_one_host_read_more(level, name):
+    model = cases.net()
+    own = reads_of(model, UNFUSED[name](model.parameters()), plain_step)
+    pair = cases.prepared(level, UNFUSED[name], loss_scale="dynamic")
+    assert reads_of(*pair, cases.train_step, steps=3) <= own + 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("level", cases.MIXED)
+def test_an_iteration_with_a_fused_optimizer_never_waits_for_the_gpu(level, name):
+    model, optimizer = cases.prepared(level, FUSED[name], model=cases.net().cuda())
+    data = [(x.cuda(), y.cuda()) for x, y in cases.batches(5)]
+    for x, y in data[:2]:
+        cases.train_step(model, optimizer, x, y)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x, y in data[2:]:
+            cases.train_step(model, optimizer, x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def live_bytes():
+    """Bytes of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    return sum(storages().values())
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+@pytest.mark.parametrize(
+    ("level", "expected"), [("O0", 12), ("O1", 12), ("O4", 12), ("O2", 14), ("O5", 14)]
+)
+def test_stored_bytes_per_parameter_after_step_and_zero_grad(level, expected, clear):
+    x = torch.randn(2, 100)
+    before = live_bytes()
+    model = torch.nn.Linear(100, 200, bias=False)
+    model, optimizer = cases.prepared(level, FUSED["AdamW"], model=model)
+    for _ in range(2):
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        del scaled_loss
+        optimizer.step()
+        {"optimizer": optimizer, "model": model}[clear].zero_grad()
+    per_param = (live_bytes() - before) / model.weight.numel()
+    assert expected <= per_param < expected + 0.01

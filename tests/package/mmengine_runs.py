@@ -1,0 +1,132 @@
+"""A model, data and config files for MMEngine's Runner."""
+
+import itertools
+
+import torch
+from mmengine.config import Config
+from mmengine.evaluator import BaseMetric
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner import Runner
+from torch import nn
+
+from tests.package.mmengine_cases import Net, Ours
+
+BASE = """
+model = dict(type="{here}.Regressor")
+train_dataloader = dict(
+    batch_size=4,
+    dataset=dict(type="{here}.Points"),
+    sampler=dict(type="DefaultSampler", shuffle=True),
+    collate_fn=dict(type="default_collate"),
+)
+val_dataloader = train_dataloader
+val_evaluator = dict(type="{here}.Distance")
+val_cfg = dict()
+train_cfg = dict(by_epoch=True, max_epochs=3)
+optim_wrapper = dict(type="OptimWrapper", accumulative_counts=7, optimizer=dict(type="Adam"))
+param_scheduler = dict(type="StepLR", step_size=1, gamma=0.5)
+default_hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))
+randomness = dict(seed=0)
+log_level = "ERROR"
+"""
+
+DERIVED = """
+_base_ = "./base.py"
+custom_imports = dict(imports=["apex.integrations.mmengine"])
+optim_wrapper = dict(
+    _delete_=True,
+    type="{kind}",
+    opt_level="{level}",
+    verbosity=0,
+    accumulative_counts=2,
+    clip_grad=dict(max_norm=1.0),
+    optimizer=dict(type="SGD", lr=0.1, momentum=0.5),
+)
+"""
+
+numbers = itertools.count()
+
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self):
+        self.metainfo = {}  # MMEngine warns of data without any
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        point = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return {"x": point, "y": point[:2]}
+
+
+class Regressor(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x, y, mode):
+        loss = (self.net(x).float() - y.float()).pow(2).mean()
+        return {"loss": loss} if mode == "loss" else [loss]
+
+
+class Distance(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results += data_samples
+
+    def compute_metrics(self, results):
+        return {"distance": torch.stack(results).mean().item()}
+
+
+class Pair(BaseModel):
+    """Two parts, each trained by its own wrapper."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"left": Net(), "right": Net()})
+
+    def forward(self, x, y, mode):
+        return [part(x) for part in self.parts.values()]
+
+    def train_step(self, data, optim_wrapper):
+        data = self.data_preprocessor(data, True)
+        losses = {}
+        for name, wrapper in optim_wrapper.items():
+            with wrapper.optim_context(self.parts[name]):
+                loss = (self.parts[name](data["x"]).float() - data["y"]).pow(2).mean()
+            wrapper.update_params(loss)
+            losses[name] = loss.detach()
+        return losses
+
+
+class PairConstructor:
+    """Builds a wrapper per part from ``optim_wrapper = dict(constructor=..., left=..., ...)``."""
+
+    def __init__(self, optim_wrapper_cfg, paramwise_cfg=None):
+        self.config = optim_wrapper_cfg
+
+    def __call__(self, model):
+        options = self.config["options"]
+        return OptimWrapperDict(
+            **{
+                name: Ours(optimizer=torch.optim.SGD(part.parameters(), lr=0.1), **options)
+                for name, part in model.parts.items()
+            }
+        )
+
+
+def write_configs(folder, kind, level):
+    """Writes a base config and one that replaces its wrapper; returns the path of the latter."""
+    (folder / "base.py").write_text(BASE.format(here=__name__))
+    derived = folder / "derived.py"
+    derived.write_text(DERIVED.format(kind=kind, level=level))
+    return derived
+
+
+def runner(config_path, folder, **changes):
+    """Returns the Runner of a config file that works in ``folder``."""
+    config = Config.fromfile(config_path)
+    config.merge_from_dict(changes)
+    config.work_dir = str(folder)
+    config.experiment_name = f"run{next(numbers)}"  # MMEngine keeps loggers by this name for good
+    return Runner.from_cfg(config)

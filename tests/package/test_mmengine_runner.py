@@ -1,0 +1,99 @@
+"""MMEngine's Runner with the wrapper from a config file: training, checkpoints, resume."""
+
+import gc
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.package.mmengine_cases import LEVELS, Ours, Theirs, scale
+from tests.package.mmengine_runs import runner, write_configs
+
+BY_SCOPE = "apex.ApexOptimWrapper"
+BY_PATH = "apex.integrations.mmengine.ApexOptimWrapper"
+BY_NAME = "ApexOptimWrapper"
+
+pytestmark = [
+    pytest.mark.clients,
+    # MMEngine's checkpoints hold its log history, which torch.load refuses by default.
+    pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"),
+]
+
+
+@pytest.fixture(autouse=True)
+def whole_checkpoints(monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+
+
+# -- names -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), [(BY_SCOPE, Ours), (BY_PATH, Ours), (BY_NAME, Theirs)])
+def test_the_registry_finds_both_classes_by_their_names(name, kind):
+    from mmengine.registry import OPTIM_WRAPPERS
+
+    assert OPTIM_WRAPPERS.get(name) is kind
+
+
+def test_the_registry_of_our_scope_knows_no_other_names():
+    from mmengine.registry import OPTIM_WRAPPERS
+
+    assert OPTIM_WRAPPERS.get("apex.AmpOptimWrapper") is None
+
+
+# -- runs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [BY_SCOPE, BY_PATH, BY_NAME])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_ends_as_an_uninterrupted_one(name, level, tmp_path):
+    config = write_configs(tmp_path, name, level)
+    whole = runner(config, tmp_path / "whole")
+    whole.train()
+    weights, end = whole.model.state_dict(), scale(whole.optim_wrapper)
+    kind = type(whole.optim_wrapper)
+    del whole  # and its session: MMEngine's own wrapper loads the scales of all that live
+    gc.collect()
+
+    # Not epoch 1: its three iterations end in the middle of two that accumulate.
+    checkpoint = str(tmp_path / "whole" / "epoch_2.pth")
+    resumed = runner(config, tmp_path / "resumed", load_from=checkpoint, resume=True)
+    resumed.train()
+    assert kind is (Theirs if name == BY_NAME else Ours)
+    assert resumed.optim_wrapper.inner_count == 9
+    assert_close(resumed.model.state_dict(), weights, rtol=0, atol=0)
+    assert scale(resumed.optim_wrapper) == end
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_checkpoint_is_in_fp32_and_holds_the_scales(level, tmp_path):
+    trained = runner(write_configs(tmp_path, BY_SCOPE, level), tmp_path)
+    trained.train()
+    saved = torch.load(tmp_path / "epoch_3.pth", weights_only=False)
+    floating = [value for value in saved["state_dict"].values() if value.is_floating_point()]
+    assert {value.dtype for value in floating} == {torch.float32}
+    assert saved["optimizer"]["apex_amp"] == trained.optim_wrapper.state_dict()["apex_amp"]
+
+
+def test_a_run_with_two_wrappers_resumes_too(tmp_path):
+    here = "tests.package.mmengine_runs"
+    config = write_configs(tmp_path, BY_SCOPE, "O5")
+    changes = {
+        "model": {"type": f"{here}.Pair"},
+        "optim_wrapper": {
+            "_delete_": True,
+            "constructor": f"{here}.PairConstructor",
+            "options": {"opt_level": "O5", "verbosity": 0},
+        },
+        "val_cfg": None,
+        "val_dataloader": None,
+        "val_evaluator": None,
+    }
+    whole = runner(config, tmp_path / "whole", **changes)
+    whole.train()
+    load_from = str(tmp_path / "whole" / "epoch_1.pth")
+    resumed = runner(config, tmp_path / "b", load_from=load_from, resume=True, **changes)
+    resumed.train()
+    assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    state = torch.load(tmp_path / "b" / "epoch_3.pth", weights_only=False)["optimizer"]
+    assert [*state["left"]["apex_amp"]] == [*state["right"]["apex_amp"]] == ["loss_scaler0"]

@@ -1,0 +1,30 @@
+"""Counts the reads of device values on the host."""
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support import training as cases
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operators that hand a tensor's value to the host."""
+
+    READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::item", "aten::equal")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in self.READS
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of(model, optimizer, train, steps=3):
+    """Host reads of some steady iterations, after two to start with."""
+    data = list(cases.batches(2 + steps))
+    for x, y in data[:2]:
+        train(model, optimizer, x, y)
+    with HostReads() as reads:
+        for x, y in data[2:]:
+            train(model, optimizer, x, y)
+    return reads.count
