@@ -1,6 +1,7 @@
 """The running module, direction and line, as every operator sees them."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -210,3 +211,11 @@ def test_a_replica_of_data_parallel_runs_untracked():
     with Tracker(exp) as tracker, Log(tracker) as log:
         exp._replicate_for_data_parallel()(x())
     assert log.of("exp") == [("", "forward")]
+
+
+def test_what_a_script_does_to_warnings_meanwhile_stays():
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        with Tracker(Net(Exp())):
+            warnings.simplefilter("ignore", FutureWarning)
+        assert list(warnings.filters) == [("ignore", None, FutureWarning, None, 0), *before]

@@ -90,10 +90,11 @@ def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
     for expected in (2.0**15, 2.0**15):
         backward(model.weight.sum().half(), optimizer)
         assert scale() == expected
-    optimizer.zero_grad()
-    backward(model.weight.sum().half(), optimizer)
-    optimizer.step()
-    assert model.weight == 0.875
+    for weight in (1.0, 0.875):  # an overflow skips the next step, once
+        optimizer.zero_grad()
+        backward(model.weight.sum().half(), optimizer)
+        optimizer.step()
+        assert model.weight == weight
 
 
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
@@ -221,14 +222,6 @@ def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, 
     assert (scale(), unskipped()) == (2.0**16, 0)
     backward(loss_of(model), optimizer)
     assert scale() == 2.0**15
-    optimizer.step()
-    assert torch.equal(model.last.weight, before)
-
-
-def test_a_pass_whose_check_is_delayed_still_skips_the_step():
-    model, optimizer = prepared("O2")
-    before = model.last.weight.detach().clone()
-    overflow(model, optimizer, delay_overflow_check=True)
     optimizer.step()
     assert torch.equal(model.last.weight, before)
 

@@ -67,18 +67,6 @@ def test_a_name_that_is_not_here_says_what_to_use(module, name, use):
         getattr(module, name)
 
 
-def test_tensor_functions_of_utils():
-    assert utils.is_fp_tensor([HALF, (FULL,)])
-    assert not utils.is_fp_tensor([HALF, torch.ones(1, dtype=torch.bool)])
-    assert (utils.is_nested([]), utils.is_nested(HALF)) == (True, False)
-    assert utils.type_string(HALF) == "HalfTensor"
-    assert utils.is_cuda_enabled() is bool(utils.get_cuda_version())
-    count = torch.ones(1, dtype=torch.int64)
-    for cast, dtype in ((utils.maybe_half, torch.float16), (utils.maybe_float, torch.float32)):
-        first, (second, third), text = cast([HALF, (FULL, count), "text"])
-        assert (first.dtype, second.dtype, third, text) == (dtype, dtype, count, "text")
-
-
 def test_messages_follow_verbosity_and_hard_override(capsys):
     for verbosity, text in ((1, "told"), (0, "kept")):
         _amp_state.verbosity = verbosity

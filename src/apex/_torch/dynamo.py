@@ -109,28 +109,6 @@ def _guard_of(fn: Callable[[], object]) -> Callable[[Any, object], None]:
     return create
 
 
-@at_tracing
-def allow_subclass_inputs() -> None:
-    """Lets the first run of compiled code take tensor subclasses that override functions only.
-
-    torch 2.13 looks for aliases that custom operators return in a mode that refuses such inputs.
-    The look has no effect but a warning.
-    """
-    from torch._functorch import config
-
-    settings: Any = config
-    if getattr(settings, "check_custom_op_aliasing", False):
-        settings.check_custom_op_aliasing = False
-
-
-def make_traceable(kind: type[torch.Tensor]) -> None:
-    """Lets code that is compiled use tensors of a class that overrides functions only."""
-    if release < (2, 8):  # later releases trace every such class
-        from torch._dynamo import config
-
-        config.traceable_tensor_subclasses.add(kind)
-
-
 @untraced_frame
 def _callback() -> Any:
     """Returns what dynamo calls for each frame of this thread."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -194,8 +194,9 @@ class Tracker:
         """Registers hooks on all modules."""
         self._thread = threading.get_ident()
         self._state.last_sequence = _next_sequence() - 1
-        self._hooks.enter_context(warnings.catch_warnings())
+        # Not catch_warnings: what the script changes meanwhile stays.
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
+        self._hooks.callback(_forget, warnings.filters[0])
         before = register_module_forward_pre_hook(self._enter_module)
         after = register_module_forward_hook(self._leave_module, always_call=True)
         self._hooks.callback(before.remove)
@@ -377,6 +378,11 @@ _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global h
 
 _COMPILED = ("_orig_mod", "_compiled_call_impl")
 """What a module has that torch.compile wrapped, or that compiled itself."""
+
+
+def _forget(warning_filter: Any) -> None:
+    if warning_filter in warnings.filters:
+        cast(list[Any], warnings.filters).remove(warning_filter)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

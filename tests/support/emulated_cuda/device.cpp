@@ -685,54 +685,6 @@ CUDNN_NETWORK(gru)
 CUDNN_NETWORK(rnn_tanh)
 CUDNN_NETWORK(rnn_relu)
 
-// -- the four steps of a synchronized batch norm, which only CUDA has ------------------------------
-
-at::Tensor exact(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
-
-at::Tensor spread(const at::Tensor& per_channel, const at::Tensor& x) {
-  std::vector<int64_t> shape(x.dim(), 1);
-  shape[1] = -1;
-  return per_channel.view(shape);
-}
-
-std::vector<int64_t> not_channels(const at::Tensor& x) {
-  std::vector<int64_t> dims{0};
-  for (int64_t i = 2; i < x.dim(); ++i) dims.push_back(i);
-  return dims;
-}
-
-std::tuple<at::Tensor, at::Tensor> batch_norm_stats(const at::Tensor& x, double eps) {
-  auto [var, mean] = at::var_mean(exact(x), not_channels(x), false);
-  return {mean, (var + eps).rsqrt()};
-}
-
-at::Tensor batch_norm_elemt(const at::Tensor& x, Maybe weight, Maybe bias, const at::Tensor& mean,
-                            const at::Tensor& invstd, double) {
-  auto y = (exact(x) - spread(mean, x)) * spread(invstd, x);
-  if (weight && weight->defined()) y = y * spread(*weight, x);
-  if (bias && bias->defined()) y = y + spread(*bias, x);
-  return y.to(x.scalar_type());
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_backward_reduce(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& mean, const at::Tensor& invstd, Maybe,
-    bool, bool, bool) {
-  auto dy = exact(grad);
-  auto dot = (dy * (exact(x) - spread(mean, x))).sum(not_channels(x));
-  return {dy.sum(not_channels(x)), dot, dot * invstd, dy.sum(not_channels(x))};
-}
-
-at::Tensor batch_norm_backward_elemt(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& mean,
-                                     const at::Tensor& invstd, Maybe weight, const at::Tensor& sum,
-                                     const at::Tensor& dot, const at::Tensor& count) {
-  TORCH_CHECK(count.scalar_type() == at::kInt && count.dim() == 1, "count must be a list of int32");
-  auto total = count.sum().to(mean.scalar_type());
-  auto slope = spread(dot / total * invstd * invstd, x);
-  auto dx = exact(grad) - spread(sum / total, x) - (exact(x) - spread(mean, x)) * slope;
-  auto factor = weight && weight->defined() ? invstd * *weight : invstd;
-  return (dx * spread(factor, x)).to(x.scalar_type());
-}
-
 int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                         const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
   return 0;
@@ -766,10 +718,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_thnn_fused_gru_cell", &gru_cell);
   m.impl("cudnn_is_acceptable", &cudnn_is_acceptable);
   m.impl("record_stream", &record_stream);
-  m.impl("batch_norm_stats", &batch_norm_stats);
-  m.impl("batch_norm_elemt", &batch_norm_elemt);
-  m.impl("batch_norm_backward_reduce", &batch_norm_backward_reduce);
-  m.impl("batch_norm_backward_elemt", &batch_norm_backward_elemt);
   for (std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
     m.impl(name.c_str(), &no_library);
     m.impl((name + ".Tensor").c_str(), &no_library_for_tensors);
