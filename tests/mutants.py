@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "masters not written back",
         f"{ENGINE}/optimizer/step.py",
-        "    masters.round_into_model([p for p in binding.pairs if id(p) not in left or p.master_written])",
-        "    pass",
+        "    masters.round_into_model([p for p in binding.pairs if",
+        "    masters.round_into_model([p for p in () if",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
@@ -65,7 +65,7 @@ MUTANTS = [
         f"{ENGINE}/optimizer/step.py",
         "        param.copy_(value)",
         "        pass",
-        "tests/loop/test_skipped_steps.py tests/loop/test_overflow.py tests/loop/test_scale_loss.py",
+        "tests/loop/test_skipped_steps.py tests/loop/test_overflow.py",
     ),
     Mutant(
         "a table row dropped",
@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "a mixed norm's dtype",
         "apex/normalization/fused_layer_norm.py",
-        "return _layer(input, normalized_shape, weight, bias, eps, out=weight.dtype)",
-        "return _layer(input, normalized_shape, weight, bias, eps, out=input.dtype)",
+        "weight, bias, eps, out=weight.dtype",
+        "weight, bias, eps, out=input.dtype",
         "tests/names/test_norms.py",
     ),
     Mutant(
@@ -140,8 +140,9 @@ def caught(mutant: Mutant) -> str | None:
         if mutant.right not in text:
             raise ValueError(f"{mutant.file} has no {mutant.right!r}: write the fault anew.")
         path.write_text(text.replace(mutant.right, mutant.wrong))
+        run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()],
+            [*run, *mutant.tests.split()],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(source)},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
