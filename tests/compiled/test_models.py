@@ -96,23 +96,6 @@ def test_nothing_is_compiled_after_the_second_iteration(level):
     assert graphs.frame_count == 2
 
 
-@pytest.mark.parametrize("level", MIXED)
-def test_train_and_eval_switch_without_new_code_each_time(level):
-    model, _ = net_and_optimizer(level)
-    reference, _ = net_and_optimizer(level)
-    run, graphs = compiled(model)
-    x, _ = inputs()
-    for mode in (True, False, True, False):
-        model.train(mode)
-        reference.train(mode)
-        with torch.no_grad():
-            ours, theirs = run(x), reference(x)
-        assert dtypes(ours) == dtypes(theirs)
-        assert_close(ours, theirs, level)
-        assert_close(model.batch_norm.running_var, reference.batch_norm.running_var, level)
-    assert graphs.frame_count == 2
-
-
 @pytest.mark.parametrize("compile_model", ["torch.compile first", "model.compile first", "after"])
 @pytest.mark.parametrize("level", ["O2", "O4"])
 def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model):
@@ -228,18 +211,6 @@ class Broken(nn.Module):
         middle = first.exp()
         torch._dynamo.graph_break()
         return first, middle, self.last(middle)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("level", LEVELS)
-def test_casts_go_on_after_a_graph_break_of_the_model(level):
-    model, optimizer = prepared(level, model=Broken())
-    x = torch.randn(3, 4)
-    run, _ = compiled(model, fullgraph=False)
-    ours, theirs = run(x), model(x)
-    assert [y.dtype for y in ours] == [y.dtype for y in theirs]
-    assert_close(ours, theirs, level)
-    del optimizer
 
 
 def softmax(x):

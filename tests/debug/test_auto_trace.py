@@ -61,17 +61,6 @@ def test_after_consecutive_skips_the_next_step_is_traced_and_reported_once(log, 
     assert "in first, forward" in message
 
 
-def test_skips_with_a_clean_step_between_do_not_count(log):
-    model, optimizer = prepared("O1")
-    handle = arm(optimizer, after_skips=2)
-    for _ in range(3):
-        overflow(model, optimizer)
-        assert not tracing()
-        good_step(model, optimizer)
-    assert handle.trace is None
-    assert log() == []
-
-
 def test_a_clean_traced_step_logs_nothing_and_stays_armed(log):
     model, optimizer = pair()
     handle = arm(optimizer, after_skips=1)
@@ -140,29 +129,6 @@ def test_validation_ends_the_trace(how):
     with torch.set_grad_enabled(how != "no_grad"):
         model(torch.ones(3, 4))
     assert not tracing()
-
-
-def one_of_two_losses(model, optimizer, value, loss_id):
-    output = model(torch.full((1, 2), value)).float()
-    backward(output.mean() * 2.0**-16, optimizer, loss_id=loss_id)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("recovers", [True, False])
-def test_gradients_left_by_a_skipped_step_are_not_a_fault(log, level, recovers):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    nn.init.constant_(model[0].weight, 100.0)
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level=level, num_losses=2, loss_scale="dynamic", verbosity=0
-    )
-    handle = arm(optimizer, after_skips=1)
-    one_of_two_losses(model, optimizer, 6e4, loss_id=0)
-    one_of_two_losses(model, optimizer, 1.0, loss_id=1)  # adds to what the first loss left
-    one_of_two_losses(model, optimizer, 1.0 if recovers else 6e4, loss_id=0)
-    assert not tracing()
-    assert len(log()) == (0 if recovers else 1)
-    if not recovers:
-        assert (handle.trace.first.cause, handle.trace.first.module) == ("range", "0")
 
 
 class Mode(TorchDispatchMode):
@@ -273,20 +239,6 @@ def test_with_a_static_scale_the_operator_is_named_if_the_script_skips_by_itself
     (message,) = log()
     assert "not finite since backward pass 2" in message
     assert "First overflow: aten.mul" in message
-
-
-@STATIC
-def test_one_bad_batch_that_is_not_stepped_leaves_the_handle_armed(log, level, options):
-    model, optimizer = prepared(level, **options)
-    arm(optimizer)
-    for loss_of_batch in (good_batch, bad_batch, good_batch, good_batch):
-        iteration(model, optimizer, loss_of_batch, steps=loss_of_batch is good_batch)
-    assert log() == []
-    assert not tracing()
-    iteration(model, optimizer, bad_batch)
-    assert tracing()
-    iteration(model, optimizer, good_batch)
-    assert len(log()) == 1
 
 
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])

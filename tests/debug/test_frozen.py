@@ -52,14 +52,6 @@ def trained(**options):
     return model, optimizer
 
 
-def test_masters_are_not_frozen_where_the_model_s_own_weights_are():
-    for options, frozen in (({}, 0), ({"master_weights": False}, 16)):
-        _, optimizer = trained(**options)
-        with frozen_updates(optimizer) as updates:
-            optimizer.step()
-        assert (updates.frozen, updates.wanted) == (frozen, 20)
-
-
 def test_an_amp_optimizer_steps_the_same_as_without_the_block():
     results = []
     for counts in (True, False):

@@ -117,25 +117,6 @@ def test_history_marks_the_skips_of_a_grad_scaler(optimizer):
     assert history.skipped == 1
 
 
-def test_optimizers_of_one_grad_scaler_have_their_own_passes():
-    models = [net(0), net(1)]
-    optimizers = [sgd(models[0].parameters()), fused(models[1].parameters())]
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    history = amp.debug.History(*optimizers, scaler=scaler)
-    x, y = batch()
-    losses = [((model(x) - y) ** 2).mean() for model in models]
-    scaler.scale(losses[0] * torch.inf).backward()
-    scaler.scale(losses[1]).backward()
-    norm = float(torch.nn.utils.get_total_norm([p.grad for p in models[1].parameters()])) / 4
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    first, second = history.passes
-    assert (first.loss_id, first.overflow, first.loss_scale) == (0, True, 2.0)
-    assert (second.loss_id, second.overflow, second.loss_scale) == (1, False, 2.0)
-    assert second.grad_norm == pytest.approx(norm, rel=1e-5)
-
-
 @EACH
 @pytest.mark.parametrize("optimizer", [sgd, fused], ids=["sgd", "fused"])
 def test_watching_changes_nothing(make, optimizer):
@@ -393,34 +374,6 @@ def test_frozen_updates_knows_scaled_gradients(optimizer, unscales):
     with amp.debug.frozen_updates(step, scaler=scaler) as updates:
         scaler.step(step)
     assert (updates.frozen, updates.wanted) == (1, 2)  # scaled, SGD's step would move both
-
-
-@pytest.mark.parametrize(
-    ("make", "level"),
-    [
-        (bf16_autocast, "torch.autocast"),
-        (fp16_autocast, "torch.autocast"),
-        (bf16_model, "bfloat16 parameters"),
-        (fp16_model, "float16 parameters"),
-        (Plain, "none"),
-    ],
-)
-def test_explain_knows_the_regime(make, level):
-    loop = make()
-    x, y = batch()
-
-    class Wrapped(nn.Module):
-        """The model as accelerate calls it: with autocast inside."""
-
-        def __init__(self):
-            super().__init__()
-            self.model = loop.model
-
-        def forward(self, x):
-            return loop.loss(x, y)
-
-    found = amp.debug.explain(Wrapped(), x)
-    assert found.level == level
 
 
 # -- devices ---------------------------------------------------------------------------------

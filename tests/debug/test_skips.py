@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import apex.amp as amp
-from apex.amp.nonfinite import NonfiniteGradient
+from apex.amp.report import NonfiniteGradient
 from apex.debug.check import why_skipped
 from tests.names.test_report import LINE
 from tests.support.steps import LEVELS, Net, backward, loss_of, prepared, sgd
@@ -26,7 +26,7 @@ EXPECTED = [NonfiniteGradient("first.weight", 6, 0, 24), NonfiniteGradient("last
 def test_nonfinite_gradients_are_named_and_counted(level, stepped):
     model, optimizer = prepared(level)
     break_two(model, optimizer)
-    if stepped and level in ("O1", "O2"):
+    if stepped and level == "O1":  # a step drops the gradients of masters
         optimizer.step()
     assert why_skipped(optimizer) == EXPECTED
 

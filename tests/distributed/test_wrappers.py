@@ -20,7 +20,7 @@ from tests.distributed.test_data_parallel import (
     prepare,
     state,
 )
-from tests.training.cases import WITH_MASTERS, masters
+from tests.support.training import WITH_MASTERS, masters
 
 pytestmark = pytest.mark.distributed
 
@@ -69,27 +69,6 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, level, w
         torch.testing.assert_close(
             torch.tensor(ours), torch.tensor(theirs), rtol=2.0**-7, atol=2.0**-7
         )
-
-
-def accumulate_in_code_of_another(rank, level, where, count):
-    try:
-        for _ in range(count):  # the later ones in the code that was traced for the first
-            model, optimizer = prepare(level, seed=rank)
-            result = accumulate(rank, COMPILED[where](model), optimizer, model)
-        return {"model": result["model"], "masters": result["masters"]}
-    finally:
-        torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("where", COMPILED)
-@pytest.mark.parametrize("level", ENTRIES)
-def test_compiled_models_that_share_code_each_accumulate_without_sync(on_two_ranks, level, where):
-    first, second = on_two_ranks(accumulate_in_code_of_another, level, where, 2)
-    assert first == second
-    assert first == on_two_ranks(accumulate_in_code_of_another, level, where, 1)[0]
-
-
-# -- copies, several wrappers ----------------------------------------------------------------
 
 
 def accumulate_in_copies(rank, level):
@@ -208,19 +187,6 @@ def train_unevenly(rank, level, **options):
             optimizer.step()
             optimizer.zero_grad()
     return model, optimizer, parallel
-
-
-def restore_after_join(rank, level):
-    model, optimizer, _ = train_unevenly(rank, level)
-    saved = {name: value.tolist() for name, value in model.state_dict().items()}
-    amp.restore(model, optimizer)
-    return saved, [param.tolist() for param in model.parameters()]
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_what_is_saved_and_restored_after_a_join_is_alike(on_two_ranks, level):
-    first, second = on_two_ranks(restore_after_join, level)
-    assert first == second
 
 
 def share_scales_after_join(rank, level):

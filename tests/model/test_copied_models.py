@@ -38,19 +38,6 @@ class CustomReduce(nn.Linear):
         return type(self), (self.in_features, self.out_features)
 
 
-class Options(dict):
-    """What a model is made from; pickle calls it by its class."""
-
-
-class ReduceByOptions(nn.Linear):
-    def __init__(self, options):
-        super().__init__(*options["features"])
-        self.options = options
-
-    def __reduce__(self):
-        return type(self), (self.options,)
-
-
 class OwnDeepCopy(nn.Linear):
     def __deepcopy__(self, memo):
         twin = type(self)(self.in_features, self.out_features)
@@ -124,12 +111,6 @@ def test_own_reduce_is_honoured(duplicate):
     assert twin.weight.dtype is LOW
 
 
-@every_copy
-def test_what_a_model_is_made_from_keeps_its_class(duplicate):
-    model = ReduceByOptions(Options(features=(3, 2)))
-    assert type(duplicate(converted(model)).options) is Options
-
-
 def test_own_deepcopy_is_honoured():
     model = converted(OwnDeepCopy(3, 2))
     twin = copy.deepcopy(model)
@@ -141,18 +122,6 @@ def test_an_object_of_the_generated_class_that_is_not_converted_copies():
     for duplicate in (copy.copy, copy.deepcopy):
         twin = duplicate(model)
         assert torch.equal(twin.weight, model.weight)
-
-
-def test_a_model_that_refers_to_itself_copies_with_its_reference():
-    model = nn.Linear(3, 2)
-    model.__dict__["me"] = model
-    for twin in (copy.deepcopy(converted(model)), pickle.loads(pickle.dumps(model))):
-        assert twin.me is twin
-    plain = nn.Linear(3, 2)
-    plain.__dict__["me"] = plain
-    twin = pickle.loads(pickle.dumps(converted(plain, "O4")))
-    assert twin.me is twin
-    assert type(twin) is nn.Linear
 
 
 def test_a_parametrized_model_that_is_converted_copies():
@@ -197,15 +166,3 @@ def test_a_compiled_model_is_converted():
     assert torch.equal(twin(x()), twin.shift.float().expand(4, 2))
     restore(model)
     assert model(x()).dtype is torch.float32
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_converted_model_is_traced():
-    model = converted(Net()).eval()
-    traced = torch.jit.trace(model, x())
-    assert torch.equal(traced(x()), model(x()))
-
-
-def test_a_converted_model_is_exported():
-    model = converted(Net()).eval()
-    assert torch.equal(torch.export.export(model, (x(),)).module()(x()), model(x()))

@@ -67,24 +67,3 @@ def test_a_copy_computes_as_the_model(level, copied):
     own = copied(model)
     assert torch.equal(own(x()), model(x()))
     assert same(list(own.parameters()), list(model.parameters()))
-
-
-@every_level
-def test_a_deep_copy_of_graph_and_optimizer_trains_alike(level):
-    model, optimizer = prepared(level, make_graph())
-    train(model, optimizer)
-    own, own_optimizer = copy.deepcopy((model, optimizer))
-    train(model, optimizer, seed=2)
-    train(own, own_optimizer, seed=2)
-    assert same(own.state_dict(), model.state_dict())
-    assert same(list(amp.master_params(own_optimizer)), list(amp.master_params(optimizer)))
-    assert not any(a is b for a, b in zip(own.parameters(), model.parameters(), strict=True))
-
-
-def test_what_is_written_to_masters_reaches_a_copy():
-    model, optimizer = prepared("O5", make_graph())
-    with torch.no_grad():
-        for master in amp.master_params(optimizer):
-            master.fill_(0.5)
-    own = copy.deepcopy(model)
-    assert all(param.eq(0.5).all() for param in own.parameters())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.model.cases import CASTS_DOWN, LEVELS, prepared, train
+from tests.model.cases import LEVELS
 from tests.support.reference.loops import Loop
 from tests.training import cases
 
@@ -113,35 +113,6 @@ def test_hooks_see_the_dtypes_of_the_level(level, when):
     # The model as a whole takes fp32; it gives it, too, where amp casts outputs.
     assert seen["forward pre"] == {torch.float32}
     assert seen["backward pre"] == {rules.compute if level in ("O1", "O4") else torch.float32}
-
-
-@before_and_after
-@every_level
-def test_a_tensor_hook_that_doubles_gradients_doubles_the_step(level, when):
-    model = cases.net()
-    optimizer = cases.sgd(model.parameters())
-    if when == "after initialize":
-        initialized(level, model, optimizer)
-    for param in model.parameters():
-        param.register_hook(lambda grad: grad * 2)
-    if when == "before initialize":
-        initialized(level, model, optimizer)
-    loop = Loop(level, cases.net().parameters(), lambda params: cases.sgd(params, lr=0.2))
-    for x, y in cases.batches(3):
-        cases.train_step(model, optimizer, x, y)
-        loop.train_step(x, y)
-    assert cases.same(cases.masters(optimizer), loop.stepped)
-
-
-@pytest.mark.parametrize("level", CASTS_DOWN)
-def test_what_a_save_hook_of_the_model_adds_is_saved(level):
-    model, optimizer = prepared(level)
-    model.register_state_dict_post_hook(lambda m, state, *args: state.update(extra=torch.ones(1)))
-    train(model, optimizer)
-    state = model.state_dict()
-    assert torch.equal(state.pop("extra"), torch.ones(1))
-    expected = cases.masters(optimizer)
-    assert cases.same([v.float() for v in expected], list(state.values()))
 
 
 def optimizer_each(model):

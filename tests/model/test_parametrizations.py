@@ -177,25 +177,3 @@ def test_of_a_parametrized_root_it_is_taken_off_after_restore(level):
     parametrize.remove_parametrizations(model, "weight")
     assert type(model) is nn.Linear
     torch.testing.assert_close(model(x), expected)
-
-
-@every_level
-def test_cached_weights_are_computed_once_in_the_levels_dtype(level):
-    model, _ = prepared(level, wrapped(parametrizations.weight_norm))
-    x = cases.batch()[0]
-    expected = model(x)
-    with parametrize.cached():
-        weight = model[0].weight
-        assert torch.equal(model(x), expected)
-        assert model[0].weight is weight
-    assert weight.dtype is dtype_of(level)
-
-
-@every_level
-def test_a_layer_pruned_after_initialize_trains_on_pruned(level):
-    model, optimizer = prepared(level)
-    train(model, optimizer, 1)
-    prune.l1_unstructured(model[0], "weight", 0.5)
-    train(model, optimizer)
-    assert int((weight_of(model) == 0).sum()) == 16
-    assert model[0].weight_mask.dtype is dtype_of(level)

@@ -49,13 +49,6 @@ def test_elements_that_the_user_changed_come_from_the_parameter():
     assert torch.equal(entry[1], exact[1])
 
 
-def test_nan_parameters_are_told_as_nan():
-    model, _ = with_masters(Net())
-    with torch.no_grad():
-        model.last.bias.fill_(float("nan"))
-    assert model.state_dict()["last.bias"].isnan().all()
-
-
 def test_entries_share_no_memory_with_masters():
     model, masters = with_masters(Net())
     model.state_dict()["last.weight"].zero_()
@@ -76,14 +69,6 @@ def test_destination_and_prefix_work_as_in_torch():
     assert result is destination
     assert destination["other"] is destination["m.kept"] is other
     assert destination["m.last.weight"].dtype is torch.float32
-
-
-def test_a_plain_parents_own_entries_stay():
-    inner, masters = with_masters(Net())
-    parent = nn.ModuleDict({"inner": inner, "other": nn.Linear(1, 1).to(LOW)})
-    state = parent.state_dict()
-    assert torch.equal(state["inner.last.weight"], exact_of(inner, masters, "last.weight"))
-    assert state["other.weight"].dtype is LOW
 
 
 def test_tied_entries_share_memory_as_in_torch():

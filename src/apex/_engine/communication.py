@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
 from apex._core.living import Living
-from apex._engine import masters
 from apex._engine.masters import Pair
 from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
@@ -74,8 +73,8 @@ class Communicator:
     def of_pass(self, binding: Binding) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not.
 
-        Before an optimizer's first step, the first pass that sends makes its masters equal on all
-        ranks: other passes, a single rank may run.
+        The first pass that sends makes the masters equal on all ranks: other passes, a single rank
+        may run.
         """
         if not self._seen:
             return True
@@ -85,12 +84,12 @@ class Communicator:
             ddp.sends(wrapper) if wrapper in self._traced else self._sends.get(wrapper, True)
             for wrapper in wrappers
         )
-        waiting = [pair for pair in binding.pairs if pair.new and pair not in self._shared]
-        for wrapper in wrappers if waiting and sends else ():
-            if not ddp.is_joining(wrapper):
-                self._share(waiting, wrapper)
         if any(map(ddp.is_joining, wrappers)):
             self._join(binding)
+        elif sends:
+            waiting = [pair for pair in binding.pairs if pair not in self._shared]
+            for wrapper in wrappers if waiting else ():
+                self._share(waiting, wrapper)
         return sends
 
     def _wrappers_of(self, binding: Binding) -> list[DistributedDataParallel]:
@@ -105,19 +104,23 @@ class Communicator:
         return [wrapper for ref in self._of[binding] if (wrapper := ref()) is not None]
 
     def _share(self, pairs: Iterable[Pair], wrapper: DistributedDataParallel) -> None:
-        """Makes the masters of a wrapper's parameters equal on all ranks, before the first step."""
+        """Broadcasts exact values of a wrapper's masters from the first rank of its group.
+
+        The wrapper broadcasts rounded weights only, which masters follow at the step. All ranks are
+        about to send gradients in one order, so this cannot deadlock, as in ``initialize``.
+        """
         sent = ddp.sent_params(wrapper)
         own = [p for p in pairs if id(p.model) in sent and p not in self._shared]
-        if own:
-            masters.follow(own)
-            _broadcast(own, wrapper)
-            self._shared.update(own)
+        ddp.broadcast_from_first_rank([pair.master.detach() for pair in own], wrapper)
+        for pair in own:
+            pair.mark_shared()
+        self._shared.update(own)
 
     def _join(self, binding: Binding) -> None:
         # A join ends by broadcasting the last rank's rounded weights; ranks that kept low bits of
-        # their own would drift apart.
+        # their own would drift apart. The wrapper does not tell when it has ended.
         for pair in binding.pairs:
-            pair.new = True
+            pair.keeps = False
         if not self._join_warned and any(scaler.dynamic for scaler in self._scalers):
             self._join_warned = True
             _log.warning(
@@ -149,15 +152,3 @@ def _check_order(wrapper: DistributedDataParallel) -> None:
             "does not average the gradients of parameters whose dtype has changed since. Call "
             f"amp.initialize first, then wrap the model that it returns in {kind}."
         )
-
-
-def _broadcast(pairs: Sequence[Pair], wrapper: DistributedDataParallel) -> None:
-    """Broadcasts exact master values from the first rank of the wrapper's group.
-
-    The wrapper itself broadcasts rounded weights only. Every rank is about to send gradients in the
-    same order, so this cannot deadlock, which a collective in ``initialize`` could.
-    """
-    ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
-    for pair in pairs:
-        pair.mark_written()
-        pair.new = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -154,10 +154,6 @@ class Scaler(ABC):
         clean step grows the scale.
         """
         self.rule = rule
-
-    def state(self) -> Mapping[str, float | int]:
-        """Returns ``{"loss_scale": float, "unskipped": int}``, apex's checkpoint of one scaler."""
-        return {"loss_scale": self.read_scale(), "unskipped": self.read_clean_steps()}
 
     def move_to(self, device: torch.device) -> None:
         """Moves scale and flag to ``device``."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import arguments
-from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import UncastRegion, casts_off
 from apex._engine.model import set_region, state_of
@@ -183,10 +182,6 @@ class AmpHandle:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    @property
-    def _loss_scale(self) -> LossScale:
-        return "dynamic" if self._session is None else self._session.policy.loss_scale
-
     def _bind(self, optimizer: Any) -> None:
         own = unwrap(optimizer)
         if self._session is not None and binding_of(own) is None:
@@ -239,7 +234,8 @@ class OptimWrapper:
         self._optimizer, self._handle = optimizer, amp_handle
         self._loss_index = 0
         amp_handle._bind(optimizer)
-        scale, rule = amp_handle._loss_scale, ScaleRule(ceiling=2.0**24)
+        session, rule = amp_handle._session, ScaleRule(ceiling=2.0**24)
+        scale = 1.0 if session is None else session.policy.loss_scale
         self._loss_scaler = [scaler_for(scale, rule, loss_id=index) for index in range(num_loss)]
 
     @untraced

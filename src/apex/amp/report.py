@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import dtypes
+from apex._core import dtypes, finite
 from apex._core.param_groups import params_of
 from apex._engine.events import ScaleUpdate
 from apex._engine.model import ModelPlan
 from apex._engine.readback import Readback
 from apex._engine.session import Session
-from apex._torch import ranks
+from apex._torch import dtensor, ranks
 from apex._torch.modules import named_tensors
 from apex.amp._amp_state import _amp_state, maybe_print
-from apex.amp.nonfinite import summary
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
@@ -27,7 +27,7 @@ SKIPS_BEFORE_WARNING = 50
 _log = logging.getLogger("apex")
 
 _NAMED = 3
-"""Parameters that a line names."""
+"""Parameters and gradients that a line names."""
 
 _UNREPORTED = "cast_model_outputs"
 """An option that the start-up report, whose lines are apex's, leaves out."""
@@ -150,3 +150,53 @@ def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
             f"where no step is skipped: the weights become NaN. {_TRACE}.",
             extra={"any_rank": True},
         )
+
+
+@dataclass(frozen=True)
+class NonfiniteGradient:
+    """One parameter whose gradient holds inf or NaN.
+
+    Attributes:
+        name: Qualified name of the parameter in its model.
+        inf: Number of infinite elements, of either sign.
+        nan: Number of NaN elements.
+        elements: Number of elements.
+    """
+
+    name: str
+    inf: int
+    nan: int
+    elements: int
+
+    def __str__(self) -> str:
+        counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
+        return f"{self.name} ({', '.join(counts)} of {self.elements})"
+
+
+def nonfinite_gradients(params: Iterable[tuple[str, Tensor]]) -> list[NonfiniteGradient]:
+    """Returns the gradients of named parameters that hold inf or NaN. Waits for the device."""
+    found = []
+    for name, param in params:
+        if param.grad is not None:
+            grad = finite.summed_values(dtensor.local(param.grad))
+            counts = torch.stack([torch.isinf(grad).sum(), torch.isnan(grad).sum()])
+            inf, nan = counts.tolist()  # sync: a diagnosis of a skipped step
+            if inf or nan:
+                found.append(NonfiniteGradient(name, inf, nan, grad.numel()))
+    return found
+
+
+def summary(session: Session) -> str:
+    """Returns a sentence that names the first nonfinite gradients. Waits for the device."""
+    names = {id(p): name for model in session.models for name, p in model.named_parameters()}
+    params = {}
+    for binding in session.bindings:
+        models = {id(pair.master): pair.model for pair in binding.pairs}
+        for param in binding.params():
+            own = models.get(id(param), param)
+            params[names.get(id(own), "(a parameter of no initialized model)")] = param
+    found = [*map(str, nonfinite_gradients(params.items()))]
+    if not found:
+        return "No gradient holds inf or NaN now: they were cleared, or another rank overflowed."
+    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"Nonfinite gradients: {', '.join(found[:_NAMED])}{more}."

@@ -20,7 +20,7 @@ from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._torch import copies, dtensor
 from apex._torch.grad_scaler import holds_unscaled
-from apex.amp.nonfinite import NonfiniteGradient, nonfinite_gradients
+from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.common import check_scaler, inner
 from apex.debug.watch import loop_of
@@ -34,8 +34,8 @@ def why_skipped(
 ) -> list[NonfiniteGradient]:
     """Returns the gradients that hold inf or NaN; empty if all are finite or cleared.
 
-    Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device. With
-    ``verbosity=2``, ``amp.initialize`` prints the same list at every overflow.
+    Call it after the ``scale_loss`` block and before ``step``, which drops masters' gradients. It
+    waits for the device. With ``verbosity=2``, amp prints the same list at every overflow.
 
     Args:
         optimizer: An optimizer prepared by ``amp.initialize``, at any level, or that of a plain
@@ -59,8 +59,13 @@ def why_skipped(
         weight (1 inf of 2)
     """
     loop = loop_of("why_skipped", [optimizer], models=model)
-    names = loop.names()
-    return nonfinite_gradients((names[id(param)], param) for param in loop.params())
+    names, binding = loop.names(), binding_of(inner(optimizer))
+    # A step drops the masters' gradients; the model's own stay.
+    pairs = () if binding is None else binding.pairs
+    dropped = {id(pair.master): pair.model for pair in pairs if pair.master.grad is None}
+    return nonfinite_gradients(
+        (names[id(param)], dropped.get(id(param), param)) for param in loop.params()
+    )
 
 
 # -- numerics --------------------------------------------------------------------------------------

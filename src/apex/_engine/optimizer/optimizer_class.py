@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -24,7 +23,6 @@ from apex._engine.optimizer.exchange import optimizers_in
 from apex._engine.undo import all_or_nothing
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
-from apex._torch.modules import that_names_parameters
 from apex._torch.overrides import without_overrides
 
 ATTRIBUTE = PREPARED
@@ -122,12 +120,10 @@ class AmpOptimizer(Optimizer):
             binding.adopt([group], undo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the optimizer's own, unless torch is about to look for masters in the model."""
-        binding, model = binding_of(self), that_names_parameters()
+        """Returns the optimizer's own, with groups that a script has added to the list."""
+        binding = binding_of(self)
         if binding is not None:
             binding.adopt_new()
-        if binding is not None and model is not None:
-            _validate_names(binding, model)
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         return state
 
@@ -292,14 +288,4 @@ def _validate_group(binding: Binding, param_group: object) -> None:
         raise ValueError(
             "add_param_group got a parameter that is already in a group of this optimizer, as its "
             "fp32 master. Each parameter may be in one group only."
-        )
-
-
-def _validate_names(binding: Binding, model: nn.Module) -> None:
-    held = set(map(id, model.parameters()))
-    if any(id(pair.master) not in held for pair in binding.pairs):
-        raise ValueError(
-            "torch.distributed.checkpoint got a model that does not hold the fp32 masters that its "
-            "optimizer steps, and so cannot name them. Save model.state_dict() and "
-            "optimizer.state_dict() in place of get_state_dict(model, optimizer)."
         )
