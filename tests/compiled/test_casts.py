@@ -9,7 +9,6 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.region import (
@@ -93,14 +92,6 @@ def test_compiled_uncast_region_is_off_under_ambient_casts(model):
     assert {y.dtype for y in compiled(plain, "aot_eager")(torch.randn(3, 4))} == {torch.float32}
 
 
-@pytest.mark.parametrize("ambient", [True, False], ids=["ambient", "run-only"])
-def test_traced_code_that_runs_in_eager_casts_alike(model, ambient):
-    if ambient:
-        model.region.enter_ambient()
-    x = torch.randn(3, 4)
-    assert [y.dtype for y in compiled(model, "eager")(x)] == [y.dtype for y in model(x)]
-
-
 @pytest.mark.parametrize("cache", [None, True, False])
 def test_users_compiled_autocast_follows_the_table_while_a_region_lives(model, cache):
     def fn(x):
@@ -143,18 +134,6 @@ def test_compiled_backward_of_code_under_disable_casts_is_that_of_fp32(model):
     assert torch.equal(model.linear.weight.grad, wanted)
 
 
-def test_compiled_blocks_recompute_in_a_backward_pass(model):
-    """As regional compilation does under activation checkpointing."""
-    model.region.enter_ambient()
-    layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    x, grads = torch.randn(3, 4), []
-    for block in (layers, compiled(layers, "aot_eager")):
-        layers.zero_grad()
-        checkpoint(block, x, use_reentrant=False).float().pow(2).sum().backward()
-        grads.append([p.grad for p in layers.parameters()])
-    torch.testing.assert_close(grads[1], grads[0], rtol=0.02, atol=0.02)
-
-
 def test_compiled_code_in_a_backward_pass_resolves_mixed_dtypes_by_its_session(model):
     regions = model.region, CastRegion(CastSpec(torch.float16, ("cpu",), OpTable.default()))
     helper, dtypes = compiled(lambda grad: grad @ torch.ones(4, 4), "aot_eager"), []
@@ -165,19 +144,6 @@ def test_compiled_code_in_a_backward_pass_resolves_mixed_dtypes_by_its_session(m
         out.sum().backward()
         region.leave_ambient()
     assert dtypes == [torch.bfloat16, torch.float16]
-
-
-def test_compiled_code_in_a_backward_pass_may_disable_casts(model):
-    @torch.compile(backend="aot_eager")
-    def norm(grad):
-        with torch.autocast("cpu", enabled=False):
-            return torch.layer_norm(grad, [4], torch.ones(4))
-
-    model.region.enter_ambient()
-    dtypes, out = [], model.linear(torch.ones(2, 4))
-    out.register_hook(lambda grad: dtypes.append(norm(grad).dtype))
-    out.sum().backward()
-    assert dtypes == [torch.bfloat16]
 
 
 def test_active_dtype_compiles(model):

@@ -9,7 +9,6 @@ from tests.compiled.cases import SAME_GRAPHS, assert_close, compiled, graph_brea
 from tests.training.cases import (
     LEVELS,
     OPTIMIZERS,
-    backward,
     batches,
     loss_of,
     masters,
@@ -101,57 +100,6 @@ def test_accumulating_clipping_and_two_losses_compile(level):
     assert_close(masters(ours[1]), masters(reference[1]), level)
 
 
-def _clips_norms(params):
-    torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=True)
-
-
-def _clips_values(params):
-    torch.nn.utils.clip_grad_value_(params, 0.01, foreach=True)
-
-
-def _writes_grad_data(params):
-    for param in params:
-        param.grad.data.clamp_(-0.01, 0.01)
-
-
-def _writes_data(params):
-    for param in params:
-        param.data.clamp_(-0.2, 0.2)
-
-
-@torch.no_grad()
-def _scales_at_once(params):
-    torch._foreach_mul_(params, 0.9)
-
-
-@pytest.fixture
-def checked_inputs():
-    """The process as torch starts it, whatever sessions before this one have set."""
-    config = torch._functorch.config
-    if not hasattr(config, "check_custom_op_aliasing"):
-        yield
-        return
-    with config.patch(check_custom_op_aliasing=True):
-        yield
-
-
-@pytest.mark.parametrize("write", [_clips_norms, _clips_values, _writes_grad_data])
-@pytest.mark.parametrize("of", ["model", "masters"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_compiled_code_changes_gradients_as_eager(level, of, write, checked_inputs):
-    def train(run):
-        model, optimizer = prepared(level, loss_scale="dynamic")
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            backward(model, optimizer, x, y)
-            run(list(model.parameters() if of == "model" else amp.master_params(optimizer)))
-            optimizer.step()
-        return masters(optimizer)
-
-    run, _ = compiled(write, fullgraph=False)
-    assert_close(train(run), train(write), level)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_compiled_step_with_a_closure_trains_as_eager(level):
     ours, reference = (prepared(level, OPTIMIZERS["LBFGS closure"]) for _ in range(2))
@@ -160,30 +108,6 @@ def test_compiled_step_with_a_closure_trains_as_eager(level):
         step(x, y)
         train_step_with_closure(*reference, x, y)
     assert_close(masters(ours[1]), masters(reference[1]), level)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_normal_step_moves_scale_count_and_flags_in_place(level):
-    """What a CUDA graph captures must stay where it is."""
-    model, optimizer = prepared(level, OPTIMIZERS["fused AdamW"])
-    binding = optimizer._apex_binding
-    scaler = binding.owner.scalers[0]
-
-    def places():
-        held = [
-            scaler.loss_scale,
-            scaler.found_inf,
-            scaler.clean_steps,
-            binding.gradients.overflow.found_inf,
-        ]
-        held += [*model.parameters(), *amp.master_params(optimizer)]
-        return [tensor.data_ptr() for tensor in held]
-
-    seen = []
-    for x, y in batches(6, OVERFLOWS):
-        train_step(model, optimizer, x, y)
-        seen.append(places())
-    assert seen == [seen[0]] * 6
 
 
 def on_a_gpu(level):

@@ -195,6 +195,23 @@ def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, insi
     assert "fp32_modules=['teacher']" in text
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_teacher_that_is_a_model_of_its_own_is_named(caplog, level):
+    student = nn.Sequential(nn.Linear(4, 4))
+    teacher = copy.deepcopy(student).requires_grad_(False).eval()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    amp.initialize([student, teacher], optimizer, opt_level=level, verbosity=0)
+    for _ in range(40):
+        student.eval()(torch.ones(2, 4))
+    for _ in range(4):
+        student.train()(torch.ones(2, 4))
+        teacher(torch.ones(2, 4))
+        blended(student, teacher)
+    (text,) = messages(caplog)
+    assert "0.weight, 0.bias" in text
+    assert "fp32_modules=['0']" in text
+
+
 def test_frozen_weights_that_are_loaded_or_stay_are_not_named(caplog):
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
     model, _ = trained(model)

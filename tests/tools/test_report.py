@@ -12,6 +12,7 @@ from apex.tools.compare.columns import COLUMNS, legend
 from apex.tools.compare.report import charts, report, round_ticks, smooth
 from apex.tools.compare.results import LEVELS
 from apex.tools.compare.table import comparison_text, text_table
+from apex.tools.compare.timing import Load
 from tests.tools.cases import comparison_of, result_of
 
 EVERY = [result_of(name) for name in LEVELS]
@@ -141,6 +142,11 @@ def test_emulated_levels_are_starred_with_a_footnote_and_skipped_ones_have_no_ro
     assert "O2 *" in text
     assert "* emulated: this machine" in text
     assert "O1" not in text
+
+
+def test_a_busy_machine_shows_no_speed():
+    text = text_table(comparison_of(*EVERY, load=Load(8.0, 2)))
+    assert not re.search(r"\d\.\d\dx", text)
 
 
 def test_failures_and_notes_stand_below():

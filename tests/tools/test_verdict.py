@@ -115,6 +115,7 @@ def test_a_busy_machine_gives_no_verdict_on_speed_whatever_it_measured(load, tol
     )
     assert found.level is None
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
+    assert whys(found)["O4"] == "the machine is busy"
 
 
 @pytest.mark.parametrize("load", [Load(), Load(2.9, 2), Load(2.0, 2, waiting=0.05)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, MutableMapping
@@ -120,9 +121,10 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
     batch of graphs) raises; then the object is returned as it is.
     """
     copied = obj
-    try:
-        if not _is_compiling():
+    if not _is_compiling():
+        with contextlib.suppress(Exception):  # of an object that cannot be copied
             copied = copy.copy(obj)
+    try:
         with _FloatingOnly():
             result = copied.to(dtype)
     except Exception as error:  # whatever the class raises for an argument that it does not know

@@ -120,7 +120,7 @@ class Communicator:
         # A join ends by broadcasting the last rank's rounded weights; ranks that kept low bits of
         # their own would drift apart. The wrapper does not tell when it has ended.
         for pair in binding.pairs:
-            pair.new = True
+            pair.keeps = False
         if not self._join_warned and any(scaler.dynamic for scaler in self._scalers):
             self._join_warned = True
             _log.warning(

@@ -80,10 +80,7 @@ class LazyMaster(Master):
     @property
     def grad(self) -> Tensor | None:
         """The fp32 gradient, made of the model's now."""
-        pair: Pair | None = self.__dict__.get(_PAIR, _nothing)()
-        if pair is not None and pair.waiting is not None:
-            take([pair])
-        return parameters.grad_of(self)
+        return _grad_now(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -101,6 +98,14 @@ def _nothing() -> None:
     return None
 
 
+@untraced
+def _grad_now(master: LazyMaster) -> Tensor | None:
+    pair: Pair | None = master.__dict__.get(_PAIR, _nothing)()
+    if pair is not None and pair.waiting is not None:
+        take([pair])
+    return parameters.grad_of(master)
+
+
 for kind in (Master, LazyMaster):
     parameters.allow_foreach(kind)
 
@@ -113,13 +118,15 @@ class Pair:
         master: The fp32 parameter that optimizers step in its place.
         scaled: Whether the model's gradient is scaled, and so not the master's.
         factor: What clipping multiplies the gradient by that waits on the model, 0-d.
+        keeps: Whether the master keeps its low bits where a write leaves the rounded value; False
+            if ranks may hold others.
         new: Whether no step has used the pair yet, so that other ranks may hold other low bits.
         spent: Whether an optimizer has stepped the master's gradient, which another shares.
     """
 
     __slots__ = (
         *("__weakref__", "_master_version", "_model_version", "_seen"),
-        *("factor", "master", "model", "new", "scaled", "spent"),
+        *("factor", "keeps", "master", "model", "new", "scaled", "spent"),
     )
 
     def __init__(
@@ -129,7 +136,7 @@ class Pair:
         self._join(model, master.make_master(model, exact, kind), new=True)
 
     def _join(self, model: nn.Parameter, made: nn.Parameter, *, new: bool) -> None:
-        self.model, self.master, self.new = model, made, new
+        self.model, self.master, self.new, self.keeps = model, made, new, True
         own = vars(made)  # scripts set attributes on parameters, which their optimizers may read
         own.update({name: value for name, value in vars(model).items() if name not in own})
         own[_PAIR] = weakref.ref(self)
@@ -267,8 +274,8 @@ def follow(pairs: Iterable[Pair], *, steps: bool = False) -> None:
     for pair in pairs:
         if pair.model_written:
             if not pair.master_written:
-                alike = not (steps and pair.new and ranks.world_size() > 1)
-                rounding.update_master(pair.model, pair.master, alike)
+                keeps = pair.keeps and not (steps and pair.new and ranks.world_size() > 1)
+                rounding.update_master(pair.model, pair.master, keeps)
                 pair.mark_synced()
             if pair.new and not steps:
                 pair._model_version = _WRITTEN  # the first step looks again
@@ -374,7 +381,11 @@ class Masters:
     def master_of(self, param: Tensor) -> Tensor | None:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         pair = self._by_param.get(id(param))
-        return self._kept_value(param) if pair is None else pair.master
+        if pair is None:
+            return self._kept_value(param)
+        if not pair.keeps:
+            follow([pair])
+        return pair.master
 
     def _kept_value(self, param: Tensor) -> Tensor | None:
         for values in self._kept.values():

@@ -59,8 +59,13 @@ def why_skipped(
         weight (1 inf of 2)
     """
     loop = loop_of("why_skipped", [optimizer], models=model)
-    names = loop.names()
-    return nonfinite_gradients((names[id(param)], param) for param in loop.params())
+    names, binding = loop.names(), binding_of(inner(optimizer))
+    # A step drops the masters' gradients; the model's own stay.
+    pairs = () if binding is None else binding.pairs
+    dropped = {id(pair.master): pair.model for pair in pairs if pair.master.grad is None}
+    return nonfinite_gradients(
+        (names[id(param)], dropped.get(id(param), param)) for param in loop.params()
+    )
 
 
 # -- numerics --------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from apex._engine.model.messages import keeping
 
 _log = logging.getLogger("apex")
 
-_FORWARDS = 16
-"""Forward passes that are watched: what a model writes in training, it writes from the start."""
+_FORWARDS = 256
+"""Forward passes that are watched, of which one in training counts as 16: what a model writes in
+training, it writes from the start."""
 
 Versions = dict[str, tuple[int, int]]
 
@@ -53,7 +54,7 @@ class Writes:
         Frozen weights, and those of copies, count as averages once they were written between two
         passes in a row, twice.
         """
-        self._left -= 1
+        self._left -= 16 if model.training else 1
         frozen = {
             name: param
             for name, param in model.named_parameters()

@@ -87,7 +87,7 @@ def _row(result: Result, comparison: Comparison) -> Row:
         "level": result.name + " *" * result.emulated,
         "compute": "failed",
         "time": NOTHING if timing is None else three_digits(timing.median),
-        "speed": NOTHING if speed is None else f"{speed.median:.2f}x",
+        "speed": NOTHING if speed is None or comparison.load.busy else f"{speed.median:.2f}x",
         "memory": megabytes(memory) if memory else NOTHING,
         "verdict": verdicts.get(result.name, NOTHING),
     }

@@ -127,9 +127,9 @@ def recommendation(comparison: Comparison) -> Recommendation:
         for result in comparison.results
         if (speed := comparison.speed(result)) is not None
     }
-    judged = _judged(comparison, refusals, timed)
+    judged, busy = _judged(comparison, refusals, timed), comparison.load.busy
     verdicts = [
-        Verdict(result.name, *_word(result, timed.get(result.name), judged, refused))
+        Verdict(result.name, *_word(result, timed.get(result.name), judged, refused, busy=busy))
         for result, refused in zip(comparison.results, refusals.values(), strict=True)
     ]
     reasons = _grouped(refusals)
@@ -234,7 +234,9 @@ def _stay(sound: Sequence[_Timed]) -> str:
     return f"Stay in fp32: {best.name}, the fastest usable level, is {facts}."
 
 
-def _word(result: Result, timed: _Timed | None, judged: _Judged, refused: str) -> tuple[Word, str]:
+def _word(
+    result: Result, timed: _Timed | None, judged: _Judged, refused: str, *, busy: bool
+) -> tuple[Word, str]:
     """Returns the verdict on a level in one word, and the reason."""
     if result.name == BASELINE:
         stays = judged.level == BASELINE
@@ -245,7 +247,7 @@ def _word(result: Result, timed: _Timed | None, judged: _Judged, refused: str) -
     if not result.level.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
     if judged.level is None or timed is None:
-        return "unclear", facts
+        return "unclear", "the machine is busy" if busy else facts
     if result.name == judged.level:
         return "use", facts
     if timed in judged.ties:
