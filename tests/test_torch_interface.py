@@ -5,7 +5,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-import torch
 
 import apex
 from apex import amp
