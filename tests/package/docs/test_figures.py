@@ -5,23 +5,16 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
-from docs.figures import FIGURES, devices, exactness, loss_scaling, master_weights, memory, path
+from docs.figures import FIGURES, exactness, loss_scaling, master_weights, memory, path
 from tests.package.docs.pages import ROOT
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 
 
-def drawn(name):
-    if name == "devices" and not torch.__version__.startswith(devices.TORCH):
-        pytest.skip(f"shows the autocast of torch {devices.TORCH}")
-    return FIGURES[name]()
-
-
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_committed_figure_is_what_is_drawn(name):
-    assert path(name).read_text("utf-8") == drawn(name), "run python -m docs.figures"
+    assert path(name).read_text("utf-8") == FIGURES[name](), "run python -m docs.figures"
 
 
 @pytest.mark.parametrize("name", FIGURES)
