@@ -28,7 +28,7 @@ PASSES = 4
 WIDE, DEEP = 1024, 13
 """A model of 13.6 M parameters, whose activations are few."""
 
-PEAKS: dict[str, tuple[int, float]] = {"O2": (14, 16.2), "O5": (14, 16.2)}
+PEAKS: dict[str, tuple[int, float]] = {"O2": (14, 20.1), "O5": (14, 16.2)}
 """Bytes stored, and with 16-bit gradients: the goal without clipping; 0.1 more with it."""
 
 

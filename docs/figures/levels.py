@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from apex._core.policy import Policy
-from apex.amp.properties import LEVELS, to_policy
+from apex.amp.properties import level_defaults, to_policy
 from docs.figures.svg import Drawing
 
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -21,9 +21,12 @@ _COLUMNS = {
 }
 
 
+_LEVELS = "O0", "O1", "O2", "O3", "O4", "O5"
+
+
 def draw() -> str:
     """Returns the figure."""
-    height = 44 + _ROW * len(LEVELS)
+    height = 44 + _ROW * len(_LEVELS)
     drawing = Drawing(
         "levels", 640, height,
         says="Dtypes of weights, operators, batch norm and master weights at the levels O0 to O5, "
@@ -31,7 +34,7 @@ def draw() -> str:
     )  # fmt: skip
     for name, x in _COLUMNS.items():
         drawing.text(x, 20, name, "small muted")
-    for index, properties in enumerate(LEVELS.values()):
+    for index, properties in enumerate(map(level_defaults, _LEVELS)):
         _row(drawing, 32 + index * _ROW, to_policy(properties))
     return drawing.render()
 

@@ -4,8 +4,6 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from apex._engine.model.state import cast_in_place
-from apex._engine.undo import all_or_nothing
 from apex._torch import dtensor
 from tests.support.sharding import mesh
 
@@ -72,29 +70,6 @@ def test_a_part_shares_memory_and_goes_back_to_its_place(on_two_ranks):
         assert again == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
         assert same_strides
         assert summed == (True, [[2.0, 2.0]] * 3)
-
-
-def undone(rank):
-    tensor = placed(mesh(2), Shard(0), rows=3)
-    tensor.note = "mine"
-    (tensor * 3.0).sum().backward()
-    seen = []
-    try:
-        with all_or_nothing() as undo:
-            cast_in_place(tensor, torch.bfloat16, undo)
-            seen.append((tensor.dtype, tensor.to_local().dtype, tensor.grad.dtype, tensor.note))
-            raise KeyError
-    except KeyError:
-        seen.append((tensor.dtype, tensor.to_local().dtype, tensor.grad.dtype, tensor.note))
-    return seen, tensor.full_tensor().tolist(), tensor.grad.full_tensor().tolist()
-
-
-def test_casts_of_dtensors_are_undone_with_their_gradients_and_notes(on_two_ranks):
-    low, full = torch.bfloat16, torch.float32
-    for seen, values, grads in on_two_ranks(undone):
-        assert seen == [(low, low, low, "mine"), (full, full, full, "mine")]
-        assert values == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
-        assert grads == [[3.0, 3.0]] * 3
 
 
 def test_plain_tensors_are_their_own_part():

@@ -9,7 +9,6 @@ from torch import nn
 from apex import amp
 from tests.compiled.cases import (
     GENERATORS,
-    Net,
     assert_close,
     compiled,
     dtypes,
@@ -198,21 +197,6 @@ def test_disable_casts_traces(level):
     del optimizer
 
 
-class Broken(nn.Module):
-    """Breaks its graph inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        first = self.first(x)
-        torch._dynamo.graph_break()
-        middle = first.exp()
-        torch._dynamo.graph_break()
-        return first, middle, self.last(middle)
-
-
 def softmax(x):
     return torch.softmax(x, 0)
 
@@ -262,9 +246,3 @@ def test_a_session_that_ends_in_an_autocast_block_leaves_no_casts():
     with amp.disable_casts():
         pass
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_the_model_here_covers_rows_of_every_kind():
-    model, _ = net_and_optimizer("O4")
-    assert isinstance(model, Net)
-    assert set(dtypes(model(inputs()[0])).values()) == {torch.bfloat16, torch.float32}

@@ -100,40 +100,6 @@ def test_accumulating_clipping_and_two_losses_compile(level):
     assert_close(masters(ours[1]), masters(reference[1]), level)
 
 
-def _clips_norms(params):
-    torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=True)
-
-
-def _clips_values(params):
-    torch.nn.utils.clip_grad_value_(params, 0.01, foreach=True)
-
-
-def _writes_grad_data(params):
-    for param in params:
-        param.grad.data.clamp_(-0.01, 0.01)
-
-
-def _writes_data(params):
-    for param in params:
-        param.data.clamp_(-0.2, 0.2)
-
-
-@torch.no_grad()
-def _scales_at_once(params):
-    torch._foreach_mul_(params, 0.9)
-
-
-@pytest.fixture
-def checked_inputs():
-    """The process as torch starts it, whatever sessions before this one have set."""
-    config = torch._functorch.config
-    if not hasattr(config, "check_custom_op_aliasing"):
-        yield
-        return
-    with config.patch(check_custom_op_aliasing=True):
-        yield
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_compiled_step_with_a_closure_trains_as_eager(level):
     ours, reference = (prepared(level, OPTIMIZERS["LBFGS closure"]) for _ in range(2))

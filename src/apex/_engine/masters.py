@@ -80,10 +80,7 @@ class LazyMaster(Master):
     @property
     def grad(self) -> Tensor | None:
         """The fp32 gradient, made of the model's now."""
-        pair: Pair | None = self.__dict__.get(_PAIR, _nothing)()
-        if pair is not None and pair.waiting is not None:
-            take([pair])
-        return parameters.grad_of(self)
+        return _grad_now(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -99,6 +96,14 @@ class LazyMaster(Master):
 
 def _nothing() -> None:
     return None
+
+
+@untraced
+def _grad_now(master: LazyMaster) -> Tensor | None:
+    pair: Pair | None = master.__dict__.get(_PAIR, _nothing)()
+    if pair is not None and pair.waiting is not None:
+        take([pair])
+    return parameters.grad_of(master)
 
 
 for kind in (Master, LazyMaster):

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
@@ -68,17 +67,6 @@ def function_of(func: Any) -> Any:
     return getattr(torch, func.overloadpacket.__name__)
 
 
-def arguments(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Yields how each argument of an operator is aliased (``None``: not at all), and its value."""
-    for index, argument in enumerate(func._schema.arguments):
-        if index < len(args):
-            yield argument.alias_info, args[index]
-        elif argument.name in kwargs:
-            yield argument.alias_info, kwargs[argument.name]
-
-
 def receives(func: Any) -> bool:
     """Returns whether an operator is a collective that writes to its first argument, when it can.
 
@@ -95,10 +83,3 @@ def written_arguments(func: Any) -> list[tuple[int, Any]]:
         return places[:1]
     aliased = [(place, each) for place, each in places if each.alias_info is not None]
     return [(place, each) for place, each in aliased if each.alias_info.is_write]
-
-
-def listed_writes(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yields the tensors that an operator writes in lists, which autograd does not count."""
-    for alias, value in arguments(func, args, {}):
-        if alias is not None and alias.is_write and isinstance(value, list | tuple):
-            yield from value

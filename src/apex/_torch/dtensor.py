@@ -70,18 +70,6 @@ def with_local(like: Tensor, part: Tensor) -> Tensor:
     return whole
 
 
-def holding(like: Tensor, part: Tensor) -> Tensor:
-    """Returns ``part`` itself as the local part of a DTensor with the placements of ``like``.
-
-    As :func:`with_local`, which gives a view of ``part``: a tensor subclass sees no operator.
-    """
-    if not is_dtensor(like):
-        return part
-    kind: Any = sys.modules[_MODULE].DTensor
-    whole: Tensor = kind(part, like._spec, requires_grad=False)
-    return whole
-
-
 def same_layout(first: Tensor, second: Tensor) -> bool:
     """Returns whether both have the same mesh and placements, or both are plain tensors."""
     if not (is_dtensor(first) and is_dtensor(second)):

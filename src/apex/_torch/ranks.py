@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import distributed
 
 
@@ -20,9 +18,3 @@ def rank() -> int:
 def world_size() -> int:
     """Returns the size of the default group, 1 without one."""
     return distributed.get_world_size() if is_running() else 1
-
-
-def has_rank(group: Any, rank: int) -> bool:
-    """Returns whether this process has a rank in the process group that an operator was given."""
-    own: int = distributed.ProcessGroup.unbox(group).rank()
-    return own == rank

@@ -34,8 +34,8 @@ def why_skipped(
 ) -> list[NonfiniteGradient]:
     """Returns the gradients that hold inf or NaN; empty if all are finite or cleared.
 
-    Call it after the ``scale_loss`` block and before ``step``, which drops masters' gradients. It
-    waits for the device. With ``verbosity=2``, amp prints the same list at every overflow.
+    Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device. With
+    ``verbosity=2``, ``amp.initialize`` prints the same list at every overflow.
 
     Args:
         optimizer: An optimizer prepared by ``amp.initialize``, at any level, or that of a plain

@@ -1,0 +1,165 @@
+"""Plants faults, one by one, in a copy of the sources; each must fail its tests: ``make mutants``.
+
+Prints a table for tests/README.md. ``python -m tests.mutants overflow`` plants those of that name.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutant(NamedTuple):
+    fault: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+ENGINE, CORE = "apex/_engine", "apex/_core"
+MUTANTS = [
+    Mutant(
+        "masters from rounded weights",
+        f"{CORE}/master.py",
+        "(param.data if exact is None else exact.data)",
+        "(param.data)",
+        "tests/loop/test_masters.py tests/parity",
+    ),
+    Mutant(
+        "gradients rounded before unscaling",
+        f"{ENGINE}/optimizer/gradients.py",
+        "            unscale_(finite.dense_values(copies))",
+        "            unscale_(finite.dense_values(copies))\n"
+        "            [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
+        "tests/loop/test_gradients.py tests/parity",
+    ),
+    Mutant(
+        "growth interval off by one",
+        f"{CORE}/scale.py",
+        "rule.growth_factor, rule.backoff_factor, rule.window\n",
+        "rule.growth_factor, rule.backoff_factor, rule.window + 1\n",
+        "tests/loop/test_scale_rule.py tests/loop/test_loss_scale.py",
+    ),
+    Mutant(
+        "an overflow that does not skip",
+        f"{ENGINE}/optimizer/step.py",
+        "return None if skipped else run()",
+        "return run()",
+        "tests/loop/test_overflow.py tests/loop/test_skipped_steps.py",
+    ),
+    Mutant(
+        "masters not written back",
+        f"{ENGINE}/optimizer/step.py",
+        "    masters.round_into_model([p for p in binding.pairs if",
+        "    masters.round_into_model([p for p in () if",
+        "tests/loop/test_masters.py tests/parity",
+    ),
+    Mutant(
+        "an LBFGS closure not undone",
+        f"{ENGINE}/optimizer/step.py",
+        "        param.copy_(value)",
+        "        pass",
+        "tests/loop/test_skipped_steps.py tests/loop/test_overflow.py",
+    ),
+    Mutant(
+        "a table row dropped",
+        f"{CORE}/op_names.py",
+        '("softmax.int",)',
+        "()",
+        "tests/casts/test_outcomes.py tests/casts/test_table.py",
+    ),
+    Mutant(
+        "`max_loss_scale` ignored",
+        f"{CORE}/scale.py",
+        "scale.clamp_(rule.least, rule.greatest)",
+        "scale.clamp_(min=rule.least)",
+        "tests/loop/test_scale_rule.py tests/loop/test_loss_scale.py",
+    ),
+    Mutant(
+        "a saved entry that is the rounded weight",
+        f"{ENGINE}/masters.py",
+        "rounding.update_master(pair.model, pair.master, alike)",
+        "pair.master.data.copy_(pair.model)",
+        "tests/model/test_state_dict.py tests/loop/test_written_masters.py",
+    ),
+    Mutant(
+        "LAMB's trust ratio gone",
+        f"{CORE}/foreach/lamb.py",
+        "return torch.where(both, param_norms / update_norms, 1.0)",
+        "return torch.ones_like(param_norms)",
+        "tests/names/test_optimizer_rules.py tests/names/test_optimizers.py",
+    ),
+    Mutant(
+        "a mixed norm's dtype",
+        "apex/normalization/fused_layer_norm.py",
+        "weight, bias, eps, out=weight.dtype",
+        "weight, bias, eps, out=input.dtype",
+        "tests/names/test_norms.py",
+    ),
+    Mutant(
+        "casts on in `step`",
+        f"{ENGINE}/optimizer/step.py",
+        "    off.__enter__()\n",
+        "",
+        "tests/loop/test_step_casts.py",
+    ),
+    Mutant(
+        "a host sync in a fused step",
+        f"{ENGINE}/optimizer/step.py",
+        "    binding.begin_step(skipped=flag)\n",
+        "    binding.begin_step(skipped=bool(flag.tolist()))\n",
+        "tests/loop/test_cost.py",
+    ),
+    Mutant(
+        "`no_sync` gradients unsent",
+        f"{ENGINE}/session.py",
+        "delays = delay_unscale or not all(sends)",
+        "delays = delay_unscale",
+        "tests/distributed/test_data_parallel.py",
+    ),
+]
+
+
+def caught(mutant: Mutant) -> str | None:
+    """Returns the first test that fails under the fault, or None.
+
+    Raises:
+        ValueError: If the sources no longer hold the right line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "src")
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        path = source / mutant.file
+        text = path.read_text()
+        if mutant.right not in text:
+            raise ValueError(f"{mutant.file} has no {mutant.right!r}: write the fault anew.")
+        path.write_text(text.replace(mutant.right, mutant.wrong))
+        run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*run, *mutant.tests.split()],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(source)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split()[1].split("[")[0] if failed else None
+
+
+def main() -> int:
+    chosen = [each for each in MUTANTS if all(word in each.fault for word in sys.argv[1:])]
+    print("| fault | caught by |\n|---|---|")
+    missed = 0
+    for mutant in chosen:
+        test = caught(mutant)
+        missed += test is None
+        print(f"| {mutant.fault} | {'**nothing**' if test is None else f'`{test}`'} |", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
