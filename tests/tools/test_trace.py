@@ -387,7 +387,7 @@ def test_an_overflow_at_a_static_scale_is_a_fault(trace, level):
     code, out, _ = trace(APEX.format(level=level, options=", loss_scale=2.0**17"))
     assert code == cli.NOT_FINITE
     assert "cause  loss scale: " in out
-    assert "remedy 1. pass loss_scale='dynamic' instead of a static scale" in out
+    assert "remedy 1. let the scale adapt: loss_scale='dynamic'" in out
     assert "Healthy" not in out
 
 
