@@ -91,8 +91,8 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert lines[5].startswith("  cause  range: ")
     assert lines[6].startswith("  remedy ")
     assert "logsumexp" in lines[6]
-    assert lines[8] == "  hit    the gradients of layers.0.bias, layers.0.weight"
-    assert lines[9].startswith("The script was stopped there; with --keep-going")
+    assert lines[9] == "  hit    the gradients of layers.0.bias, layers.0.weight"
+    assert lines[10].startswith("The script was stopped there; with --keep-going")
     assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step in \S+ s\.", lines[-1])
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
@@ -365,8 +365,7 @@ def test_an_overflow_in_the_forward_of_an_fp16_model_is_a_fault(trace):
     code, out, _ = trace(SCALED.format(scale=1.0, x=1e5))
     assert code == cli.NOT_FINITE
     assert "aten._to_copy in the model, forward, returned inf in float16" in out
-    assert "torch.autocast(device_type, dtype=torch.bfloat16)" in out
-    assert "O4" not in out
+    assert "dtype=torch.bfloat16 in torch.autocast" in out
 
 
 def test_a_scale_that_has_not_found_its_value_is_not_called_healthy(trace):

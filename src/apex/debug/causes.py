@@ -243,6 +243,7 @@ def _remedies(name: str) -> tuple[str, ...]:
 
 
 _LOWER_RATE = "lower the learning rate or warm it up, and clip the gradients"
+_BY_SCALER = "if scaled, call scaler.step(optimizer) and scaler.update(), not optimizer.step()"
 _TO_BF16 = (
     "compute in bf16, whose range is that of fp32: 'O4' instead of 'O1', 'O5' instead of 'O2' and "
     "'O3', dtype=torch.bfloat16 in torch.autocast"
@@ -264,7 +265,7 @@ def _for_range(birth: Birth) -> tuple[str, ...]:
     found: list[str] = []
     if birth.backward:
         found = ["make the loss smaller: a mean, not a sum, or a lower static scale"]
-        found += ["if scaled, step by scaler.step(optimizer)"] * (birth.scale is None)
+        found += [_BY_SCALER] * (birth.scale is None)
     elif birth.name in ("to_copy", "copy"):
         found = ["scale the values down before the cast"]
     if birth.place.inside:
