@@ -113,16 +113,11 @@ def test_the_report_names_place_cause_and_remedy():
     assert lines[9].split()[:4] == ["1", "sub", "forward", "bf16"]
 
 
-def test_every_format_holds_the_same(tmp_path):
+def test_json_holds_the_same():
     trace = shifted()
     data = json.loads(trace.to_json(), parse_constant=pytest.fail)
     assert data["worst"]["error"] == trace.worst.error
     assert len(data["rows"]) == len(trace.rows)
-    for suffix in (".json", ".txt"):
-        trace.save(tmp_path / f"trace{suffix}")
-        assert "aten.sub" in (tmp_path / f"trace{suffix}").read_text(encoding="utf-8")
-    with pytest.raises(ValueError, match=r"trace\.xlsx.*\.json, \.txt"):
-        trace.save(tmp_path / "trace.xlsx")
 
 
 # -- what an operator needs ----------------------------------------------------------------------
