@@ -115,18 +115,17 @@ def main(argv=None):
             part.load_state_dict(saved[name])
 
     losses = []
-    with amp.debug.arm(optimizer):  # names the operator if gradients are not finite
-        for step in range(first, args.steps):
-            loss = model(*batch(text, step, args, device))
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-            optimizer.step()
-            scheduler.step()
-            losses.append(loss.detach())
-            if (step + 1) % 50 == 0:
-                print(f"step {step + 1:4}: loss {torch.stack(losses[-50:]).mean():.3f}")
+    for step in range(first, args.steps):
+        loss = model(*batch(text, step, args, device))
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.detach())
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1:4}: loss {torch.stack(losses[-50:]).mean():.3f}")
 
     with torch.no_grad():
         score = torch.stack([model(*batch(held_out, step, args, device)) for step in range(8)])

@@ -14,11 +14,9 @@ from tests.training.cases import (
     backward,
     batch,
     batches,
-    loss_of,
     net,
     overflowing,
     prepared,
-    sgd,
     train_step,
 )
 
@@ -69,50 +67,20 @@ class Seen(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def plain_step(scaler):
-    model = net()
-    optimizer = sgd(model.parameters())
-
-    def step():
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch())
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-    return {"model": model, "scaler": scaler}, optimizer, step
-
-
-def amp_step(level):
-    model, optimizer = prepared(level)
-    return {"model": model}, optimizer, lambda: train_step(model, optimizer, *batch())
-
-
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("tool", [amp.debug.History, amp.debug.arm])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: amp_step("O2"),
-        lambda: amp_step("O4"),
-        lambda: plain_step(None),
-        lambda: plain_step(torch.amp.GradScaler("cpu", init_scale=8.0)),
-    ],
-    ids=["O2", "O4", "plain", "GradScaler"],
-)
-def test_no_trace_sees_the_operators_of_a_tool(make, tool):
-    options, optimizer, step = make()
-    step()
-    with Seen() as alone:
-        step()
-    handle = tool(optimizer, **options)
-    step()
-    with Seen() as watched:
-        step()
-    assert watched.names == alone.names
+def test_no_trace_sees_the_operators_of_a_tool(tool, level):
+    model, optimizer = prepared(level)
+
+    def seen():
+        train_step(model, optimizer, *batch())
+        with Seen() as found:
+            train_step(model, optimizer, *batch())
+        return found.names
+
+    alone = seen()
+    handle = tool(optimizer)
+    assert seen() == alone
     del handle
 
 
@@ -239,9 +207,10 @@ def test_optimizers_of_two_calls_are_refused():
 
 
 def history_of(passes):
-    optimizer = sgd(net().parameters())
+    model, optimizer = prepared("O4")
     history = amp.debug.History(optimizer)
     history._passes.extend(passes)
+    del model
     return str(history).splitlines()
 
 
@@ -258,13 +227,14 @@ def test_the_summary_is_as_long_after_a_thousand_passes_as_after_three():
     ]
 
 
-def test_the_summary_has_a_part_for_each_loss_and_none_for_what_is_unknown():
+def test_the_summary_has_a_part_for_each_loss():
     model, optimizer = prepared("O4", num_losses=2)
-    history = amp.debug.History(optimizer, grad_norms=False)
+    history = amp.debug.History(optimizer)
     assert str(history) == "No backward pass recorded yet."
     for loss_id in (1, 0, 1):
         backward(model, optimizer, *batch(), loss_id=loss_id)
-    assert str(history).splitlines() == [
+    lines = [line for line in str(history).splitlines() if "norm" not in line]
+    assert lines == [
         "Loss 0: 1 backward pass (1 to 1), 0 skipped",
         "  loss scale     1 now",
         "Loss 1: 2 backward passes (0 to 2), 0 skipped",

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,6 @@ def on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(DIGITS))
 
 
-# -- data ------------------------------------------------------------------------------------
-
-
 def test_the_split_shares_no_digit():
     from sklearn.datasets import load_digits
     from train import load_data
@@ -33,40 +29,11 @@ def test_the_split_shares_no_digit():
     assert sorted(both.tolist()) == sorted(every.tolist())
 
 
-@pytest.mark.parametrize("steps", [1, 3, 4, 9])
-def test_batches_are_as_many_as_asked_for(steps):
-    from train import batches
-
-    data = (torch.arange(10.0), torch.arange(10))
-    assert len(list(batches(data, steps=steps, batch_size=4, seed=0))) == steps
-
-
-def test_an_epoch_holds_each_example_once():
-    from train import batches
-
-    data = (torch.arange(10.0), torch.arange(10))
-    epoch = islice(batches(data, steps=9, batch_size=4, seed=0), 3)
-    assert sorted(torch.cat([labels for _, labels in epoch]).tolist()) == list(range(10))
-
-
-# -- training --------------------------------------------------------------------------------
-
-
 def test_one_level_runs_from_the_command_line():
     command = [sys.executable, str(DIGITS / "train.py"), "--opt-level", "O4", "--steps", "2"]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     last = output.splitlines()[-1]
     assert re.fullmatch(r"final loss \d\.\d{4}, test accuracy \d+\.\d\d%", last)
-
-
-@pytest.mark.parametrize("value", ["0", "-3"])
-def test_a_count_below_one_is_refused(value):
-    import argparse
-
-    from train import count
-
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{value} is less than 1"):
-        count(value)
 
 
 @pytest.mark.usefixtures("every_dtype_is_fast")

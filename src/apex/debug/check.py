@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
+from apex._engine.session import Session
 from apex._torch import copies, dtensor
-from apex._torch.grad_scaler import holds_unscaled
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
-from apex.debug.common import check_scaler, inner
-from apex.debug.watch import loop_of
+from apex.debug.common import checked_models, inner
+from apex.debug.place import unwrapped
 
 _MAX_LISTED = 10
 """Number of non-finite tensors that ``str`` lists."""
@@ -42,9 +42,6 @@ def why_skipped(
             loop: call it after ``backward`` or, with a ``GradScaler``, after ``scaler.step``.
         model: The model or models of a plain loop, for names.
 
-    Raises:
-        RuntimeError: If the amp session of an optimizer from a file is gone.
-
     Example:
         >>> import torch
         >>> from apex import amp
@@ -58,14 +55,20 @@ def why_skipped(
         ...     print(gradient)
         weight (1 inf of 2)
     """
-    loop = loop_of("why_skipped", [optimizer], models=model)
-    names, binding = loop.names(), binding_of(inner(optimizer))
+    own = inner(optimizer)
+    binding = binding_of(own)
+    models = [] if model is None else checked_models("why_skipped", model)
+    if binding is not None and isinstance(binding.owner, Session):
+        models += binding.owner.models
+    names = {id(p): name for each in models for name, p in unwrapped(each).named_parameters()}
     # A step drops the masters' gradients; the model's own stay.
-    pairs = () if binding is None else binding.pairs
-    dropped = {id(pair.master): pair.model for pair in pairs if pair.master.grad is None}
-    return nonfinite_gradients(
-        (names[id(param)], dropped.get(id(param), param)) for param in loop.params()
-    )
+    weights = {id(pair.master): pair.model for pair in (() if binding is None else binding.pairs)}
+    found = []
+    for index, param in enumerate(params_of(own)):
+        weight = weights.get(id(param), param)
+        name = names.get(id(weight), f"parameter {index}")
+        found.append((name, weight if param.grad is None else param))
+    return nonfinite_gradients(found)
 
 
 # -- numerics --------------------------------------------------------------------------------------
@@ -246,7 +249,7 @@ class FrozenUpdates:
 
 
 @contextmanager
-def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpdates]:
+def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     """Counts the weights that the step inside the block should have moved but did not.
 
     A copy of the optimizer computes the intended update from the same weights, gradients and state
@@ -259,11 +262,10 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
     Of a sharded model, every rank counts its own shards, and every rank must use it.
 
     Args:
-        optimizer: An optimizer that steps without a closure, prepared by amp or plain.
-        scaler: The ``torch.amp.GradScaler`` by whose ``step`` a plain optimizer steps in the block.
+        optimizer: An optimizer that steps without a closure, prepared by amp or plain; in a loop
+            with a ``GradScaler``, after ``scaler.unscale_(optimizer)``.
 
     Raises:
-        TypeError: If ``scaler`` is not a ``GradScaler``.
         ValueError: If the optimizer's step needs a closure.
 
     Example:
@@ -277,7 +279,6 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
         >>> updates.frozen, updates.wanted
         (1, 2)
     """
-    check_scaler("frozen_updates", scaler)
     own = inner(optimizer)
     binding = binding_of(own)
     kind = own_class(type(own))
@@ -295,8 +296,7 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
         yield updates
         return
     before = [param.detach().clone() for param in params_of(own) if param.grad is not None]
-    unscaled = scaler is None or any(holds_unscaled(scaler, each) for each in (optimizer, own))
-    wide = _wanted_values(own, 1.0 if unscaled else scaler.get_scale())
+    wide = _wanted_values(own)
     yield updates
     for (param, wanted), old in zip(wide.items(), before, strict=True):
         moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
@@ -305,12 +305,12 @@ def frozen_updates(optimizer: Any, *, scaler: Any = None) -> Iterator[FrozenUpda
         updates.frozen += int(stays.count_nonzero())  # sync: a diagnosis on request
 
 
-def _wanted_values(optimizer: Optimizer, scale: float) -> dict[Tensor, Tensor]:
+def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     """Returns, by parameter with a gradient, the values after a step in a wider dtype.
 
-    ``scale`` is the factor that the gradients carry. A plain copy of the optimizer steps.
+    A plain copy of the optimizer steps.
     """
-    wide = {param: _widened(param, scale) for param in params_of(optimizer)}
+    wide = {param: _widened(param) for param in params_of(optimizer)}
     # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
     own = {
         name: value
@@ -334,14 +334,14 @@ def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if narrower else value
 
 
-def _widened(param: Tensor, scale: float) -> Tensor:
+def _widened(param: Tensor) -> Tensor:
     dtype = _WIDER.get(param.dtype, param.dtype)
     if param.device.type == "mps" and dtype is torch.float64:  # not supported there
         dtype = torch.float32
     wide = torch.nn.Parameter(param.detach().to(dtype, copy=True))
     wide.requires_grad_(param.requires_grad)
     if param.grad is not None:
-        wide.grad = param.grad.detach().to(dtype, copy=True) / scale
+        wide.grad = param.grad.detach().to(dtype, copy=True)
     return wide
 
 
