@@ -17,7 +17,6 @@ from apex.cli import (
     OK,
     SUBCOMMANDS,
     build_parser,
-    check_file,
     main,
 )
 from tests.tools.cases import FAILS_IN_BF16, TARGET, written
@@ -83,11 +82,6 @@ def test_the_help_leads_from_a_question_to_a_command():
     assert all(re.search(rf"^ +{command} ", text, re.MULTILINE) for command in SUBCOMMANDS)
     assert "exit code" not in text
     assert len(text.splitlines()) < 25
-
-
-@pytest.mark.parametrize("command", SUBCOMMANDS)
-def test_the_help_fits_a_terminal(command):
-    assert max(map(len, parsers()[command].format_help().splitlines())) <= 100
 
 
 def test_the_help_of_compare_names_what_a_target_gives_and_what_the_columns_show():
@@ -170,17 +164,6 @@ def test_a_file_that_cannot_be_written_is_found_before_the_training(
     assert (code, out) == (NOT_WRITTEN, "")
     assert err.startswith(f"apex compare: {reason}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "target.py"]
-
-
-def test_trying_a_file_neither_changes_nor_leaves_one(tmp_path):
-    (tmp_path / "old").write_text("kept")
-    check_file(tmp_path / "old")
-    check_file(tmp_path / "new")
-    if hasattr(os, "mkfifo"):
-        os.mkfifo(tmp_path / "pipe")
-        check_file(tmp_path / "pipe")  # does not wait for a reader
-        (tmp_path / "pipe").unlink()
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "kept")]
 
 
 def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(tmp_path):

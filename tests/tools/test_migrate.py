@@ -1,26 +1,20 @@
 """Uses of apex in scripts are found, by whatever name, and each gets the right verdict."""
 
 import importlib
-import inspect
-import os
 import pkgutil
 import textwrap
 from pathlib import Path
 
 import pytest
 
-import apex
 from apex._unavailable import INSTEAD
 from apex.cli import BAD_INPUT, FAILED, NOT_WRITTEN, OK, main
-from apex.tools.errors import InputError
 from apex.tools.migrate import (
     ATTRIBUTES,
-    IDLE,
     NOTES,
     Name,
     migration_of,
     names,
-    resolve,
     verdict_of,
     verdict_of_name,
 )
@@ -51,16 +45,6 @@ def test_a_use_is_found_by_every_name(imports, call):
     assert found(f"{imports}\nm = {call}(m)\n")[-1] == (2, "apex.amp.initialize")
 
 
-def test_imports_are_uses():
-    program = "import apex\nfrom apex import amp, parallel as p\nimport apex.optimizers, os\n"
-    assert found(program) == [
-        (1, "apex"),
-        (2, "apex.amp"),
-        (2, "apex.parallel"),
-        (3, "apex.optimizers"),
-    ]
-
-
 def test_an_import_in_try_or_in_a_function_is_followed():
     program = """
     try:
@@ -88,11 +72,6 @@ def test_names_of_others_are_no_uses():
     amp.initialize(own, optimizers)
     """
     assert found(program) == []
-
-
-def test_a_local_name_hides_the_import():
-    program = "from apex import amp\ndef f(amp):\n    return amp.initialize\n"
-    assert found(program) == [(1, "apex.amp")]
 
 
 @pytest.mark.parametrize(
@@ -130,25 +109,11 @@ def test_global_and_nonlocal_imports_are_followed():
     ]
 
 
-def test_an_assigned_name_and_a_part_of_an_f_string_are_no_uses():
-    program = "from apex.optimizers import FusedAdam\nFusedAdam = None\nf'apex.amp{1}'\n"
-    assert found(program) == [(1, "apex.optimizers.FusedAdam")]
-
-
-def test_invalid_escapes_and_line_ends_of_any_kind_are_read():
-    assert found("import apex\r\nx = '\\d'\r\napex.amp.initialize\r\n")[-1][0] == 3
-
-
 def test_all_examples_work_with_this_package():
     migration = migration_of(EXAMPLES)
     assert len(migration.uses) > 30
     assert migration.counts["not supported"] == 0
     assert not migration.unread
-
-
-def test_calls_and_indices_end_a_name():
-    program = "from apex import amp\namp._amp_state.loss_scalers[0].loss_scale()\n"
-    assert found(program)[1:] == [(2, "apex.amp._amp_state.loss_scalers")]
 
 
 def test_attributes_of_optimizers_are_found_without_an_import():
@@ -157,15 +122,6 @@ def test_attributes_of_optimizers_are_found_without_an_import():
         (1, "optimizer._amp_stash"),
         (2, "optimizer.clip_master_grads"),
     ]
-
-
-def test_a_star_import_is_the_module():
-    assert found("from apex.parallel import *\n") == [(1, "apex.parallel")]
-
-
-def test_a_use_has_line_and_keywords():
-    program = "import apex\nx = apex.optimizers.FusedAdam(p, lr=1, use_mt=True)\n"
-    assert names(program)[-1] == Name("apex.optimizers.FusedAdam", 2, ("lr", "use_mt"))
 
 
 # -- verdicts ----------------------------------------------------------------------------------
@@ -197,11 +153,6 @@ def test_the_notes_are_on_names_that_exist():
         assert verdict_of_name(name) == ("note", NOTES[name])
 
 
-def test_arguments_without_effect_are_taken():
-    for name, keywords in IDLE.items():
-        assert set(keywords) <= set(inspect.signature(resolve(name)).parameters)
-
-
 def test_what_is_not_here_is_not_supported_and_says_what_to_use():
     for name in INSTEAD:
         assert verdict_of_name(f"{name}.anything") == ("not supported", f"Use {INSTEAD[name]}.")
@@ -215,13 +166,6 @@ def test_attributes_of_optimizers_exist(attribute):
     wanted = {*dir(AmpStashOptimizer), *dir(FP16_Optimizer)}
     assert attribute in wanted or attribute == "_amp_stash"
     assert verdict_of_name(f"optimizer.{attribute}")[0] in ("works", "note")
-
-
-def test_a_thing_has_one_note_under_all_its_names():
-    name = "apex.optimizers.FusedNovoGrad"
-    assert verdict_of_name("apex.optimizers.fused_novograd.FusedNovoGrad")[1] == NOTES[name]
-    name = "apex.parallel.distributed.DistributedDataParallel"
-    assert "prof has no effect" in verdict_of(Name(name, 1, ("prof",)))[1]
 
 
 @pytest.mark.parametrize(
@@ -370,48 +314,7 @@ def test_a_file_that_no_parser_takes_is_one_line_and_the_rest_goes_on(tmp_path, 
     assert migration.failed
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no FIFOs")
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe.py")
-    (tmp_path / "gone.py").symlink_to("nowhere.py")
-    (tmp_path / "train.py").write_text(USE)
-    migration = migration_of(tmp_path)
-    assert [Path(file).name for file, _ in migration.unread] == ["gone.py", "pipe.py"]
-    assert len({use.file for use in migration.uses}) == 1
-    with pytest.raises(InputError, match=r"pipe\.py cannot be read: it is neither"):
-        migration_of(tmp_path / "pipe.py")
-
-
-def test_a_file_of_20_000_uses_is_a_short_report(tmp_path):
-    path = tmp_path / "long.py"
-    path.write_text(USE + "amp.initialize(m, opt_level='O1')\n" * 20_000)
-    text = str(migration_of(path))
-    assert "(line 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 19,990 more)" in text
-    assert len(text) < 1000
-    assert len(migration_of(path).to_dict()["uses"]) == 20_001
-
-
 # -- remarks -----------------------------------------------------------------------------------
-
-
-def test_equal_remarks_in_a_file_stand_together(tmp_path):
-    (tmp_path / "a.py").write_text("from apex.RNN import LSTM, mLSTM\nfrom apex.RNN import Tanh\n")
-    assert str(migration_of(tmp_path)).splitlines()[1:5] == [
-        "  note           apex.RNN.LSTM  (line 1)",
-        "                 apex.RNN.mLSTM  (line 1)",
-        "                 apex.RNN.Tanh  (line 2)",
-        f"{'':17}{NOTES['apex.RNN.LSTM']}",
-    ]
-
-
-def test_without_a_use_the_report_says_so(tmp_path):
-    (tmp_path / "a.py").write_text("import torch\n")
-    assert str(migration_of(tmp_path)) == "1 file: no use of apex."
-
-
-def test_the_package_answers_for_itself():
-    assert verdict_of_name("apex.__version__") == ("works", "")
-    assert resolve("apex.amp") is apex.amp
 
 
 # -- the command -------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from apex.tools.compare.columns import COLUMNS, legend
-from apex.tools.compare.report import charts, report, round_ticks, smooth
+from apex.tools.compare.columns import COLUMNS
+from apex.tools.compare.report import charts, report
 from apex.tools.compare.results import LEVELS
 from apex.tools.compare.table import comparison_text, text_table
 from apex.tools.compare.timing import Load
@@ -61,17 +61,6 @@ def test_what_the_user_names_is_escaped():
     assert "<machine>" not in text
 
 
-def test_bars_are_as_long_as_the_figures():
-    slow, fast = result_of(samples=[10.0] * 20), result_of("O4", samples=[5.0] * 20)
-    text = report(comparison_of(slow, fast))
-    assert '<td class="time">10<i class="bar O0" style="width:100.0%"></i></td>' in text
-    assert '<td class="time">5<i class="bar O4" style="width:50.0%"></i></td>' in text
-
-
-def test_the_same_comparison_gives_the_same_page():
-    assert report(comparison_of(*EVERY)) == report(comparison_of(*EVERY))
-
-
 def test_there_are_two_charts_of_every_level_that_is_not_emulated():
     found = comparison_of(*EVERY[:-1], result_of("bf16", emulated=True))
     loss, apart = charts(found)
@@ -101,18 +90,6 @@ def test_a_curve_ends_where_its_values_do_and_stays_inside_its_chart():
         assert all(b - a >= 13.9 for a, b in itertools.pairwise(heights))
 
 
-def test_a_running_mean_starts_at_the_first_value():
-    assert smooth((4.0, 4.0, 4.0)) == pytest.approx([4.0, 4.0, 4.0])
-    assert smooth((1.0, 3.0))[1] == pytest.approx(2.111, abs=1e-3)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.013, 0.98), (1, 300), (-0.2, 0.2), (1e4, 1.1e4)])
-def test_ticks_are_few_round_and_inside(low, high):
-    ticks = round_ticks(low, high)
-    assert 2 <= len(ticks) <= 7
-    assert all(low <= tick <= high for tick in ticks)
-
-
 # -- the table -------------------------------------------------------------------------------
 
 COMPACT = ["level", "ms", "/", "step", "speed", "memory", "final", "loss", "verdict"]
@@ -128,12 +105,6 @@ def test_the_table_is_compact_unless_asked():
     headings = [c.heading for name, c in COLUMNS.items() if name != "evaluation"]
     assert all(heading in wide.splitlines()[0] for heading in headings)
     assert len(wide.splitlines()) == 3 + len(LEVELS)  # no legend
-
-
-def test_the_legend_explains_every_column():
-    assert [line.split("  ")[1] for line in legend().splitlines()] == [
-        column.heading for column in COLUMNS.values()
-    ]
 
 
 def test_emulated_levels_are_starred_with_a_footnote_and_skipped_ones_have_no_row():

@@ -3,14 +3,13 @@
 import math
 import random
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
 from apex.tools.compare import timing
 from apex.tools.compare.results import LEVELS, Stored, parse_levels
-from apex.tools.compare.timing import CONFIDENCE, Load, LoadMeter, Timing, median_interval, speed_of
+from apex.tools.compare.timing import CONFIDENCE, Load, Timing, median_interval, speed_of
 from apex.tools.compare.verdict import LEAST_GAIN, MOST_MISSED
 from tests.tools.cases import comparison_of, result_of
 
@@ -123,25 +122,6 @@ def test_a_machine_is_not_busy_by_this_program_alone(load):
     assert judged(1.8, noisy=False, load=load).recommendation.level == "O4"
 
 
-def test_a_load_is_measured_while_the_levels_are_timed():
-    with LoadMeter() as meter:
-        sum(range(1000))
-    assert meter.load.cores >= 1
-    assert meter.load.waiting >= 0
-
-
-@pytest.mark.parametrize(("steps", "said"), [(5, "5 steps"), (1, "1 step")])
-def test_few_steps_cannot_judge_training(steps, said):
-    losses = (1.0,) * steps
-    fast = result_of("O4", milliseconds=5.0, losses=tuple(2 * loss for loss in losses))
-    found = comparison_of(result_of("O0", losses=losses), fast, steps=steps).recommendation
-    assert found.text == (
-        f"No verdict on training: {said} cannot judge training. Run again with --steps 100."
-    )
-    assert (found.level, words(found)["O4"]) == (None, "unclear")
-    assert "noise" not in found.text
-
-
 def test_times_that_vary_too_much_give_no_verdict():
     found = judged(1.8, noisy=True, seed=1).recommendation
     assert re.match(
@@ -152,28 +132,11 @@ def test_times_that_vary_too_much_give_no_verdict():
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
 
 
-def test_a_load_that_all_share_does_not_hide_a_gain():
-    loads = [random.Random(3).uniform(1, 9) for _ in range(20)]
-    found = advised_from([10 * load for load in loads], O4=[5 * load for load in loads])
-    assert found.text.startswith("Use O4 (bf16 where it is safe, fp32 weights): 2.00x as fast as")
-
-
 def test_too_few_rounds_give_no_verdict_and_say_how_many_are_enough():
     found = advised_from([10.0] * 3, O4=[5.0] * 3)
     assert found.text == (
         "No verdict on speed: 3 timed steps per level are too few. Run again with --rounds 20."
     )
-
-
-def test_levels_timed_one_after_another_are_not_paired():
-    base, level = result_of("O0"), result_of("O4", samples=[8.0, 12.0] * 10)
-    assert comparison_of(base, level, interleaved=False).recommendation.level is None
-
-
-def test_a_faster_level_is_named_though_another_is_unclear():
-    found = advised_from([10.0] * 20, O4=[6.0] * 20, O5=[2.0, 15.0] * 10)
-    assert found.level == "O4"
-    assert words(found)["O5"] == "unclear"
 
 
 def advised_from(base, **levels):
@@ -221,12 +184,6 @@ def test_much_less_memory_at_the_same_speed_is_a_gain(size, level):
     assert bool(re.search(r"50% less memory \(500 MB\), 1\.00x", found.text)) == (level == "O4")
 
 
-def test_kilobytes_are_no_gain_of_memory():
-    found = advised(result_of("O4", milliseconds=5.0, saved=1000))
-    assert found.level == "O4"
-    assert "memory" not in found.text
-
-
 def test_an_fp32_loss_that_is_not_finite_is_told_first():
     found = comparison_of(result_of("O0", losses=(math.nan,) * 25), result_of("O5")).recommendation
     assert found.level is None
@@ -234,12 +191,6 @@ def test_an_fp32_loss_that_is_not_finite_is_told_first():
         "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on your "
         "training script: it names the operator."
     )
-
-
-def test_updates_that_fp32_loses_too_count_against_no_level():
-    base = result_of("O0", frozen=0.3)
-    found = comparison_of(base, result_of("O5", milliseconds=5.0, frozen=0.3)).recommendation
-    assert found.level == "O5"
 
 
 @pytest.mark.parametrize(
@@ -270,12 +221,6 @@ def test_what_fails_in_fp32_too_speaks_against_no_level():
     assert (found.level, found.reasons) == ("O0", ("O4: probing failed: OSError.",))
 
 
-def test_levels_that_are_refused_alike_share_a_line():
-    slow = [result_of(n, emulated=True, samples=[400.0] * 20) for n in ("O1", "O2")]
-    found = comparison_of(result_of("O0", samples=[10.0] * 20), *slow).recommendation
-    assert found.reasons == ("O1, O2: fp16 is emulated on this machine: 0.03x the speed of fp32.",)
-
-
 def test_levels_that_are_there_to_compare_with_are_never_advised():
     found = advised(result_of("O3", milliseconds=1.0), result_of("bf16", milliseconds=1.0))
     assert found.level == "O0"
@@ -284,18 +229,6 @@ def test_levels_that_are_there_to_compare_with_are_never_advised():
 def test_where_no_level_is_sound_the_text_says_so():
     found = advised(result_of("O1", milliseconds=1.0, emulated=True))
     assert found.text == "Stay in fp32: no other level is usable on this machine."
-
-
-def test_without_fp32_s_times_there_is_no_verdict():
-    errors = ("timing failed: MemoryError",)
-    untimed = replace(result_of("O0"), timing=None, errors=errors)
-    found = comparison_of(untimed, result_of("O4", milliseconds=1.0)).recommendation
-    assert (found.level, found.text) == (None, "No verdict on speed: fp32 was not timed.")
-    assert found.reasons == errors
-
-
-def test_fp32_alone_gets_no_advice():
-    assert advised().text == "Nothing to compare: only fp32 was trained."
 
 
 def test_the_reasons_give_time_loss_and_memory():
@@ -340,13 +273,6 @@ def test_a_load_that_slows_whole_rounds_cancels_between_pairs():
     assert apart.low <= found.low <= found.high <= apart.high
 
 
-@pytest.mark.parametrize("rounds", [1, 5])
-def test_below_six_rounds_there_is_no_ratio(rounds):
-    few, many = Timing((400.0,) * rounds), Timing((10.0,) * 20)
-    assert speed_of(few, many, paired=False) is None
-    assert speed_of(few, many, paired=True) is None
-
-
 @pytest.mark.parametrize("short", [False, True])
 def test_levels_take_turns_after_one_step_each_that_is_not_counted(short, monkeypatch):
     monkeypatch.setattr(timing, "_SHORT", math.inf if short else 0.0)
@@ -360,12 +286,13 @@ def test_levels_take_turns_after_one_step_each_that_is_not_counted(short, monkey
     assert {name: len(each.samples) for name, each in found.items()} == rounds
 
 
-def test_looking_for_emulation_leaves_the_number_of_threads():
-    timing.slowdown.cache_clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert timing.slowdown(torch.bfloat16, torch.device("cpu")) > 0.0
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
+@pytest.mark.parametrize(("steps", "said"), [(5, "5 steps"), (1, "1 step")])
+def test_few_steps_cannot_judge_training(steps, said):
+    losses = (1.0,) * steps
+    fast = result_of("O4", milliseconds=5.0, losses=tuple(2 * loss for loss in losses))
+    found = comparison_of(result_of("O0", losses=losses), fast, steps=steps).recommendation
+    assert found.text == (
+        f"No verdict on training: {said} cannot judge training. Run again with --steps 100."
+    )
+    assert (found.level, words(found)["O4"]) == (None, "unclear")
+    assert "noise" not in found.text
