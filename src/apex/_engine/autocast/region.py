@@ -88,7 +88,8 @@ class _Thread(threading.local):
         """Turns on the newest live request of each device type; returns whether it could."""
         depth = autocast_depth()
         if self.requests and self.requests[0].depth > depth:
-            self.before.clear()  # a block around a request has ended, and restored the switch
+            # A block around a request has ended, and restored the switch of its device.
+            self.before = {device: was for device, was in self.before.items() if is_on(device)}
         for request in self.requests:
             if request.depth > depth:
                 request.depth, request.applied = depth, False
