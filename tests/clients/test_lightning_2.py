@@ -1,7 +1,6 @@
 """Lightning 2: ``ApexPrecision`` under a ``Trainer``, of both packages, and under ``Fabric``."""
 
 import copy
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -126,13 +125,6 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale(pl):
     assert torch.equal(seen[0], before)
     assert not torch.equal(seen[1], before)
     assert made.precision_plugin.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
-
-
-def test_gradients_are_unscaled_in_the_trainer_s_hooks(pl):
-    plain, module = classifier(pl), classifier(pl)
-    fit(pl, None, plain, max_epochs=1)
-    fit(pl, "O2", module, max_epochs=1)
-    assert module.norms == pytest.approx(plain.norms, rel=0.02)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O5"])
@@ -265,13 +257,6 @@ def test_wrong_options_are_refused_at_once():
         ApexPrecision("O7")
 
 
-def test_an_unused_plugin_is_copied_and_pickled():
-    plugin = ApexPrecision("O2", loss_scale=128.0)
-    for other in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
-        assert other.options == plugin.options
-        assert other.precision == "16-mixed"
-
-
 # -- two ranks -------------------------------------------------------------------------------
 
 
@@ -345,18 +330,6 @@ def test_fabric_trains_as_a_loop_with_amp(make_fabric, level):
     losses = train_in_fabric(fabric, model, optimizer, epochs=1)
     _, expected = by_hand(level, epochs=1, gradient_clip_val=0.1)
     assert losses == expected
-
-
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_fabric_trains_the_optimizers_that_the_plugin_is_given(make_fabric, level):
-    model = layers()
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
-    others = torch.optim.SGD(model.parameters(), lr=1.0)  # that a search would find, too
-    fabric = make_fabric(level, optimizers=[optimizer])
-    model, optimizer = fabric.setup(model, optimizer)
-    losses = train_in_fabric(fabric, model, optimizer, epochs=1)
-    assert losses == by_hand(level, epochs=1, gradient_clip_val=0.1)[1]
-    assert type(others) is torch.optim.SGD
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])

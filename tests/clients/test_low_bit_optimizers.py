@@ -12,7 +12,7 @@ from torch import nn
 from apex import amp
 from apex.debug.common import Storages
 from tests.clients.libraries import need
-from tests.training.cases import same, saved_and_loaded
+from tests.support.training import same, saved_and_loaded
 
 pytestmark = [
     pytest.mark.clients,
@@ -119,14 +119,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(module, name, most):
         amp.master_params(optimizer), amp.master_params(its_optimizer), strict=True
     ):
         assert torch.equal(one, two)
-
-
-def test_torchao_compiles_its_step():
-    module, name, _ = CASES[2]
-    eager = losses(*prepared(module, name), range(4))
-    with torch.compiler.set_stance("default"):
-        compiled = losses(*prepared(module, name), range(4))
-    assert compiled == pytest.approx(eager, rel=1e-3)
 
 
 @every_kind

@@ -128,14 +128,6 @@ def test_a_fault_is_named_in_the_step_of_its_first_appearance(tmp_path, messages
     assert message.startswith(text.strip())
 
 
-@pytest.mark.parametrize("at", [4, 6])
-def test_the_batch_at_fault_is_found_among_accumulated_ones(tmp_path, at):
-    callback = OverflowCallback()
-    train(tmp_path, Net(fail_at=[at]), [callback], gradient_accumulation_steps=2, max_steps=4)
-    assert callback.path == tmp_path / "overflow-step-2.txt"
-    assert callback.trace.first.module == "fault"
-
-
 def test_the_trace_leaves_gradients_and_random_numbers_as_they_were(tmp_path):
     class Compare(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **_):
@@ -192,8 +184,3 @@ def test_an_exception_leaves_no_hook_once_the_trainer_is_gone(tmp_path):
         train(tmp_path, net, [OverflowCallback(), Stop()])
     gc.collect()
     assert not net._forward_hooks
-
-
-def test_zero_skips_are_refused():
-    with pytest.raises(ValueError, match="after_skips is 0"):
-        OverflowCallback(after_skips=0)

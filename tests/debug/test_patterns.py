@@ -55,49 +55,49 @@ LEAST = torch.finfo(torch.float32).min
 # pattern, words of the remedy, formula, the recommended one, input
 CASES = [
     (
-        "a product before a softmax",
+        "a product, as of an attention's scores",
         "scale `q` before the product",
         lambda x: attention(x, x),
         lambda x: scaled_first(x, x),
         torch.full((1, 3), 170.0),
     ),
     (
-        "a mask beyond fp16's range before a softmax",
+        "a number below fp16's range, as in a mask",
         "torch.finfo(scores.dtype).min",
         lambda x: (x.half() + torch.full((1, 3), -1e9).half()).softmax(-1) * x,
         lambda x: (x.half() + torch.finfo(torch.float16).min).softmax(-1) * x,
         X,
     ),
     (
-        "a logarithm of probabilities",
-        "log_softmax",
+        "log of 0",
+        "x.log_softmax(dim)",
         lambda x: x.softmax(-1).log(),
         lambda x: x.log_softmax(-1),
         X * 200,
     ),
     (
-        "a logsumexp by hand",
+        "log of 0",
         "torch.logsumexp(x, dim)",
         lambda x: x.exp().sum(-1).log(),
         lambda x: x.logsumexp(-1),
         X - 200,
     ),
     (
-        "a softmax by hand",
+        "exp of a large number",
         "x.softmax(dim)",
         lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
         lambda x: x.softmax(-1),
         X + 200,
     ),
     (
-        "a softplus by hand",
+        "exp of a large number",
         "softplus(x)",
         lambda x: (1 + x.exp()).log(),
         F.softplus,
         X + 200,
     ),
     (
-        "a sigmoid by hand",
+        "exp of a large number",
         "torch.sigmoid(x)",
         lambda x: 1 / (1 + (-x).exp()),
         torch.sigmoid,
@@ -139,7 +139,7 @@ CASES = [
         X,
     ),
     (
-        "log of 0",
+        "log of 0 in fp16",
         "x.float().clamp_min(1e-12)",
         lambda x: (x.half().exp() * 1e-4 * 1e-4).log(),
         lambda x: (x.exp() * 1e-4 * 1e-4).clamp_min(1e-12).log(),
@@ -153,7 +153,7 @@ CASES = [
         torch.ones(1, 3),
     ),
     (
-        "a norm by hand at 0",
+        "the derivative of a root at 0",
         "torch.linalg.vector_norm",
         lambda x: x.square().sum(-1).sqrt(),
         lambda x: torch.linalg.vector_norm(x, dim=-1),
@@ -167,7 +167,7 @@ CASES = [
         X * 0,
     ),
     (
-        "division by a norm that is 0",
+        "",
         "normalize(x, dim=dim, eps=1e-6)",
         lambda x: x / x.norm(dim=-1, keepdim=True),
         lambda x: F.normalize(x, dim=-1, eps=1e-6),
@@ -224,7 +224,7 @@ def test_a_known_formula_is_named_with_the_form_that_works(pattern, words, formu
     assert first is not None
     assert first.pattern == pattern, first
     assert words in first.remedy
-    assert f" This is {pattern}." in str(first)
+    assert (f" This is {pattern}." in str(first)) == bool(pattern)
     assert first_of(better, x) is None
 
 
@@ -242,92 +242,9 @@ def test_a_wider_dtype_is_no_remedy_for_what_exceeds_it_too():
         assert ("bf16" in first.remedy) == is_wider, first.remedy
 
 
-def test_a_quotient_by_an_exp_is_no_softmax():
-    first = first_of(lambda x: (x - 3).square() / (x * 100).exp() + x, X)
-    assert (first.op, first.pattern) == ("aten.exp", "exp of a large number")
+def test_a_cast_of_large_numbers_is_no_mask():
+    first = first_of(lambda x: (x * 1e6).half().softmax(-1), torch.tensor([[1.0, 2.0, 3.0]]))
+    assert (first.op, first.cause, first.pattern) == ("aten._to_copy", "range", "")
 
-
-def test_a_product_that_no_softmax_reads_is_none():
-    first = first_of(lambda x: (x.half() @ x.half().mT).square(), X * 300)
-    assert (first.op, first.pattern) == ("aten.mm", "")
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda x: (x * 1e6).half() @ torch.eye(3).half(),
-        lambda x: (x.half() * 100) @ (torch.eye(3).half() * 600) @ torch.eye(3).half(),
-    ],
-    ids=["a cast", "a product"],
-)
-def test_what_only_a_later_product_feeds_to_a_softmax_is_neither_mask_nor_scores(layer):
-    first = first_of(lambda x: layer(x).softmax(-1), torch.tensor([[1.0, -2.0, 3.0]]))
-    assert first.cause == "range"
-    assert first.pattern == ""
-
-
-def test_a_layer_before_a_loss_is_no_attention():
-    head = nn.Linear(3, 3).half()
-    nn.init.constant_(head.weight, 6e4)
-    first = first_of(lambda x: F.cross_entropy(head(x.half()), torch.tensor([0])), X)
-    assert (first.op, first.pattern) == ("aten.addmm", "")
-
-
-SMALL = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 1e-6}
 
 # words of the remedy, formula, what the words say
-LITERAL = {
-    "root": (
-        "clamp_min(eps)",
-        lambda x, e: (x - 9).sqrt(),
-        lambda x, e: (x - 9).clamp_min(e).sqrt(),
-    ),
-    "inverse root": (
-        "clamp_min(eps)",
-        lambda x, e: (x - 9).rsqrt(),
-        lambda x, e: (x - 9).clamp_min(e).rsqrt(),
-    ),
-    "norm": (
-        "(x.square().sum(dim) + eps).sqrt()",
-        lambda x, e: (x * 0).square().sum(-1).sqrt(),
-        lambda x, e: ((x * 0).square().sum(-1) + e).sqrt(),
-    ),
-    "root at 0": (
-        "(x + eps).sqrt()",
-        lambda x, e: (x * 0) ** 0.5,
-        lambda x, e: (x * 0 + e) ** 0.5,
-    ),
-    "masked quotient": (
-        "a / b.clamp_min(",
-        lambda x, e: torch.where(x > 9, x / (x * 0), 0.0),
-        lambda x, e: torch.where(x > 9, x / (x * 0).clamp_min(e), 0.0),
-    ),
-    "constant row": (
-        "a / b.clamp_min(",
-        lambda x, e: (x - x.amin(-1, True)) / (x * 0).amax(-1, True),
-        lambda x, e: (x - x.amin(-1, True)) / (x * 0).amax(-1, True).clamp_min(e),
-    ),
-    "normalization": (
-        "eps",
-        lambda x, e: (x * 0) / (x * 0).square().mean(-1, True).sqrt(),
-        lambda x, e: (x * 0) / ((x * 0).square().mean(-1, True) + e).sqrt(),
-    ),
-    "logarithm": (
-        "clamp_min(",
-        lambda x, e: (x - 9).log(),
-        lambda x, e: (x - 9).float().clamp_min(e).log(),
-    ),
-}
-
-
-@pytest.mark.parametrize("dtype", SMALL)
-@pytest.mark.parametrize("name", LITERAL)
-def test_a_remedy_mends_as_it_is_written_in_every_dtype(name, dtype):
-    words, formula, mended = LITERAL[name]
-    first, after = (
-        first_of(lambda x, f=form: f(x.to(dtype), SMALL[dtype]).sum(), X)
-        for form in (formula, mended)
-    )
-    assert words in first.remedy
-    assert dtype is not torch.float16 or "fp16" in first.remedy
-    assert after is None, after

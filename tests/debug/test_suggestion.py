@@ -22,35 +22,30 @@ from tests.faults.memory import live_sessions
 PLANTED = ("shift", "rotary", "sum", "average", "backward")
 
 
-def suggested(model, level, length=24, **keywords):
+def suggested(model, length=24):
     inputs, targets = batch(model, length)
     return amp.debug.suggest_fp32(
         model,
         inputs,
         loss_fn=lambda output: cross_entropy(output, targets),
-        opt_level=level,
-        **keywords,
     )
 
 
-@pytest.mark.parametrize("level", ["O5"])
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_module_is_found_and_nothing_else(fault, level):
+def test_a_planted_module_is_found_and_nothing_else(fault):
     torch.manual_seed(0)
     faulty, length, _, _ = FAULTS[fault]
-    found = suggested(Around(faulty()), level, length)
+    found = suggested(Around(faulty()), length)
     assert found.modules == ["faulty"]
     assert found.error_after < found.error_before
-    assert found.sensitivities == {"faulty": pytest.approx(found.error_before)}
     assert found.notes == ()
     assert "faulty" in str(found)
 
 
-@pytest.mark.parametrize(("level", "seed"), [("O5", 1)])
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_model_needs_none(name, level, seed):
-    torch.manual_seed(seed)
-    found = suggested(HEALTHY[name](), level)
+def test_a_healthy_model_needs_none(name):
+    torch.manual_seed(1)
+    found = suggested(HEALTHY[name]())
     assert found.modules == []
     assert found.error_before == found.error_after > 0.0
     assert found.setting == ""
@@ -77,14 +72,14 @@ class Two(nn.Module):
 
 def test_several_faults_are_all_found():
     torch.manual_seed(0)
-    assert sorted(suggested(Two(), "O5").modules) == ["blocks.0.1", "blocks.2.1", "blocks.3.1"]
+    assert sorted(suggested(Two()).modules) == ["blocks.0.1", "blocks.2.1", "blocks.3.1"]
 
 
 def test_the_suggestion_is_what_initialize_takes():
     torch.manual_seed(0)
     model = Around(Rotary())
     inputs, _ = batch(model, 400)
-    found = suggested(model, "O5", 400)
+    found = suggested(model, 400)
     model = amp.initialize(model, opt_level="O5", verbosity=0, fp32_modules=found.modules)
     with amp.debug.trace_rounding(model) as trace:
         model(inputs).square().mean().backward()
@@ -117,9 +112,8 @@ def test_a_fault_outside_of_modules_is_noted():
 # -- what is left behind -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O5"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_everything_is_as_before(level, fails):
+def test_everything_is_as_before(fails):
     torch.manual_seed(0)
     model = HEALTHY["conv net"]()
     model(torch.randn(4, 3, 16, 16)).sum().backward()
@@ -134,7 +128,7 @@ def test_everything_is_as_before(level, fails):
         return output.float().square().mean()
 
     try:
-        amp.debug.suggest_fp32(model, x, loss_fn=loss_fn, opt_level=level)
+        amp.debug.suggest_fp32(model, x, loss_fn=loss_fn)
     except ZeroDivisionError:
         assert fails
     assert torch.equal(torch.get_rng_state(), state)
@@ -174,7 +168,6 @@ class Uncopyable(nn.Linear):
     ("model", "keywords", "error", "message"),
     [
         ([], {}, TypeError, "got list as the model; it takes a torch.nn.Module"),
-        (nn.Linear(4, 4), {"opt_level": "O0"}, ValueError, "opt_level='O0'; it takes a level that"),
         (nn.Linear(4, 4).bfloat16(), {}, ValueError, "'weight' is torch.bfloat16 on cpu"),
         (nn.Linear(4, 4), {"loss_fn": "mse"}, TypeError, "got str as loss_fn; it takes a function"),
         (nn.Linear(4, 4), {"loss_fn": lambda output: 1.0}, TypeError, "loss_fn returned float"),

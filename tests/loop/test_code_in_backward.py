@@ -49,9 +49,47 @@ class Product(torch.autograd.Function):
         return grads
 
 
-def dtypes_of_pass(model, optimizer):
+@PASSES
+@CASTING
+def test_a_function_s_own_backward_may_mix_dtypes(level, where):
+    low = cases.LEVELS[level].compute
+    model, optimizer = cases.prepared(level, model=Mixing(), loss_scale=1.0)
+    x = torch.randn(3, 4)
+    loss = model(x).float().pow(2).mean()
+    with around(loss, optimizer, where) as scaled_loss:
+        scaled_loss.backward()
+    # Outside of scale_loss the pass runs under its thread's casts, as in apex.
+    last = torch.float32 if where == "scale_loss" else low
+    assert Product.dtypes == [low, low, low, last]
+    plain = Mixing()
+    plain.load_state_dict(model.state_dict())
+    plain(x).pow(2).mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.05)
+
+
+@CASTING
+def test_gradients_of_a_loss_under_disable_casts_are_those_of_fp32(level):
+    torch.manual_seed(0)
+    model, optimizer = cases.prepared(level, loss_scale=1.0)
+    head, x = nn.Linear(2, 1), torch.randn(3, 2)
+
+    def grads(around_loss, where):
+        head.zero_grad()
+        with around_loss:
+            loss = head(x).pow(2).sum()
+        with around(loss, optimizer, where) as scaled_loss:
+            scaled_loss.backward()
+        return [p.grad.clone() for p in head.parameters()]
+
+    ours = grads(amp.disable_casts(), "scale_loss")
+    amp.restore(model, optimizer)
+    assert cases.same(ours, grads(contextlib.nullcontext(), "plain"))
+
+
+def dtypes_of_pass(model, optimizer, where="scale_loss"):
     loss = model(torch.randn(3, 4)).float().pow(2).mean()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
+    with around(loss, optimizer, where) as scaled_loss:
         scaled_loss.backward()
     return Product.dtypes
 
@@ -78,13 +116,6 @@ def product():
     return torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
 
 
-def product_after_amp():
-    """Casts of a session that ended elsewhere end at this thread's next call of amp."""
-    with amp.disable_casts():
-        pass
-    return product()
-
-
 @CASTING
 def test_initialize_inside_an_autocast_block_leaves_autocast_off(level):
     with torch.autocast("cpu", torch.bfloat16):
@@ -104,18 +135,7 @@ def test_initialize_inside_an_autocast_block_of_another_device_leaves_autocast_o
     assert made[0](torch.ones(1, 4)).dtype is cases.LEVELS[level].compute
     del made
     gc.collect()
-    assert product_after_amp() is torch.float32
-
-
-@CASTING
-def test_a_session_that_ends_in_another_thread_ends_its_casts_in_this_one(level):
-    made = [cases.prepared(level)]
-    assert product() is cases.LEVELS[level].compute
-    thread = threading.Thread(target=lambda: (made.clear(), gc.collect()))
-    thread.start()
-    thread.join()
-    assert product_after_amp() is torch.float32
-    assert not torch.is_autocast_enabled("cpu")
+    assert product() is torch.float32
 
 
 @CASTING

@@ -1,12 +1,8 @@
 """apex's ``LossScaler``: the views in ``_amp_state.loss_scalers``, and one made by a script."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 
-import amp_C
 from apex import amp
 from apex.amp.scaler import LossScaler
 from tests.support.steps import (
@@ -115,15 +111,6 @@ def test_scalers_can_be_exchanged_and_added():
     assert len(amp.state_dict()) == 2
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_of_a_view_is_an_independent_scaler(duplicate):
-    model, optimizer = prepared("O2")
-    train(model, optimizer, steps=2)
-    saved = duplicate(scaler())
-    overflow(model, optimizer)
-    assert (saved.loss_scale(), saved._unskipped, scale()) == (2.0**16, 2, 2.0**15)
-
-
 # -- a flag that scripts set -----------------------------------------------------------------
 
 
@@ -146,47 +133,6 @@ def test_a_flag_that_a_script_sets_decides_every_update(dtype):
     for bad in (torch.ones(2), 1, None):
         with pytest.raises(TypeError, match=r"_overflow_buf is .* one element"):
             made._overflow_buf = bad
-
-
-@pytest.mark.parametrize("found", [True, False])
-def test_has_overflow_can_be_set_before_the_update(found):
-    model, optimizer = prepared("O2")
-    overflow(model, optimizer, delay_overflow_check=True)
-    scaler()._has_overflow = found
-    assert scaler()._has_overflow is found
-    assert scaler().update_scale() is found
-    assert scale() == (2.0**15 if found else 2.0**16)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_averaged_by_a_script_after_accumulation_train_and_skip(level):
-    """``--allreduce_post_accumulation`` of NVIDIA's BERT, on one process."""
-    model, optimizer = one_weight(level)
-    scaler()._loss_scale = 2.0**10
-    flag = torch.zeros(1, dtype=torch.int32)
-    weights, scales = [], []
-    for slopes in ((1.0, 3.0), (1.0, torch.inf), (2.0, 2.0)):
-        for value in slopes:
-            with amp.scale_loss(slope(model, value), optimizer, delay_overflow_check=True) as loss:
-                loss.backward()
-        grads = [p.grad for p in amp.master_params(optimizer)]
-        sent = [torch.empty_like(grad) for grad in grads]
-        flag.zero_()
-        amp_C.multi_tensor_scale(65536, flag, [grads, sent], scaler().loss_scale() / 2)
-        flag.zero_()
-        amp_C.multi_tensor_scale(65536, flag, [sent, grads], 1.0 / scaler().loss_scale())
-        scaler()._overflow_buf = flag
-        if scaler().update_scale():
-            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
-                param.grad = None
-        else:
-            optimizer.step()
-        for param in model.parameters():
-            param.grad = None
-        weights.append(model.weight.item())
-        scales.append(scale())
-    assert weights == [0.75, 0.75, 0.5]
-    assert scales == [2.0**10, 2.0**9, 2.0**9]
 
 
 def apex_update(self):
@@ -287,16 +233,6 @@ def test_a_dynamic_unscale_finds_the_overflow_and_update_scale_says_to_skip(bad)
     static = LossScaler(8.0)
     static.unscale([torch.tensor([bad])], [torch.empty(1)])
     assert (static._has_overflow, static.update_scale(), static._unskipped) == (False, False, 1)
-
-
-def test_a_scale_set_above_its_maximum_halves_from_where_it_is():
-    made = LossScaler("dynamic")
-    made._loss_scale = 2.0**30
-    for _ in range(10):
-        made.clear_overflow_state()
-        made.unscale([torch.tensor([torch.inf])], [torch.empty(1)])
-        made.update_scale()
-    assert made.loss_scale() == 2.0**20
 
 
 def test_unscale_with_stashed_adds_earlier_gradients():

@@ -170,21 +170,6 @@ def test_scale_is_computed_in_fp32_rounded_once_and_checked(target_dtype):
     assert (overflow.item(), target.item()) == (0, INF)  # the sources alone count
 
 
-def test_scale_takes_any_mix_and_writes_views_in_place_and_transposed():
-    sources = tensors(FP16) + tensors(FP32) + tensors(BF16)
-    targets = like(tensors(FP32)) + like(tensors(FP16)) + like(tensors(BF16))
-    amp_C.multi_tensor_scale(65536, flag(), [sources, targets], 0.5)
-    pairs = zip(sources, targets, strict=True)
-    cases.assert_same(targets, [(s.float() * 0.5).to(t.dtype) for s, t in pairs], **EXACT)
-    expected = [s * 4.0 for s in sources]
-    amp_C.multi_tensor_scale(65536, flag(), [sources, sources], 4.0)
-    cases.assert_same(sources, expected, **EXACT)
-    source, target, flat = torch.randn(3, 4), torch.zeros(4, 3).t(), torch.zeros(12)
-    amp_C.multi_tensor_scale(65536, flag(1), [[source, source], [target, flat]], 2.0)
-    assert torch.equal(target, source * 2.0)
-    assert torch.equal(flat, (source * 2.0).flatten())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_axpby_is_computed_in_fp32_and_rounded_once(dtype):
     xs, ys, targets = tensors(dtype), tensors(BF16, seed=1), like(tensors(FP32), dtype)
@@ -367,36 +352,6 @@ def test_steps_that_read_the_flag_leave_all_as_it_is(name):
         cases.assert_same(found, kept, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("first_run", [True, False])
-def test_sgd_is_its_plain_loop(first_run):
-    for options in (
-        {}, {"nesterov": True}, {"dampening": 0.5}, {"wd_after_momentum": True}, {"momentum": 0.0}
-    ):  # fmt: skip
-        lists, expected = sgd_case(1 if first_run else 3, **options)
-        lists += [[]] * (3 - len(lists))
-        lists[2] = lists[2] or [torch.zeros_like(p) for p in lists[1]]
-        sgd(flag(), lists, 1.0, first_run=first_run, **options)
-        assert_stepped(lists, expected)
-
-
-@pytest.mark.parametrize("mode", [0, 1])
-def test_adagrad_and_novograd_are_their_plain_loops(mode):
-    rule = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.1}
-    lists, expected = stepped(cases.Adagrad, 2, {**rule, "w_mode": mode == 1}, ("sum",))
-    amp_C.multi_tensor_adagrad(65536, flag(), lists, 0.1, 1e-6, mode, 0.1)
-    assert_stepped(lists, expected)
-    for norm_type in (0, 2):
-        own = {"averaging": True, "inside": mode == 0, "norm_type": norm_type, "init_zero": True}
-        rule |= {"betas": (0.8, 0.9), "bias_correction": True}
-        lists, expected = stepped(cases.NovoGrad, 2, {**rule, **own}, ("m", "norm"))
-        # A norm that has not started is a tensor of zeros here.
-        norms = torch.stack([norm.reshape(-1)[0] for norm in lists.pop()])
-        args = (norms, 0.1, 0.8, 0.9, 1e-6, 2, 1, 0.1, 1, mode, norm_type)
-        amp_C.multi_tensor_novograd(65536, flag(), lists, *args)
-        assert_stepped(lists, expected[:2])
-        torch.testing.assert_close(norms, torch.stack(expected[2]), rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("nvlamb", [False, True])
 def test_lamb_is_its_plain_loop_in_one_call_and_in_two_stages(weight_decay, nvlamb):
@@ -414,14 +369,6 @@ def test_lamb_is_its_plain_loop_in_one_call_and_in_two_stages(weight_decay, nvla
     args = (*norms, 0.1, weight_decay, nvlamb)
     amp_C.multi_tensor_lamb_stage2_cuda(65536, flag(), [lists[1], updates], *args)
     assert_stepped(lists, expected)
-
-
-def test_a_norm_of_0_adapts_no_rate():
-    for norms in ((0.0, 1.0), (1.0, 0.0)):
-        param, each = torch.tensor([3.0]), (torch.tensor([norm]) for norm in norms)
-        lists = [[param], [torch.tensor([1.0])]]
-        amp_C.multi_tensor_lamb_stage2_cuda(65536, flag(), lists, *each, 0.1)
-        torch.testing.assert_close(param, torch.tensor([2.9]))
 
 
 # -- apex_C and the applier ----------------------------------------------------------------------
@@ -453,3 +400,21 @@ def test_unflatten_undoes_flatten_by_views(dtype):
             apex_C.flatten(wrong)
     with pytest.raises(ValueError, match="1-d tensor with the same number"):
         apex_C.unflatten(torch.zeros(8), parts)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adagrad_and_novograd_are_their_plain_loops(mode):
+    rule = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.1}
+    lists, expected = stepped(cases.Adagrad, 2, {**rule, "w_mode": mode == 1}, ("sum",))
+    amp_C.multi_tensor_adagrad(65536, flag(), lists, 0.1, 1e-6, mode, 0.1)
+    assert_stepped(lists, expected)
+    for norm_type in (0, 2):
+        own = {"averaging": True, "inside": mode == 0, "norm_type": norm_type, "init_zero": True}
+        rule |= {"betas": (0.8, 0.9), "bias_correction": True}
+        lists, expected = stepped(cases.NovoGrad, 2, {**rule, **own}, ("m", "norm"))
+        # A norm that has not started is a tensor of zeros here.
+        norms = torch.stack([norm.reshape(-1)[0] for norm in lists.pop()])
+        args = (norms, 0.1, 0.8, 0.9, 1e-6, 2, 1, 0.1, 1, mode, norm_type)
+        amp_C.multi_tensor_novograd(65536, flag(), lists, *args)
+        assert_stepped(lists, expected[:2])
+        torch.testing.assert_close(norms, torch.stack(expected[2]), rtol=1e-5, atol=0)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex import amp, normalization
+from apex import normalization
 from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from apex.normalization import fused_layer_norm as fused
 from tests.support.reference import norms
@@ -22,7 +22,6 @@ AFFINE = {
     "fused_rms_norm_affine": ("FusedRMSNormAffine", True, False),
     "mixed_dtype_fused_rms_norm_affine": ("FusedRMSNormAffineMixedDtypes", True, True),
 }
-PLAIN = {"fused_layer_norm": "FusedLayerNorm", "fused_rms_norm": "FusedRMSNorm"}
 MODULES = [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm]
 MIXES = [(x, w) for x in (FULL, BF16, HALF) for w in (FULL, BF16, HALF)] + [(DOUBLE, FULL)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -72,16 +71,6 @@ def test_values_dtypes_and_gradients_are_those_of_the_formula(dtype, weight_dtyp
             torch.testing.assert_close(actual.double(), wanted.double(), rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("dtype", [FULL, BF16, HALF, DOUBLE])
-def test_without_parameters_values_are_those_of_the_formula(dtype):
-    x = torch.randn(3, 4, SIZE).to(dtype)
-    norms.assert_close(fused.fused_layer_norm(x, SIZE, 1e-5), norms.layer_norm(x, eps=1e-5))
-    norms.assert_close(fused.fused_rms_norm(x, [SIZE], 1e-5), norms.rms_norm(x, eps=1e-5))
-    whole = fused.fused_layer_norm(x, (4, SIZE), 1e-5)
-    norms.assert_close(whole, norms.layer_norm(x, dims=2, eps=1e-5))
-    assert whole.dtype is dtype
-
-
 @pytest.mark.parametrize("dtype", [FULL, BF16])
 def test_norms_of_one_dtype_are_torchs_own_bit_for_bit(dtype):
     x, weight, bias = tensors(dtype)
@@ -104,21 +93,6 @@ def test_autograd_functions_give_what_the_functions_give(name):
         assert function.apply(*inputs, (SIZE,), 1e-5).dtype is FULL  # as in apex
     # Megatron-LM looks for it there.
     assert inspect.getfullargspec(function.forward).args[-1] == "memory_efficient"
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_autograd_functions_without_parameters(name):
-    x = torch.randn(3, SIZE)
-    ours = getattr(fused, PLAIN[name] + "Function").apply(x, (SIZE,), 1e-5)
-    assert torch.equal(ours, getattr(fused, name)(x, (SIZE,), 1e-5))
-
-
-@pytest.mark.parametrize("name", AFFINE)
-def test_eps_is_a_millionth_by_default_and_layout_changes_nothing(name):
-    _, weight, bias = tensors()
-    x = torch.randn(4, SIZE, 3).transpose(1, 2) * 1e-3  # so that eps decides
-    result = getattr(fused, name)(*leaves(name, x, weight, bias), (SIZE,))
-    norms.assert_close(result, reference(name, x, weight, bias, eps=1e-6), ulps=32)
 
 
 @pytest.mark.parametrize("name", AFFINE)
@@ -194,34 +168,6 @@ def test_norms_compile_whole_under_autocast(kind):
     torch.testing.assert_close(graph, forward(x))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, SIZE), nn.Linear(SIZE, 2)
-        self.norm, self.rms = FusedLayerNorm(SIZE), FusedRMSNorm(SIZE)
-
-    def forward(self, x):
-        self.seen = self.rms(self.norm(self.first(x)))
-        return self.last(self.seen)
-
-
-@pytest.mark.parametrize(
-    ("level", "dtype"), [("O0", FULL), ("O1", HALF), ("O2", HALF), ("O4", BF16), ("O5", BF16)]
-)
-def test_norms_train_at_every_level_in_its_dtype(level, dtype):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"opt_level": level, "verbosity": 0, "loss_scale": 8.0}
-    model, optimizer = amp.initialize(model, optimizer, **options)
-    before = [param.detach().clone() for param in amp.master_params(optimizer)]
-    with amp.scale_loss(model(torch.randn(6, 4)).float().pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert model.seen.dtype is dtype
-    after = list(amp.master_params(optimizer))
-    assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
 # -- modules -------------------------------------------------------------------------------------
 
 
@@ -249,14 +195,6 @@ def test_a_low_precision_weight_decides_for_rms_and_mixed_norms(weight_dtype):
     # T5 in fp16: the residual is fp32, the layer after the norm takes fp16.
     for kind in (FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm):
         assert kind(SIZE).to(weight_dtype)(torch.randn(3, SIZE)).dtype is weight_dtype
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("kind", MODULES)
-def test_scripted_and_traced_modules_give_the_same_result(kind):
-    module, x = kind(SIZE), torch.randn(3, SIZE)
-    assert torch.equal(torch.jit.script(module)(x), module(x))
-    assert torch.equal(torch.jit.trace(module, x)(x), module(x))
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -12,28 +12,6 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 SHAPES = [(40, 50), (300,), ()]
 
-TORCHS = [
-    (optimizers.FusedAdam, torch.optim.AdamW, {}, {"weight_decay": 0.0}),
-    (optimizers.FusedAdam, torch.optim.AdamW, {"weight_decay": 0.1}, {}),
-    (optimizers.FusedAdam, torch.optim.Adam, {"weight_decay": 0.1}, {"adam_w_mode": False}),
-    (optimizers.FusedSGD, torch.optim.SGD, {}, {}),
-    (optimizers.FusedSGD, torch.optim.SGD, {"weight_decay": 0.1}, {}),
-    (optimizers.FusedSGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, {}),
-    (optimizers.FusedSGD, torch.optim.SGD,
-     {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, {}),
-    (optimizers.FusedAdagrad, torch.optim.Adagrad, {"weight_decay": 0.1}, {}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "torchs", "shared", "own"), TORCHS)
-def test_rules_are_torchs(kind, torchs, shared, own):
-    params, twins = cases.parameters(), cases.parameters()
-    if kind is optimizers.FusedAdam and not shared:
-        shared, own = own, {}
-    cases.run(kind(params, lr=0.05, **shared, **own), params, 4)
-    cases.run(torchs(twins, lr=0.05, foreach=False, **shared), twins, 4)
-    cases.assert_same(params, twins, **CLOSE)
-
 
 class SGD(cases.SGD):
     """Momentum of fp16 parameters is fp16, and applied as stored."""
@@ -166,21 +144,6 @@ def test_devices_without_fused_kernels_take_the_same_steps(flag, monkeypatch):
             cases.assert_same(params, found.setdefault(name, params), **CLOSE)
 
 
-def test_sgd_on_fp16_is_torchs_as_apex_tests_it():
-    """At most 1e-3 apart in seven steps; the rate and momentum of apex's test are powers of two."""
-    generator = torch.Generator().manual_seed(9876)
-    start = torch.rand(278011, generator=generator).half()
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    optimizer = optimizers.FusedSGD([ours], lr=0.25, momentum=0.125)
-    reference = torch.optim.SGD([theirs], lr=0.25, momentum=0.125)
-    for _ in range(7):
-        theirs.grad = torch.rand(278011, generator=generator).half()
-        ours.grad = theirs.grad
-        reference.step()
-        optimizer.step()
-        assert (ours - theirs).abs().max().item() <= 1e-3
-
-
 def test_lamb_clips_by_the_norm_over_all_groups_unless_the_greatest_is_0():
     together, apart = cases.parameters(), cases.parameters()
     cases.run(optimizers.FusedLAMB(together), together, 3)
@@ -251,16 +214,6 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
         kind(masters, lr=0.05).step(grads=cases.gradients(masters, 0)[:2])
 
 
-def test_contrib_adam_clips_by_norms_that_are_given():
-    ours, theirs = cases.parameters(), cases.parameters()
-    grads = cases.gradients(ours, 0)
-    contrib.FusedAdam(ours, max_grad_norm=2.0).step(
-        grads=[g * 8.0 for g in grads], scale=8.0, grad_norms=[torch.tensor(8.0 * 20.0)]
-    )
-    contrib.FusedAdam(theirs).step(grads=[g / 10.0 for g in grads])
-    cases.assert_same(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
 # -- optimizers that keep fp32 masters themselves ------------------------------------------------
 
 MASTERS = [
@@ -292,13 +245,3 @@ def test_masters_move_as_fp32_parameters_do_and_survive_a_checkpoint(kind, optio
     optimizer = kind(full, **options)
     cases.run(optimizer, full, 1)
     assert not any("master_param" in state for state in optimizer.state.values())
-
-
-def test_mixed_precision_lamb_counts_on_from_its_step():
-    params, twins = cases.parameters(), cases.parameters()
-    optimizer = optimizers.FusedMixedPrecisionLamb(params, step=5)
-    reference = optimizers.FusedLAMB(twins)
-    reference.param_groups[0]["step"] = 5
-    cases.run(optimizer, params, 2)
-    cases.run(reference, twins, 2)
-    cases.assert_same(params, twins, **CLOSE)

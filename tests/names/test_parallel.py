@@ -209,14 +209,6 @@ def test_at_every_level_training_is_as_with_plain_batch_norm(level, before):
     assert all(map(torch.equal, *found))
 
 
-def test_conversion_takes_a_group_and_a_layout(one_of_four):
-    groups = [torch.distributed.new_group(ranks) for ranks in ([2, 3], [3])]
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2, process_group=groups[0]))
-    for layer in convert_syncbn_model(model, groups[1], True):
-        assert type(layer) is SyncBatchNorm
-        assert (layer.process_group, layer.channel_last) == (groups[1], True)
-
-
 def test_what_cannot_be_converted_is_refused_and_nothing_changes():
     model = Net()
     with pytest.raises(TypeError, match="convert_syncbn_model got list"):
@@ -235,22 +227,6 @@ def test_what_cannot_be_converted_is_refused_and_nothing_changes():
     amp.initialize(layer, optimizer, opt_level="O2", verbosity=0)
     with pytest.raises(RuntimeError, match="prepared on its own"):
         convert_syncbn_model(layer)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_alone_is_batch_norm(dtype):
-    ours, torchs, data = SyncBatchNorm(3), nn.BatchNorm1d(3), torch.randn(6, 3, 4).to(dtype)
-    assert torch.equal(ours(data), torchs(data))
-    assert torch.equal(ours.running_var, torchs.running_var)
-    assert torch.equal(ours.eval()(data), torchs.eval()(data))
-    last = SyncBatchNorm(3, channel_last=True, fuse_relu=True)
-    wanted = torch.relu(nn.BatchNorm1d(3)(data) + data)
-    assert torch.equal(last(data.movedim(1, -1), data.movedim(1, -1)).movedim(-1, 1), wanted)
-    assert "channel_last=True, fuse_relu=True" in repr(last)
-    with pytest.raises(TypeError, match=r"input of torch\.int64"):
-        ours(torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="with 3 channels as the last dimension"):
-        last(data)
 
 
 def test_groups_are_neighbouring_ranks(one_of_four):

@@ -1,7 +1,6 @@
 """The names behind the public ones that scripts use: ``_amp_state``, ``_amp_stash``, modules."""
 
 import copy
-import functools
 import importlib
 import pickle
 
@@ -16,16 +15,13 @@ from apex.parallel import LARC
 from tests.support.steps import (
     LEVELS,
     Net,
-    backward,
     one_weight,
     prepared,
-    scale,
     sgd,
     slope,
     train,
 )
 
-HALF, FULL = torch.ones(2, dtype=torch.float16), torch.ones(2)
 every_level = pytest.mark.parametrize("level", LEVELS)
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 
@@ -107,15 +103,6 @@ def test_opt_properties_read_as_attributes_and_as_options():
     del keep
 
 
-def test_loss_scalers_are_those_of_the_newest_session():
-    assert len(_amp_state.loss_scalers) == 0
-    first, second = prepared("O2", num_losses=2), prepared("O2", loss_scale=4.0)
-    assert [each.loss_scale() for each in _amp_state.loss_scalers] == [4.0]
-    del second
-    assert [each.loss_scale() for each in _amp_state.loss_scalers] == [2.0**16] * 2
-    del first
-
-
 def test_values_can_be_set():
     assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (None, 2.0**24)
     keep = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20, verbosity=0)
@@ -129,15 +116,6 @@ def test_values_can_be_set():
     second = prepared("O4")
     assert _amp_state.handle.is_active()
     del keep, second
-
-
-def test_amp_itself_is_a_checkpoint_object():
-    keep = prepared("O2")
-    checkpoint = {name: each.state_dict() for name, each in {"amp": amp}.items()}
-    checkpoint["amp"]["loss_scaler0"]["loss_scale"] = 2.0
-    amp.load_state_dict(checkpoint["amp"])
-    assert scale() == 2.0
-    del keep
 
 
 @every_level
@@ -217,15 +195,6 @@ def test_replaced_functions_cast_inputs_and_outputs(monkeypatch):
     model = amp.initialize(SamplesNet(2, 2), opt_level="O5", verbosity=0)
     model = pickle.loads(pickle.dumps(model))
     assert model(Samples(x=torch.ones(3, 2))).dtype is torch.float32
-
-
-def test_applier_and_to_type_can_be_called():
-    value = {"a": [FULL, "text"], "b": (FULL, None)}
-    found = _initialize.applier(value, functools.partial(_initialize.to_type, torch.float16))
-    assert found["a"][0].dtype is found["b"][0].dtype is torch.float16
-    assert (found["a"][1], found["b"][1]) == ("text", None)
-    count = torch.ones(1, dtype=torch.int64)
-    assert _initialize.to_type(torch.float16, count) is count
 
 
 # -- optimizer._amp_stash --------------------------------------------------------------------
@@ -309,29 +278,6 @@ def test_private_methods_do_as_in_apex(level):
         next(amp.master_params(optimizer)).fill_(0.1)
     optimizer._master_params_to_model_params()
     assert model.weight == torch.tensor(0.1).to(model.weight.dtype)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_post_backward_makes_an_overflow_skip_the_step(level):
-    model, optimizer = one_weight(level)
-    own = _amp_state.loss_scalers[0]
-    optimizer._prepare_amp_backward()
-    slope(model, torch.inf).backward()
-    optimizer._post_amp_backward(own)
-    assert own.update_scale() is True
-    optimizer.step()
-    assert model.weight == 1.0
-
-
-@with_masters
-def test_params_have_scaled_gradients_while_unscaling_is_delayed(level):
-    model, optimizer = one_weight(level, loss_scale=8.0)
-    assert not optimizer._amp_stash.params_have_scaled_gradients
-    backward(slope(model, 0.5), optimizer, delay_unscale=True)
-    assert optimizer._amp_stash.params_have_scaled_gradients
-    backward(slope(model, 0.5), optimizer)
-    assert not optimizer._amp_stash.params_have_scaled_gradients
-    assert next(amp.master_params(optimizer)).grad == 1.0
 
 
 def adam(model):

@@ -130,19 +130,6 @@ def test_states_carry_over_follow_the_batch_and_are_detached():
     assert all(state.shape[0] == 5 for cell in network.rnns for state in cell.hidden)
 
 
-def test_layout_and_dropout():
-    network, x = Tanh(FEATURES, HIDDEN, 2, batch_first=True, dropout=1.0), inputs()
-    dropped = network(x.transpose(0, 1))[0].transpose(0, 1)
-    second, by_hand, h = network.rnns[1], [], torch.zeros(BATCH, HIDDEN)
-    for _ in range(STEPS):
-        h = torch.tanh(second.b_ih + second.b_hh + h @ second.w_hh.T)
-        by_hand.append(h)
-    torch.testing.assert_close(dropped, torch.stack(by_hand))
-    network.eval().reset_hidden(BATCH)
-    assert not torch.equal(network(x.transpose(0, 1))[0].transpose(0, 1), dropped)
-    assert Tanh(FEATURES, HIDDEN, 1, dropout=1.0)(x)[0].any()
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_train_under_amp(kind, level):

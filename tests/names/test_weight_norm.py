@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from apex import amp
 from apex.reparameterization import (
     Reparameterization,
     WeightNorm,
@@ -93,18 +92,6 @@ def test_state_dicts_of_ours_and_of_apex_load_and_copies_are_apart():
     assert not twin[0].weight.any()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_normalized_models_train_under_amp(level):
-    model = apply_weight_norm(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    before = model[0].weight_g.detach().clone()
-    with amp.scale_loss(model(torch.randn(5, 4)).float().square().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert not torch.equal(model[0].weight_g, before)
-
-
 class Doubled(Reparameterization):
     """As apex's users write them: names, parameters, and the weight that they give."""
 
@@ -138,15 +125,6 @@ def test_rules_of_users_and_their_attributes(hook_child):
     rule.remove(rule.module)
     assert isinstance(model[0].weight, nn.Parameter)
     assert Reparameterization.apply(net(), "0.bias", 0, WeightNorm) is None
-
-
-def test_parts_may_be_those_of_a_replica_and_modules_compile_whole():
-    module, x = apply_weight_norm(nn.Linear(4, 3)), torch.randn(2, 4)
-    g, v = torch.rand(3, 1), torch.randn(3, 4)
-    torch.testing.assert_close(module.parametrizations.weight[0](g, v), normalized(v, g, 0))
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), module(x))
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(

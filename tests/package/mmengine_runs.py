@@ -6,11 +6,9 @@ import torch
 from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
-from mmengine.optim import OptimWrapperDict
 from mmengine.runner import Runner
-from torch import nn
 
-from tests.package.mmengine_cases import Net, Ours
+from tests.package.mmengine_cases import Net
 
 BASE = """
 model = dict(type="{here}.Regressor")
@@ -76,43 +74,6 @@ class Distance(BaseMetric):
 
     def compute_metrics(self, results):
         return {"distance": torch.stack(results).mean().item()}
-
-
-class Pair(BaseModel):
-    """Two parts, each trained by its own wrapper."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleDict({"left": Net(), "right": Net()})
-
-    def forward(self, x, y, mode):
-        return [part(x) for part in self.parts.values()]
-
-    def train_step(self, data, optim_wrapper):
-        data = self.data_preprocessor(data, True)
-        losses = {}
-        for name, wrapper in optim_wrapper.items():
-            with wrapper.optim_context(self.parts[name]):
-                loss = (self.parts[name](data["x"]).float() - data["y"]).pow(2).mean()
-            wrapper.update_params(loss)
-            losses[name] = loss.detach()
-        return losses
-
-
-class PairConstructor:
-    """Builds a wrapper per part from ``optim_wrapper = dict(constructor=..., left=..., ...)``."""
-
-    def __init__(self, optim_wrapper_cfg, paramwise_cfg=None):
-        self.config = optim_wrapper_cfg
-
-    def __call__(self, model):
-        options = self.config["options"]
-        return OptimWrapperDict(
-            **{
-                name: Ours(optimizer=torch.optim.SGD(part.parameters(), lr=0.1), **options)
-                for name, part in model.parts.items()
-            }
-        )
 
 
 def write_configs(folder, kind, level):

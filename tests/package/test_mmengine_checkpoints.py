@@ -3,14 +3,12 @@
 import copy
 
 import pytest
-import torch
 from torch.testing import assert_close
 
 from tests.package.mmengine_cases import (
     LEVELS,
     WRAPPER_IDS,
     WRAPPERS,
-    Net,
     Ours,
     Theirs,
     iterate,
@@ -68,15 +66,6 @@ def test_a_checkpoint_of_one_class_goes_on_in_the_other(first, second):
     assert scale(wrapper) == 2.0**15
 
 
-def test_loading_leaves_the_given_dictionary_as_it_was():
-    model, wrapper = wrapped(Ours, "O5")
-    iterate(model, wrapper)
-    state = wrapper.state_dict()
-    keys = [*state]
-    wrapper.load_state_dict(state)
-    assert [*state] == keys
-
-
 def test_a_plain_checkpoint_leaves_the_scales_as_they_are():
     model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic")
     overflow(model, wrapper)
@@ -95,18 +84,6 @@ def test_scales_that_make_no_sense_are_refused_before_anything_changes(prepared)
     with pytest.raises(RuntimeError, match=r"loss_scaler0\['loss_scale'\] is 0.0"):
         wrapper.load_state_dict(state)
     assert wrapper.get_lr() == {"lr": [0.125]}
-
-
-def test_the_base_rate_of_several_groups_is_kept():
-    def several():
-        model = net()
-        groups = [{"params": [*model.first.parameters()]}, {"params": [*model.last.parameters()]}]
-        return Ours(optimizer=torch.optim.SGD(groups, lr=0.5), opt_level="O5", verbosity=0)
-
-    first, second = several(), several()
-    first.base_param_settings["lr"] = 0.25
-    second.load_state_dict(first.state_dict())
-    assert second.get_lr() == {"base_lr": [0.25], "lr": [0.5, 0.5]}
 
 
 # -- OptimWrapperDict ------------------------------------------------------------------------
@@ -146,16 +123,3 @@ def test_wrappers_of_a_dict_resume_each_with_its_own_scale(level):
     assert scales[0] > scales[1]
     for name, wrapper in wrappers.items():
         assert_close(values(new[name]), values(wrapper), **EXACT)
-
-
-def test_one_wrapper_of_a_dict_may_be_disabled():
-    from mmengine.optim import OptimWrapperDict
-
-    nets = [Net(), Net()]
-    wrappers = OptimWrapperDict(
-        off=wrapped(Ours, "O5", model=nets[0], enabled=False)[1],
-        on=wrapped(Ours, "O5", model=nets[1])[1],
-    )
-    iterate_pair(nets, wrappers, range(2))
-    assert [each.first.weight.dtype for each in nets] == [torch.float32, torch.bfloat16]
-    assert wrappers.state_dict()["off"]["apex_amp"] == {}

@@ -91,8 +91,8 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert lines[5].startswith("  cause  range: ")
     assert lines[6].startswith("  remedy ")
     assert "logsumexp" in lines[6]
-    assert lines[8] == "  hit    the gradients of layers.0.bias, layers.0.weight"
-    assert lines[9].startswith("The script was stopped there; with --keep-going")
+    assert lines[9] == "  hit    the gradients of layers.0.bias, layers.0.weight"
+    assert lines[10].startswith("The script was stopped there; with --keep-going")
     assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step in \S+ s\.", lines[-1])
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
@@ -265,8 +265,7 @@ def test_an_overflow_in_the_forward_of_an_fp16_model_is_a_fault(trace):
     code, out, _ = trace(SCALED.format(scale=1.0, x=1e5))
     assert code == cli.NOT_FINITE
     assert "aten._to_copy in the model, forward, returned inf in float16" in out
-    assert "torch.autocast(device_type, dtype=torch.bfloat16)" in out
-    assert "O4" not in out
+    assert "dtype=torch.bfloat16 in torch.autocast" in out
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -281,7 +280,7 @@ def test_an_overflow_at_a_static_scale_is_a_fault(trace, level):
     code, out, _ = trace(APEX.format(level=level, options=", loss_scale=2.0**17"))
     assert code == cli.NOT_FINITE
     assert "cause  loss scale: " in out
-    assert "remedy 1. pass loss_scale='dynamic' instead of a static scale" in out
+    assert "remedy 1. let the scale adapt: loss_scale='dynamic'" in out
     assert "Healthy" not in out
 
 

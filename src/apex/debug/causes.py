@@ -45,17 +45,14 @@ class Birth:
         inputs: Ranges of the inputs, at most four.
         true: Largest absolute result in float64: ``inf`` if infinite or undefined there, too; None
             if unknown.
-        level: What set the dtypes.
         node: In a backward pass, the autograd node, such as ``"Sqrt"``.
         formula: Whether autograd's own formula of a derivative ran, not user code.
-        fed_by: Autograd nodes that computed the input, the nearest first.
         scale: Multiplier on the loss; None while unknown.
         dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, unscaled the gradients.
         stepped: Whether values reached the loss or weights.
         masked: Whether values were masked out.
         absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
         spoils: Whether values reached weights or buffers, but no gradient and no loss.
-        readers: Operators that read the values, in order, at most eight.
         passes: Backward passes in which values reached a gradient.
         times: Number of harmless births at its place, of which it is the first.
     """
@@ -70,17 +67,14 @@ class Birth:
     number: float | None = None
     inputs: tuple[Values, ...] = ()
     true: float | None = None
-    level: str = ""
     node: str = ""
     formula: bool = False
-    fed_by: tuple[str, ...] = ()
     scale: float | None = None
     dynamic: bool = False
     stepped: bool = False
     masked: bool = False
     absorbed: bool = False
     spoils: bool = False
-    readers: list[str] = field(default_factory=list)
     passes: set[int] = field(default_factory=set)
     times: int = 0
 
@@ -169,13 +163,6 @@ def finding_of(birth: Birth) -> Finding:
     remedies = _remedies(pattern if birth.cause == "range" else pattern or case)
     if birth.cause == "range" and (not pattern or birth.fits_fp32):
         remedies += _for_range(birth)
-    elif birth.cause == "loss scale":
-        remedies = _for_loss_scale(birth)
-    elif birth.cause == "update" and birth.number is None and birth.dtype is torch.float16:
-        masters = (_MASTERS if birth.level[:1] == "O" else _FP32_WEIGHTS,)
-        # A copy is one of masters to the model.
-        remedies += () if birth.name == "copy" else masters
-        remedies += (_TO_BF16[birth.level],)
     text = " ".join(remedies)
     if birth.dtype is torch.float16 and "eps" in text and "fp16" not in text:
         remedies = (*remedies, "in fp16, use 1e-2 as eps: slopes as steep as 1 / eps**2 must fit")
@@ -220,6 +207,10 @@ def _case(birth: Birth) -> str:
         return "a learning rate" if birth.cause == "update" else "a number"
     if birth.cause == "update" and birth.kind == "nan":
         return "an undefined update"
+    if birth.cause == "update" and birth.dtype is torch.float16:
+        return "an update in fp16"
+    if birth.cause == "loss scale" and not birth.heals:
+        return "a step on scaled gradients" if birth.stepped else "a static loss scale"
     # Not a mask of torch.finfo(dtype).min.
     grown = 1e9 < birth.largest < torch.finfo(birth.dtype).max
     return "growth" if birth.cause == "range" and grown and not birth.fits_fp32 else birth.cause
@@ -252,156 +243,55 @@ def _remedies(name: str) -> tuple[str, ...]:
 
 
 _LOWER_RATE = "lower the learning rate or warm it up, and clip the gradients"
-_EPS = "because an optimizer's eps of 1e-8 is 0 in fp16, and weights end at 65504"
-_MASTERS = f"step fp32 masters (O2, or master_weights=True), {_EPS}"
-_FP32_WEIGHTS = f"keep the weights in fp32 (torch.autocast, or amp.initialize at O2), {_EPS}"
+_BY_SCALER = "if scaled, call scaler.step(optimizer) and scaler.update(), not optimizer.step()"
+_TO_BF16 = (
+    "compute in bf16, whose range is that of fp32: 'O4' instead of 'O1', 'O5' instead of 'O2' and "
+    "'O3', dtype=torch.bfloat16 in torch.autocast"
+)
 
 
-def _for_loss_scale(birth: Birth) -> tuple[str, ...]:
-    of_amp = birth.level.startswith("O")
-    if birth.stepped:
-        amp = "end the scale_loss block, then step the optimizer that amp.initialize returned"
-        way = amp if of_amp else _BY_SCALER
-        return (f"{way}: the optimizer stepped on gradients that had overflowed",)
-    if not birth.dynamic:
-        way = "pass loss_scale='dynamic'" if of_amp else "scale it with torch.amp.GradScaler"
-        return (f"{way} instead of a static scale", "lower the static scale")
-    return (
-        "none with a dynamic scale, which finds its value this way: it backs off, and the next "
-        "step runs",
-        f"if it never settles, {_TO_BF16[birth.level]}",
-    )
+def in_fp32(place: Place) -> tuple[str, ...]:
+    """Returns how to run a module, or one line, in fp32."""
+    name = place.module.rpartition(":")[2]
+    module = f"keep the module in fp32, fp32_modules=[{name!r}] (O2, O3, O5)"
+    line = "compute it on .float() inputs, `with amp.disable_casts():` at O1 and O4"
+    return (module, line) if name else (line,)
 
 
 def _for_range(birth: Birth) -> tuple[str, ...]:
     if not birth.fits_fp32:
         ways = _remedies("range")
         return (_LOWER_RATE, *ways) if _case(birth) == "growth" else (*ways, _LOWER_RATE)
-    forward, inside = not birth.backward, birth.place.inside
     found: list[str] = []
-    if forward and birth.name in ("to_copy", "copy"):
-        found = ["scale the values down before the cast", *_modules(birth)]
-    elif forward and inside:
-        found = [_in_fp32(birth)]
-    elif not forward:
-        smaller = ["make the loss smaller (a mean, not a sum; a lower static loss scale)"]
-        found = [*_modules(birth), *(smaller * (not birth.dynamic))]
-        found += [f"if scaled, {_BY_SCALER}"] * (birth.scale is None)
-    found += [] if inside else ["compute the loss in fp32: loss_fn(output.float(), target)"]
-    found.append(_TO_BF16[birth.level])
-    return (*found, *(["if the loss grew before, lower the learning rate"] * inside))
-
-
-def _in_fp32(birth: Birth) -> str:
-    """Returns how to run one operator of a model in fp32 at the active level."""
-    converted = _modules(birth)
-    if converted:
-        return converted[0]
-    function = _FUNCTIONAL.get(birth.name)
-    if birth.level == "O1" and function is not None:
-        return f"amp.register_float_function(torch.nn.functional, {function!r}) before it (O1)"
-    # The line may call a method or `@`, which registering a function in torch does not cover.
-    return f"run that line on .float() inputs{_AROUND_FP32.get(birth.level, '')}"
-
-
-def _modules(birth: Birth) -> list[str]:
-    if birth.level not in ("O2", "O3", "16-bit model") or not birth.place.module:
-        return []
-    name = birth.place.module.rpartition(":")[2]
-    if birth.level == "16-bit model":
-        return [
-            f"keep the module in fp32 (model.get_submodule({name!r}).float()) and call it on "
-            ".float() inputs"
-        ]
-    return [f"keep the module in fp32 with amp.initialize(..., fp32_modules=[{name!r}])"]
-
-
-_FUNCTIONAL = {
-    "addmm": "linear",
-    "native_layer_norm": "layer_norm",
-    "scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
-}
-_AROUND_FP32 = {
-    **dict.fromkeys(("O2", "O3", "16-bit model"), ", and cast its result back, .to(x.dtype)"),
-    "O1": " `with amp.disable_casts():` (O1)",
-    "torch.autocast": " `with torch.autocast(device_type, enabled=False):`",
-}
-_BY_SCALER = "call scaler.step(optimizer) and scaler.update(), not optimizer.step()"
-_TO_BF16 = {
-    "O1": "use the bf16 level 'O4'",
-    "O2": "use the bf16 level 'O5'",
-    "O3": "use the bf16 level 'O5'",
-    "torch.autocast": "use torch.autocast(device_type, dtype=torch.bfloat16), without a GradScaler",
-    "16-bit model": "use bf16 (model.bfloat16())",
-    **dict.fromkeys(
-        ("", "O0", "O4", "O5"),
-        "compute in bf16 (torch.bfloat16), whose range is that of fp32",
-    ),
-}
-"""What computes in bf16, by level."""
+    if birth.backward:
+        found = ["make the loss smaller: a mean, not a sum, or a lower static scale"]
+        found += [_BY_SCALER] * (birth.scale is None)
+    elif birth.name in ("to_copy", "copy"):
+        found = ["scale the values down before the cast"]
+    if birth.place.inside:
+        return (*found, *in_fp32(birth.place), _TO_BF16, _LOWER_RATE)
+    return (*found, "compute the loss in fp32: loss_fn(output.float(), target)", _TO_BF16)
 
 
 # -- formulas that are known to overflow or to leave a domain --------------------------------------
 
 
 def _pattern_of(birth: Birth) -> str:
-    """Returns the formula that a birth has, from its operator, inputs and readers; "" if none."""
+    """Returns the formula that a birth has, from its operator and inputs; "" if none is known."""
     name = birth.node if birth.cause == "derivative" else birth.name
     for formula, row in _data().items():
         fits = name in row.get("ops", "").split() and birth.cause in row["causes"].split(", ")
-        told = [row[key] for key in ("fed", "read") if key in row]
-        if not fits or not all(
-            each(birth) for each in map(_FLAGS.get, row.get("if", "").split()) if each
-        ):
-            continue
-        if not told or _fed(birth, row.get("fed", "")) or _read(birth, row.get("read", "")):
+        if fits and all(_FLAGS[flag](birth) for flag in row.get("if", "").split()):
             return formula
     return ""
 
 
-def _fed(birth: Birth, chains: str) -> bool:
-    """Returns whether the input comes from the nodes of one of the chains, the nearest first."""
-    split = ([names.split() for names in chain.split(">")] for chain in chains.split("|"))
-    return any(
-        len(birth.fed_by) >= len(chain)
-        and all(name in names for name, names in zip(birth.fed_by, chain, strict=False))
-        for chain in split
-        if chain != [[]]
-    )
-
-
-def _read(birth: Birth, orders: str) -> bool:
-    """Returns whether operators read the non-finite values in one of the orders."""
-
-    def in_order(wanted: list[str]) -> bool:
-        readers = iter(birth.readers)
-        return bool(wanted) and all(
-            any(operator_name(op) == name for op in readers) for name in wanted
-        )
-
-    return birth.name != "div" and any(in_order(order.split()) for order in orders.split("|"))
-
-
-def _softmax_reads(birth: Birth) -> bool:
-    """Returns whether a softmax read the non-finite values before a product did."""
-    names = [operator_name(op) for op in birth.readers]
-    known = ("softmax", "safe_softmax", "log_softmax", "mm", "bmm", "baddbmm", "addmm")
-    first = next((n for n in names if n in (*known, "convolution")), "")
-    # A product feeds attention, whose softmax is no log_softmax of a loss.
-    return first.endswith("softmax") and (first != "log_softmax" or birth.name not in known)
-
-
-DIVISOR = "(divisor)"
-"""What follows a division's name among the readers where it read its divisor."""
-
 _FLAGS: dict[str, Callable[[Birth], bool]] = {
     "fp16": lambda birth: birth.in_fp16,
-    "wider": lambda birth: not birth.in_fp16,
     "beyond-fp16": lambda birth: birth.dtype is torch.float16 and birth.lowest < -65504.0,
     "negative": lambda birth: birth.lowest < 0.0 and birth.kind == "nan",
     "below-0": lambda birth: birth.lowest < 0.0,
     "least": lambda birth: birth.lowest == torch.finfo(birth.dtype).min,
-    "softmax": _softmax_reads,
     "tiny-divisor": lambda birth: len(birth.inputs) > 1 and 0 < birth.inputs[1].smallest < 1e-3,
 }
-"""What else the formulas of causes.ini ask."""
+"""What the formulas of causes.ini ask of the inputs."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,22 +203,16 @@ def percent(share: float | None) -> str:
     """Returns a share as a percentage, or a dash for None."""
     if share is None:
         return "—"
-    value = 100.0 * share
-    if value and abs(value) < 0.1:
-        return "<0.1 %"
-    if 99.95 <= value < 100.0:
-        return ">99.9 %"
-    return f"{value:.0f} %" if value in (0.0, 100.0) else f"{value:.1f} %"
+    return f"{100.0 * share:.3g} %"
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Returns bytes in a suitable unit."""
-    return f"{count} B" if count < 1024 else _scaled(count, 1024.0, ("KiB", "MiB", "GiB", "TiB"))
-
-
-def amount(count: int) -> str:
-    """Returns a count, with an SI suffix from 1000 on."""
-    return str(count) if count < 1000 else _scaled(count, 1000.0, ("k", "M", "G", "T", "P"))
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024
+    return f"{count:.3g} GiB"
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
@@ -245,32 +238,6 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
         width, pad = max(map(len, column)), str.ljust if is_left else str.rjust
         columns.append([pad(cell, width) for cell in column])
     return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _scaled(count: float, base: float, units: tuple[str, ...]) -> str:
-    for unit in units:
-        count /= base
-        if count < base or unit == units[-1]:
-            break
-    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
-
-
-# -- files -----------------------------------------------------------------------------------------
-
-
-def save(path: str | Path, what: str, formats: Mapping[str, Callable[[], str]]) -> None:
-    """Writes a report (``what``, with its article) by the function of the path's suffix.
-
-    Raises:
-        ValueError: If the suffix is none of ``formats``; nothing is written.
-    """
-    target = Path(path)
-    if target.suffix not in formats:
-        raise ValueError(
-            f"Cannot save {what} as {target.name!r}: the suffix must be one of "
-            f"{', '.join(formats)}."
-        )
-    target.write_text(formats[target.suffix](), encoding="utf-8")
 
 
 def json_types(value: Any) -> Any:

@@ -244,7 +244,7 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
         common.place(row.module, row.inside),
         row.op.removeprefix("aten.")[:26],
         row.direction,
-        common.amount(row.calls),
+        str(row.calls),
         f"{taken} → {common.short(row.dtype_out)}",
         _share(row.seconds, seconds),
         common.size(row.cast_bytes) if row.cast_bytes else "",

@@ -17,17 +17,15 @@ from apex._core.param_groups import params_of, states_in
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.debug import tracing
-from apex.debug.causes import DIVISOR, Birth, Cause, finding_of, operator_name
+from apex.debug.causes import Birth, Cause, finding_of, operator_name
 from apex.debug.common import check_scaler, listed
-from apex.debug.place import Finding, Tracker, level_of, node_name, nodes_behind
+from apex.debug.place import Finding, Tracker, node_name
 from apex.debug.tracing import Call, Detector, Kind, Trace, floating, keys, kind_of
 
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
 _MASKS |= {"aten.where", "aten.nansum"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
-_TO_DIVISOR = {"div", "divide"}
 _MAX_INPUTS = 4
-_MAX_READERS = 8
 
 _MAX_COPIED = 2**24
 """Elements of the arguments of one call that are copied, at most: 64 MiB in fp32."""
@@ -193,11 +191,6 @@ class Births:
             if birth.is_lost:
                 self._lost.setdefault(_at(birth), birth)
         return birth
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether a birth may yet turn out to be a fault."""
-        return bool(self._pending)
 
     def reach(self, birth: Birth, *, spoils: bool = False) -> None:
         """Records that values reached the loss or, if ``spoils``, a weight or a buffer."""
@@ -370,7 +363,6 @@ class OverflowDetector(Detector):
             self._births.reach_gradient(name, birth, backward=self.tracker.backward)
 
     def _check(self, call: Call, before: _Before, result: Any) -> None:
-        self._mark_read(call, before)
         saves = call.name.rpartition(".")[2].startswith(tracing.SAVES_INFINITIES)
         for tensor in floating(result[1:] if saves else []):
             if (kind := kind_of(tensor)) is not None:
@@ -408,16 +400,6 @@ class OverflowDetector(Detector):
         written = keys(call.written) & keys(spoiled)
         if not is_mask and not written.isdisjoint(self._weights() if written else ()):
             self._births.reach(birth, spoils=True)
-
-    def _mark_read(self, call: Call, before: _Before) -> None:
-        if not self._births.has_pending or self.tracker.direction == "backward":
-            return
-        for place, (argument, *_) in enumerate(before.inputs):
-            birth = self._births.of(argument)
-            if birth is not None and len(birth.readers) < _MAX_READERS:
-                divides = place == 1 and operator_name(call.name) in _TO_DIVISOR
-                name = call.name + DIVISOR * divides
-                birth.readers += [] if name in birth.readers else [name]
 
     # -- where values come from --------------------------------------------------------------------
 
@@ -523,10 +505,8 @@ class OverflowDetector(Detector):
             number=_number(call) if cause in ("constant", "update") else None,
             inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if small else (),
             true=tracing.largest_in_double(before.call) if cause is None and small else None,
-            level=level_of(tracker, self._sessions()),
             node="" if node is None or not backward else node_name(node),
             formula=tracker.runs_formula,
-            fed_by=() if deliberate else self._fed_by(call, backward=backward),
             scale=scale,
             dynamic=dynamic,
         )
@@ -537,14 +517,6 @@ class OverflowDetector(Detector):
         if self.tracker.module[1] or self.tracker.direction == "backward":
             return False
         return self.in_step or not keys(call.written).isdisjoint(self._weights())
-
-    def _fed_by(self, call: Call, *, backward: bool) -> tuple[str, ...]:
-        """Returns the nodes behind the input that matters: of a quotient, the divisor."""
-        if backward:
-            return nodes_behind(self.tracker.node)[1:]
-        given = [tensor for tensor in call.args if isinstance(tensor, Tensor)]
-        at = 1 if operator_name(call.name) in _TO_DIVISOR and len(given) > 1 else 0
-        return nodes_behind(given[at].grad_fn) if given else ()
 
     # -- weights and loss scales -------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from types import FrameType
@@ -25,9 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from apex._core import dtypes
 from apex._engine.model.state import ModelState, state_of
-from apex._torch.dispatcher import AUTOCAST_KEYS
 
 Direction = Literal["forward", "backward"]
 
@@ -38,8 +36,6 @@ _next_sequence: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_n
 
 _MAX_SITES = 2**17
 """Autograd nodes whose sites are kept, the latest; a graph seldom has more."""
-
-_MAX_NODES = 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class Finding:
         why: Why, in a sentence.
         remedies: What to do, the most likely way first.
         inputs: Ranges of the inputs, at most four.
-        pattern: The formula to avoid, such as ``"a softmax by hand"``; ``""`` if none is known.
+        pattern: The formula to avoid, such as ``"exp of a large number"``; ``""`` if none is known.
         heals: Whether a dynamic loss scale backs off from it, as it does to find its value.
     """
 
@@ -171,7 +167,6 @@ class Tracker:
     Attributes:
         names: Qualified name of each module.
         parameters: Qualified name of each parameter.
-        autocast: Dtype of the ``torch.autocast`` around the last call of a model; None without one.
         compiled: Whether a model that was found was under ``torch.compile``.
     """
 
@@ -179,7 +174,6 @@ class Tracker:
         """Collects the names; tracking starts on entry."""
         self.names: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
         self.parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-        self.autocast: torch.dtype | None = None
         self.compiled = False
         self._discovers = not models
         self._models = [weakref.ref(unwrapped(model)) for model in models]
@@ -345,9 +339,6 @@ class Tracker:
     # -- hooks -----------------------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
-        active = active_autocast()
-        if active is not None or not self._state.stack:  # accelerate enters it inside the model
-            self.autocast = None if active is None else active[1]
         if self._discovers and module not in self.names and module not in self._nameless:
             self._discover(module)
         name = self.names.get(module)
@@ -404,22 +395,6 @@ def _prefixed(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         yield prefix if len(models) > 1 else "", model
 
 
-def active_autocast() -> tuple[str, torch.dtype] | None:
-    """Returns device type and dtype of an active ``torch.autocast``; None without one."""
-    on = (device for device in AUTOCAST_KEYS if torch.is_autocast_enabled(device))
-    return next(((device, torch.get_autocast_dtype(device)) for device in on), None)
-
-
-def level_of(tracker: Tracker, sessions: Iterable[Any]) -> str:
-    """Returns what sets the dtypes: a level, ``"torch.autocast"``, ``"16-bit model"`` or ``""``."""
-    for session in sessions:
-        return str(session.policy.opt_level)
-    if tracker.autocast is not None:
-        return "torch.autocast"
-    params = (param for model in tracker.models for param in model.parameters())
-    return "16-bit model" if any(map(dtypes.is_low_precision, params)) else ""
-
-
 def owner_of(parameter: str) -> str:
     """Returns the name of the module that owns the named parameter."""
     own = parameter.rpartition(":")[2].rpartition(".")[2]
@@ -427,29 +402,6 @@ def owner_of(parameter: str) -> str:
 
 
 # -- autograd nodes by name ----------------------------------------------------------------------
-
-# Nodes that pass values on, or shift them by a small number.
-_TRANSPARENT = frozenset(
-    """View UnsafeView ReshapeAlias Alias T Transpose Permute Expand Squeeze Unsqueeze Select Slice
-    Split Unbind Index Gather Clone ToCopy Cat Stack Add Clamp ClampMin Flatten Detach
-    MaskedFill""".split()  # noqa: SIM905
-)
-
-
-def nodes_behind(node: Any) -> tuple[str, ...]:
-    """Returns the names of the autograd nodes behind a tensor's ``grad_fn``, the nearest first.
-
-    Follows the first input of each, and leaves out nodes that only pass values on.
-    """
-    names: list[str] = []
-    for _ in range(4 * _MAX_NODES):
-        if node is None or len(names) == _MAX_NODES:
-            break
-        name = node_name(node)
-        if name not in _TRANSPARENT:
-            names.append(name)
-        node = next((inner for inner, _ in node.next_functions if inner is not None), None)
-    return tuple(names)
 
 
 def node_name(node: Any) -> str:

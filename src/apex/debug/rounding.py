@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,8 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.overrides import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import common, rules, tracing
-from apex.debug.common import check_scaler, json_types, save
+from apex.debug.causes import in_fp32
+from apex.debug.common import json_types
 from apex.debug.place import Finding, Place
 from apex.debug.tracing import Call, Detector, Trace, floating
 
@@ -30,7 +30,7 @@ Pair = tuple[Tensor, Tensor]
 """A tensor, and its values in fp32."""
 
 
-def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:
+def trace_rounding(*models: nn.Module) -> RoundingTrace:
     """Returns a context that finds the operators at which low precision loses digits.
 
     Enter it around one or more whole iterations, forward and backward; it may include
@@ -54,8 +54,6 @@ def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:
         models: Models, as passed to ``amp.initialize`` or since wrapped by ``torch.compile`` or
             DistributedDataParallel, which provide the names of modules. Without any, they are found
             as they are called.
-        scaler: The ``torch.amp.GradScaler`` of a plain loop, as the other tools take it. Errors are
-            relative, so its scale changes none of them.
 
     Returns:
         A :class:`RoundingTrace` context; its ``worst`` is the operator at which digits were first
@@ -75,7 +73,6 @@ def trace_rounding(*models: nn.Module, scaler: Any = None) -> RoundingTrace:
         >>> trace.worst.error > 10 * trace.worst.tolerance > 10 * trace.worst.inherited
         True
     """
-    check_scaler("trace_rounding", scaler)
     return RoundingTrace(*models)
 
 
@@ -126,10 +123,6 @@ class RoundingRow:
         """What happened, why, and what to do."""
         place = Place(self.module, self.inside, self.direction, self.location)
         times = f"{self.error / self.inherited:.0f} times" if self.inherited else "from none"
-        name = self.module.rpartition(":")[2]
-        in_fp32 = (
-            (f"keep the module in fp32, fp32_modules=[{name!r}] (O2, O3, O5)",) if name else ()
-        )
         return Finding(
             place,
             self.op,
@@ -139,7 +132,7 @@ class RoundingRow:
             f"explained {self.tolerance:.2g}, inherited {self.inherited:.2g}",
             self.kind,
             _WHY[self.kind].format(dtype=self.dtype, times=times),
-            (*in_fp32, _ON_FLOATS, _FORMS[self.kind]),
+            (*in_fp32(place), _FORMS[self.kind]),
         )
 
 
@@ -150,7 +143,6 @@ _WHY: dict[Kind, str] = {
     "near-equal numbers, or its result depends steeply on them.",
     "chain": "each step is right, but the roundings of many steps in {dtype} add up.",
 }
-_ON_FLOATS = "compute it on .float() inputs, `with amp.disable_casts():` at O1 and O4"
 _FORMS: dict[Kind, str] = {
     "": "",
     "rounding": "hold what it updates in fp32",
@@ -197,7 +189,7 @@ class _Log:
 
 
 class RoundingTrace(Trace):
-    """The result of :func:`trace_rounding`. ``print`` shows it, ``save`` writes a file."""
+    """The result of :func:`trace_rounding`. ``print`` shows it."""
 
     _NAME = "trace_rounding"
 
@@ -273,14 +265,6 @@ class RoundingTrace(Trace):
         }
         return json.dumps(json_types(found), indent=2)
 
-    def save(self, path: str | Path) -> None:
-        """Writes a file in the format given by its suffix: ``.json`` or ``.txt``.
-
-        Raises:
-            ValueError: If the suffix is neither; nothing is written.
-        """
-        save(path, "a trace", {".json": self.to_json, ".txt": self.to_text})
-
     def __str__(self) -> str:
         return self.to_text()
 
@@ -295,7 +279,7 @@ def _cells(row: RoundingRow) -> tuple[str, ...]:
         row.op.removeprefix("aten."),
         row.direction,
         common.short(row.dtype),
-        common.amount(row.calls),
+        str(row.calls),
         *(f"{value:.2g}" for value in (row.error, row.tolerance, row.inherited)),
     )
 

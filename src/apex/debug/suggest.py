@@ -11,12 +11,10 @@ Note [The search]
 from __future__ import annotations
 
 import copy
-import json
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +36,6 @@ from apex.debug.common import (
     check_loss_fn,
     checked_model,
     floating_outputs,
-    json_types,
     preserve_state,
 )
 from apex.debug.rounding import RoundingRow, RoundingTrace
@@ -55,23 +52,17 @@ _NEGLIGIBLE = 1e-3
 _ROUNDS = 16
 """Largest number of traces."""
 
-_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
-"""Loss scales (multipliers) to try in fp16, until no gradient overflows."""
-
-_LEVELS = ("O2", "O3", "O5")
-
 
 def suggest_fp32(
     model: nn.Module,
     *inputs: Any,
     loss_fn: Any = None,
-    opt_level: str = "O5",
     **keywords: Any,
 ) -> Suggestion:
-    """Returns the fewest modules to keep in fp32 so that 16 bits cost no more than one rounding.
+    """Returns the fewest modules to keep in fp32 so that bf16 costs no more than one rounding.
 
-    Runs copies of a plain fp32 model at the level, forward and backward, and compares their
-    gradients with those in fp32. A module is suggested if :func:`trace_rounding` finds that it
+    Runs copies of a plain fp32 model at O5, forward and backward, and compares their gradients
+    with those in fp32. A module is suggested if :func:`trace_rounding` finds that it
     loses digits there, and the gradients' error is larger by a tenth without it in fp32. A
     healthy model gets an empty list, although its gradients at a 16-bit level are off by some
     percent.
@@ -87,8 +78,6 @@ def suggest_fp32(
         *inputs: Positional arguments of the model: one batch.
         loss_fn: Computes the loss (a one-element floating-point tensor) from the model's output; by
             default the mean of the squares of the floating-point outputs.
-        opt_level: A level that converts the model: ``"O2"``, ``"O3"`` or ``"O5"``. For O1 and O4,
-            which hold it in fp32, ask with O2 or O5: the modules are those to run without casts.
         **keywords: Keyword arguments of the model.
 
     Returns:
@@ -97,7 +86,7 @@ def suggest_fp32(
 
     Raises:
         TypeError: If ``model`` is not a module or cannot be copied, or the loss is not a tensor.
-        ValueError: If the level is none of these, the model is prepared or not in fp32, the inputs
+        ValueError: If the model is prepared or not in fp32, the inputs
             hold no tensor, the loss is not one floating-point number that requires gradients, or
             two runs in fp32 give different gradients, or gradients that are not finite, or several
             processes run.
@@ -119,8 +108,8 @@ def suggest_fp32(
         "amp.initialize(model, optimizer, opt_level='O5', fp32_modules=['1'])"
     """
     check_loss_fn("suggest_fp32", loss_fn)
-    inner = _checked(model, (inputs, keywords), opt_level)
-    trials = _Trials(inner, (inputs, keywords), loss_fn, opt_level)
+    inner = _checked(model, (inputs, keywords))
+    trials = _Trials(inner, (inputs, keywords), loss_fn)
     before = trials.run([], trace=True)
     found, notes = _faulty(inner, trials)
     limit = max(_EXPLAINED * trials.run(found), trials.noise)
@@ -132,17 +121,15 @@ def suggest_fp32(
             modules = fewer
     return Suggestion(
         modules=modules,
-        opt_level=opt_level,
         error_before=before,
         error_after=trials.run(modules),
-        sensitivities={name: errors[name] for name in modules},
         notes=tuple(notes),
     )
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The modules to keep in fp32 at a level, and what that brings.
+    """The modules to keep in fp32 at O5, and what that brings.
 
     The error of a model's gradients is the root mean square, over its parameters, of the distance
     of each gradient from fp32's, relative to it by norm. Gradients below a thousandth of the
@@ -150,58 +137,40 @@ class Suggestion:
 
     Attributes:
         modules: Names for ``fp32_modules``.
-        opt_level: The level.
-        error_before: Error of the gradients at this level; NaN if one overflows.
+        error_before: Error of the gradients at O5; NaN if one overflows.
         error_after: Error with ``modules`` in fp32.
-        sensitivities: For each of ``modules``, the error if only this one is left out.
         notes: What no choice of modules repairs, and operators without a verdict.
     """
 
     modules: list[str]
-    opt_level: str
     error_before: float
     error_after: float
-    sensitivities: Mapping[str, float]
     notes: tuple[str, ...]
 
     @property
     def setting(self) -> str:
         """The line of code that applies it; ``""`` without modules."""
-        if not self.modules:
-            return ""
-        return (
-            f"amp.initialize(model, optimizer, opt_level={self.opt_level!r}, "
-            f"fp32_modules={self.modules!r})"
-        )
-
-    def to_json(self) -> str:
-        """Returns all data as JSON; an error that overflowed is null."""
-        return json.dumps({**json_types(asdict(self)), "setting": self.setting}, indent=2)
+        options = f"opt_level='O5', fp32_modules={self.modules!r}"
+        return f"amp.initialize(model, optimizer, {options})" if self.modules else ""
 
     @property
     def verdict(self) -> str:
         """The modules and the errors, in one sentence."""
         if not math.isfinite(self.error_after):
             return (
-                f"Could not tell which modules need fp32 at {self.opt_level}: the gradients "
-                "overflow, whatever loss scale and modules were tried. amp.debug.trace_overflow("
-                "model) names the operator; a bf16 level has the range of fp32."
+                "Could not tell which modules need fp32 at O5: the gradients overflow, whatever "
+                "modules were tried. amp.debug.trace_overflow(model) names the operator."
             )
         before = common.percent(self.error_before)
         if not self.modules:
-            return f"No module needs fp32 at {self.opt_level}: error of the gradients {before}."
+            return f"No module needs fp32 at O5: error of the gradients {before}."
         return (
-            f"Keep in fp32 at {self.opt_level}: {', '.join(self.modules)}. Error of the gradients "
-            f"{before} -> {common.percent(self.error_after)}."
+            f"Keep in fp32 at O5: {', '.join(self.modules)}. Error of the gradients {before} -> "
+            f"{common.percent(self.error_after)}."
         )
 
     def __str__(self) -> str:
-        lines = [
-            f"  without {name}: {common.percent(error)}"
-            for name, error in self.sensitivities.items()
-        ]
-        setting = [f"  {self.setting}"] if self.setting else []
-        return "\n".join([self.verdict, *lines, *setting, *self.notes])
+        return "\n".join([self.verdict, *([f"  {self.setting}"] * bool(self.modules)), *self.notes])
 
 
 def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
@@ -243,13 +212,8 @@ def _without(names: Sequence[str], name: str) -> list[str]:
     return [each for each in names if each != name]
 
 
-def _checked(model: Any, arguments: object, opt_level: str) -> nn.Module:
+def _checked(model: Any, arguments: object) -> nn.Module:
     inner = checked_model("suggest_fp32", model, arguments)
-    if opt_level not in _LEVELS:
-        raise ValueError(
-            f"suggest_fp32 got opt_level={opt_level!r}; it takes a level that converts the model: "
-            f"{', '.join(map(repr, _LEVELS))}."
-        )
     if any(state_of(module) is not None for module in inner.modules()):
         raise ValueError(
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
@@ -271,17 +235,17 @@ def _checked(model: Any, arguments: object, opt_level: str) -> nn.Module:
 
 
 class _Trials:
-    """Runs copies of a plain fp32 model at a level, with some modules in fp32.
+    """Runs copies of a plain fp32 model at O5, with some modules in fp32.
 
     Attributes:
         noise: Error of the gradients between two runs in fp32.
         lost, notes: As of the last run with a trace.
     """
 
-    def __init__(self, model: nn.Module, arguments: Any, loss_fn: Any, opt_level: str) -> None:
+    def __init__(self, model: nn.Module, arguments: Any, loss_fn: Any) -> None:
         """Runs the model twice in fp32; raises ValueError if the gradients tell nothing."""
         self._model, self._arguments, self._loss_fn = model, arguments, loss_fn
-        self._policy: Policy = to_policy(level_defaults(opt_level))
+        self._policy: Policy = to_policy(level_defaults("O5"))
         self._known: dict[tuple[str, ...], float] = {}
         self.lost: tuple[RoundingRow, ...] = ()
         self.notes: list[str] = []
@@ -305,21 +269,17 @@ class _Trials:
         """Returns the gradients' error with the modules ``fp32`` in fp32; once without a trace."""
         key = tuple(fp32)
         if trace or key not in self._known:
-            fp16 = self._policy.low_precision is torch.float16
-            for scale in _SCALES if fp16 else (1.0,):
-                self._known[key] = self._run(fp32, scale, trace=trace)
-                if math.isfinite(self._known[key]):
-                    break
+            self._known[key] = self._run(fp32, trace=trace)
         return self._known[key]
 
-    def _run(self, fp32: Sequence[str], scale: float, *, trace: bool) -> float:
+    def _run(self, fp32: Sequence[str], *, trace: bool) -> float:
         model = copy.deepcopy(self._model)
         with self._prepared(model, fp32) as session:
             found = RoundingTrace(model)
             with found if trace else nullcontext(), preserve_state(model, self._arguments):
                 with casts_off():
                     loss = session.region.run(self._loss, model)
-                grads = _gradients(model, loss, scale)
+                grads = _gradients(model, loss)
         if trace:
             self.lost = found.lost
             self.notes = [f"{each.op} has no verdict: {each.reason}." for each in found.skipped]
@@ -335,7 +295,7 @@ class _Trials:
                 "that copy.deepcopy accepts."
             ) from error
         with casts_off(), preserve_state(model, self._arguments):
-            return _gradients(model, self._loss(model), 1.0)
+            return _gradients(model, self._loss(model))
 
     @torch.enable_grad()
     def _loss(self, model: nn.Module) -> Tensor:
@@ -363,10 +323,8 @@ class _Trials:
     def _prepared(self, model: nn.Module, fp32: Sequence[str]) -> Iterator[Session]:
         """Prepares a model in a session of its own, which no other model notices."""
         plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fp16 is emulated")
-            inputs.check_models([model], plan, op_casts=False)
-            session = new_session(self._policy, ScaleRule(), models=[model])
+        inputs.check_models([model], plan, op_casts=False)
+        session = new_session(self._policy, ScaleRule(), models=[model])
         try:
             session.prepare([model], [], plan)
             yield session
@@ -374,12 +332,12 @@ class _Trials:
             session.close()
 
 
-def _gradients(model: nn.Module, loss: Tensor, scale: float) -> dict[str, Tensor]:
-    """Returns unscaled gradients in fp32."""
+def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Returns gradients in fp32."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with casts_off(), torch.enable_grad():
         grads: Sequence[Tensor | None] = torch.autograd.grad(
-            loss.float() * scale, list(params.values()), allow_unused=True
+            loss.float(), list(params.values()), allow_unused=True
         )
     found = zip(params, grads, strict=True)
-    return {name: grad.to_dense().float() / scale for name, grad in found if grad is not None}
+    return {name: grad.to_dense().float() for name, grad in found if grad is not None}
