@@ -179,6 +179,16 @@ def test_ambient_that_began_in_an_autocast_block_outlives_it_and_ends(region):
     assert state() == before
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
+def test_ambient_that_began_in_a_block_of_another_device_ends(region):
+    before = state()
+    with torch.autocast("cuda", torch.bfloat16):
+        region.enter_ambient()
+    assert region.run(seen) == seen() == ON
+    region.leave_ambient()
+    assert state() == before
+
+
 def test_ambient_that_ends_in_an_autocast_block_is_off_after_it(region):
     before = state()
     region.enter_ambient()

@@ -73,21 +73,6 @@ def test_a_clean_traced_step_logs_nothing_and_stays_armed(log):
     assert not tracing()
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_disarm_stops_a_trace_at_any_time(log, begun):
-    model, optimizer = pair()
-    handle = arm(optimizer, after_skips=2)
-    for _ in range(2 if begun else 1):
-        bad_step(model, optimizer)
-    assert tracing() == begun
-    handle.disarm()
-    handle.disarm()
-    for _ in range(3):
-        bad_step(model, optimizer)
-        assert not tracing()
-    assert log() == []
-
-
 def test_an_exception_in_the_backward_pass_ends_the_trace():
     model, optimizer = pair()
     arm(optimizer, after_skips=1)

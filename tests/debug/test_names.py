@@ -20,25 +20,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
         amp.debug.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import apex.amp.debug; debug = apex.amp.debug",
-        "import apex.amp.debug as debug",
-        "import apex.debug as debug",
-        "import apex; debug = apex.debug",
-        "from apex import amp; debug = amp.debug",
-        "from apex import debug",
-        "from apex.amp import debug",
-        "import importlib; debug = importlib.import_module('apex.amp.debug')",
-    ],
-)
-def test_every_import_gives_the_same_module(statement):
-    names = {}
-    exec(statement, names)
-    assert names["debug"] is apex.debug
-
-
 @pytest.mark.parametrize("name", amp.debug.__all__)
 @pytest.mark.parametrize("module", ["apex.amp.debug", "apex.debug"])
 def test_names_can_be_imported_from_either_path(module, name):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -69,27 +68,6 @@ def test_the_run_computes_the_same_bits_as_without_the_trace(name, mode):
     assert all(map(torch.equal, *results))
 
 
-def test_a_loss_scale_that_backs_off_and_grows_does_so_once_and_is_no_fault():
-    """``aten._amp_update_scale_`` writes integers, and decides on the overflows of the run."""
-    results = []
-    for is_traced in (False, True):
-        torch.manual_seed(0)
-        training = Training(nn.Linear(8, 4), "O1", loss_scale="dynamic")
-        plain = torch.amp.GradScaler("cpu", init_scale=2.0**17)
-        optimizer = torch.optim.SGD(training.model.parameters(), 0.1)
-        with amp.debug.trace_rounding(training.model) if is_traced else nullcontext() as trace:
-            for size in (2.0, 1.0, 1.0, 1.0):
-                x = torch.full((2, 8), 0.5 * size)
-                training.step(x, torch.zeros(2, dtype=torch.int64))
-                plain.scale(training.model(x).float().mean() * size).backward()
-                plain.step(optimizer)
-                plain.update()
-        assert trace is None or trace.worst is None, str(trace)
-        results.append((amp.state_dict(), plain.state_dict()))
-    assert results[0] == results[1]
-    assert results[0][1]["scale"] < 2.0**17
-
-
 def test_the_report_names_place_cause_and_remedy():
     trace = shifted()
     lines = str(trace).splitlines()
@@ -100,24 +78,30 @@ def test_the_report_names_place_cause_and_remedy():
     assert lines[3].startswith("  cause  cancellation: right for")
     assert lines[4].startswith("  remedy 1. ")
     assert "fp32_modules=['1']" in lines[4]
-    assert lines[8].split() == [
-        "module",
-        "operator",
-        "pass",
-        "dtype",
-        "calls",
-        "error",
-        "tolerance",
-        "inherited",
-    ]
-    assert lines[9].split()[:4] == ["1", "sub", "forward", "bf16"]
+    assert "         2. " in lines[5]
+
+
+def test_what_loses_digits_later_is_listed_in_order():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.a, self.b = nn.Linear(8, 8), Shift(), Shift()
+
+        def forward(self, x):
+            x = self.linear(x)
+            return torch.cat([self.a(x), self.b(x)])
+
+    torch.manual_seed(0)
+    trace = traced(Both().bfloat16(), torch.randn(4, 8, dtype=torch.bfloat16))
+    assert [row.module for row in trace.lost] == ["a", "b"]
+    assert str(trace).splitlines()[-1] == "later  aten.sub in b, forward"
 
 
 def test_json_holds_the_same():
     trace = shifted()
     data = json.loads(trace.to_json(), parse_constant=pytest.fail)
     assert data["worst"]["error"] == trace.worst.error
-    assert len(data["rows"]) == len(trace.rows)
+    assert len(data["lost"]) == len(trace.lost)
 
 
 # -- what an operator needs ----------------------------------------------------------------------
@@ -169,26 +153,6 @@ class InPlace(nn.Module):
         return y - 1000 + x
 
 
-def through_conjugates(x):
-    y = torch.fft.rfft(x.float())
-    y.conj().mul_(2j)
-    y.conj().imag.mul_(3.0)
-    return (y.conj() * y).real + y.conj().imag + torch.fft.irfft(y.conj(), n=8)[:, :5]
-
-
-def test_views_that_conjugate_and_negate_are_followed():
-    class Spectrum(nn.Module):
-        def forward(self, x):
-            return through_conjugates(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Spectrum()).bfloat16()
-    trace = traced(model, torch.randn(4, 8, dtype=torch.bfloat16))
-    assert trace.worst is None, str(trace)
-    assert trace.skipped == ()
-    assert max(row.error for row in trace.rows) < 0.05
-
-
 @pytest.mark.parametrize("how", ["view", "slice", "copy", "out", "foreach"])
 def test_writes_in_place_and_views_are_followed(how):
     model = nn.Sequential(nn.Linear(16, 16), InPlace(how)).bfloat16()
@@ -225,7 +189,7 @@ def test_a_closure_is_traced_and_the_step_is_not():
     with amp.debug.trace_rounding(model) as trace:
         optimizer.step(closure)
     assert (trace.worst.module, trace.worst.op) == ("faulty", "aten.sub")
-    assert not any("dot" in row.op for row in trace.rows)
+    assert not any("dot" in row.op for row in trace.lost)
 
 
 # -- no verdict ----------------------------------------------------------------------------------
@@ -284,16 +248,7 @@ def test_an_error_inside_leaves_nothing_behind():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert len(optimizer_hooks._global_optimizer_pre_hooks) == hooks
     assert trace.mode is None
-    assert trace.rows
-
-
-def test_memory_of_freed_values_is_released_during_the_trace():
-    model = nn.Linear(64, 64).bfloat16()
-    x = torch.randn(256, 64, dtype=torch.bfloat16)
-    with torch.no_grad(), amp.debug.trace_rounding(model) as trace:
-        for _ in range(400):
-            model(x)
-        assert len(trace.mode._detector._shadows._by_storage) <= 256
+    assert trace.operators
 
 
 def test_a_trace_that_saw_nothing_in_16_bits_gives_no_verdict():

@@ -88,7 +88,11 @@ class _Thread(threading.local):
         """Turns on the newest live request of each device type; returns whether it could."""
         depth = autocast_depth()
         if self.requests and self.requests[0].depth > depth:
-            self.before.clear()  # a block around a request has ended, and restored the switch
+            # A block around a request has ended, and restored the switch of its own device.
+            ours = {device: r.spec.dtype for r in self.requests for device in r.spec.device_types}
+            restored = [d for d in self.before if not is_on(d) or get_dtype(d) is not ours.get(d)]
+            for device in restored:
+                del self.before[device]
         for request in self.requests:
             if request.depth > depth:
                 request.depth, request.applied = depth, False
