@@ -225,10 +225,10 @@ def place(module: str, inside: bool = True) -> str:
     return module or ("(model)" if inside else "(outside)")
 
 
-def listed(names: Sequence[str], most: int, what: str = "") -> str:
-    """Returns the first ``most`` names, and how many more of ``what`` there are."""
+def listed(names: Sequence[str], most: int) -> str:
+    """Returns the first ``most`` names, and how many more there are."""
     more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more{what}" if more > 0 else "")
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[str]]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,13 +19,13 @@ from apex._core.param_groups import params_of, states_in
 from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.overrides import without_functions
 from apex._torch.sparse import with_memory
-from apex.debug import common, rules, tracing
+from apex.debug import rules, tracing
 from apex.debug.causes import in_fp32
-from apex.debug.common import json_types
+from apex.debug.common import json_types, listed
 from apex.debug.place import Finding, Place
 from apex.debug.tracing import Call, Detector, Trace, floating
 
-Kind = Literal["rounding", "cancellation", "chain", ""]
+Kind = Literal["rounding", "cancellation", "chain"]
 Pair = tuple[Tensor, Tensor]
 """A tensor, and its values in fp32."""
 
@@ -78,7 +78,7 @@ def trace_rounding(*models: nn.Module) -> RoundingTrace:
 
 @dataclass(frozen=True)
 class RoundingRow:
-    """One operator of one module, by the call of it that lost most digits.
+    """An operator that lost digits, by the first call of it that did.
 
     Errors are norms of differences from the fp32 shadows, relative to the shadows' norms.
 
@@ -95,10 +95,8 @@ class RoundingRow:
             running sum, among the values that entered the chain.
         kind: ``"rounding"`` if the operator's own result is wrong for the inputs that it got,
             ``"cancellation"`` if it is right and magnifies their errors, ``"chain"`` if the errors
-            of many small steps have added up; ``""`` within the tolerance.
-        location: ``"file:line"`` of user code; ``""`` within the tolerance. In a backward pass, the
-            line of the forward.
-        calls: Number of calls.
+            of many small steps have added up.
+        location: ``"file:line"`` of user code. In a backward pass, the line of the forward.
     """
 
     module: str
@@ -111,12 +109,6 @@ class RoundingRow:
     inherited: float
     kind: Kind
     location: str
-    calls: int
-
-    @property
-    def suspicion(self) -> float:
-        """The error in multiples of the tolerance."""
-        return self.error / self.tolerance
 
     @property
     def finding(self) -> Finding:
@@ -137,14 +129,12 @@ class RoundingRow:
 
 
 _WHY: dict[Kind, str] = {
-    "": "",
     "rounding": "in {dtype}, its result is wrong even for the inputs that it got.",
     "cancellation": "right for the inputs that it got, but their errors grew {times}: it subtracts "
     "near-equal numbers, or its result depends steeply on them.",
     "chain": "each step is right, but the roundings of many steps in {dtype} add up.",
 }
 _FORMS: dict[Kind, str] = {
-    "": "",
     "rounding": "hold what it updates in fp32",
     "cancellation": "use a form that does not cancel (the mean of (x - mean)**2 as a variance, a "
     "logsumexp, positions and angles in fp32)",
@@ -169,23 +159,12 @@ class Skipped:
 
 @dataclass
 class _Log:
-    """What a trace has found; ``lost`` are places, in order of time."""
+    """What a trace has found; ``lost`` is in order of time."""
 
     operators: int = 0
     seen: int = 0
     skipped: dict[Skipped, None] = field(default_factory=dict)
-    rows: dict[tuple[Any, ...], RoundingRow] = field(default_factory=dict)
-    lost: dict[tuple[Any, ...], None] = field(default_factory=dict)
-
-    def add(self, row: RoundingRow) -> None:
-        """Records one result of one call."""
-        place = row.module, row.inside, row.direction, row.op, row.dtype
-        if row.error > row.tolerance:
-            self.lost.setdefault(place)
-        known = self.rows.setdefault(place, row)
-        if known is not row:
-            worst = max(known, row, key=lambda each: each.suspicion)
-            self.rows[place] = replace(worst, calls=known.calls + row.calls)
+    lost: dict[tuple[Any, ...], RoundingRow] = field(default_factory=dict)
 
 
 class RoundingTrace(Trace):
@@ -201,19 +180,17 @@ class RoundingTrace(Trace):
         return _RoundingDetector(self._tracker, self._log)
 
     @property
-    def rows(self) -> tuple[RoundingRow, ...]:
-        """One record per module, operator, direction and dtype, most suspicious first."""
-        return tuple(sorted(self._log.rows.values(), key=lambda row: -row.suspicion))
-
-    @property
     def worst(self) -> RoundingRow | None:
         """The operator at which digits were first lost beyond tolerance; None if at none."""
         return next(iter(self.lost), None)
 
     @property
     def lost(self) -> tuple[RoundingRow, ...]:
-        """The rows beyond tolerance in order of time; later ones may only pass on the damage."""
-        return tuple(self._log.rows[place] for place in self._log.lost)
+        """All operators beyond tolerance in order of time; later ones may only pass on the damage.
+
+        One record per module, operator, direction and dtype.
+        """
+        return tuple(self._log.lost.values())
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
@@ -225,21 +202,13 @@ class RoundingTrace(Trace):
         """Number of operator calls that were compared with fp32."""
         return self._log.operators
 
-    def to_text(self, *, rows: int | None = 10) -> str:
-        """Returns the verdict and a table of the most suspicious operators.
-
-        Args:
-            rows: Largest number of operators to show; None for all.
-        """
-        lines = [self._verdict]
-        shown = [_cells(row) for row in self.rows[:rows]]
-        if shown:
-            table = common.aligned([_HEAD, *shown], [True] * len(_HEAD))
-            lines += ["", *("  ".join(line).rstrip() for line in table)]
+    def __str__(self) -> str:
+        later = [f"{row.op} {row.finding.place}, {row.direction}" for row in self.lost[1:]]
         skips = (
             f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
         )
-        return "\n".join([*lines, *skips])
+        after = [f"later  {listed(later, 5)}"] if later else []
+        return "\n".join([self._verdict, *after, *skips])
 
     @property
     def _verdict(self) -> str:
@@ -259,29 +228,11 @@ class RoundingTrace(Trace):
         """Returns all data as JSON; an infinite number as null."""
         found = {
             "worst": None if self.worst is None else asdict(self.worst),
-            "rows": list(map(asdict, self.rows)),
+            "lost": list(map(asdict, self.lost)),
             "skipped": list(map(asdict, self.skipped)),
             "operators": self.operators,
         }
         return json.dumps(json_types(found), indent=2)
-
-    def __str__(self) -> str:
-        return self.to_text()
-
-
-_HEAD = ("module", "operator", "pass", "dtype", "calls", "error", "tolerance", "inherited")
-
-
-def _cells(row: RoundingRow) -> tuple[str, ...]:
-    """Returns one line of the table."""
-    return (
-        common.place(row.module, row.inside),
-        row.op.removeprefix("aten."),
-        row.direction,
-        common.short(row.dtype),
-        str(row.calls),
-        *(f"{value:.2g}" for value in (row.error, row.tolerance, row.inherited)),
-    )
 
 
 # -- the detector ----------------------------------------------------------------------------------
@@ -403,33 +354,27 @@ class _RoundingDetector(Detector):
 
     def _judge(self, call: _ShadowCall, result: Any, pairs: list[Pair]) -> bool:
         """Logs the errors of a call's results; returns whether fp32 has digits to compare with."""
-        tracker = self.tracker
-        judged: set[torch.dtype] = set()
         for index, (low, high) in enumerate(pairs):
             found = self._error(call, low, high, index)
             if found is None:
                 return False
             error, tolerance = found
-            kind: Kind = ""
             if error > tolerance:
-                kind = self._kind(call, result, index, error)
+                self._lose(call, low, error, tolerance, self._kind(call, result, index, error))
             elif (lost := self._lost_change(call, result)) > rules.LOST_CHANGE:
-                error, tolerance, kind = lost, rules.LOST_CHANGE, "rounding"
-            row = RoundingRow(
-                *tracker.module,
-                tracker.direction,
-                call.name,
-                dtypes.name(low.dtype),
-                error,
-                tolerance,
-                call.inherited,
-                kind,
-                tracker.location() if kind else "",
-                int(low.dtype not in judged),
-            )
-            self._log.add(row)
-            judged.add(low.dtype)
+                self._lose(call, low, lost, rules.LOST_CHANGE, "rounding")
         return True
+
+    def _lose(
+        self, call: _ShadowCall, low: Tensor, error: float, tolerance: float, kind: Kind
+    ) -> None:
+        """Logs a result beyond its tolerance."""
+        place = *self.tracker.module, self.tracker.direction, call.name, dtypes.name(low.dtype)
+        if place not in self._log.lost:
+            line = self.tracker.location()
+            self._log.lost[place] = RoundingRow(
+                *place, error, tolerance, call.inherited, kind, line
+            )
 
     def _error(
         self, call: _ShadowCall, low: Tensor, high: Tensor, index: int
