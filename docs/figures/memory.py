@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results/cpu.json"
 _TRAININGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "O0, O1, O4": ("O0", {}, "peak, torch.autocast"),
     "O5": ("O5", {}, "peak, O5"),
-    "O2": ("O2", {}, "peak, O2"),
+    "O2": ("O2", {"loss_scale": 128.0}, "peak, O2"),
     "O3": ("O3", {"cast_model_type": torch.bfloat16}, ""),
 }
 """Level, options of amp.initialize, and the benchmark's case of the peak, if it has one."""

@@ -141,9 +141,6 @@ def test_importing_amp_changes_nothing():
     run(IMPORT)
 
 
-@pytest.mark.xfail(
-    reason="the optimizer's side leaves two global hooks and a setting", strict=False
-)
 @pytest.mark.parametrize("end", ["restored", "deleted"])
 def test_the_process_is_as_it_was_once_a_session_has_ended(end):
     levels = ("O0", "O1", "O2", "O3", "O4", "O5")

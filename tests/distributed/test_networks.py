@@ -17,11 +17,9 @@ from tests.distributed.cases import (
     batch,
     initialized,
     joined,
-    net,
     state,
     train_steps,
 )
-from tests.distributed.test_data_parallel import WRAPPERS
 from tests.support.training import LEVELS_SHORT, WITH_MASTERS
 
 pytestmark = pytest.mark.distributed
@@ -168,35 +166,3 @@ def test_zero_redundancy_optimizer_is_refused_with_masters_before_anything_chang
         assert "ZeroRedundancyOptimizer" in message
         assert "fully_shard" in message
         assert dtypes == {torch.float32}
-
-
-# -- buffers that stay in fp32 ---------------------------------------------------------------
-
-
-class Shifted(nn.Module):
-    """Adds a non-persistent buffer to its activations; rank 0's is the one that counts."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.net = net(0)
-        self.register_buffer("shift", torch.full((4,), 1 / 3 + seed), persistent=False)
-
-    def forward(self, x):
-        return self.net(x + self.shift)
-
-
-def train_shifted(rank, level, wrapper):
-    model, optimizer = initialized(level, Shifted(seed=rank))
-    train_steps(WRAPPERS[wrapper](model), optimizer, [batch(rank, step) for step in range(3)])
-    return {**state(model, optimizer), "shift": model.shift.tolist()}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_buffers_that_stay_in_fp32_are_those_of_rank_zero(on_two_ranks, level, wrapper):
-    first, second = on_two_ranks(train_shifted, level, wrapper)
-    assert first == second
-    assert first["shift"] == torch.full((4,), 1 / 3).tolist()
-    model, optimizer = initialized(level, Shifted(seed=0))
-    train_steps(model, optimizer, [joined(step) for step in range(3)])
-    assert_trained_alike(first, optimizer, level)

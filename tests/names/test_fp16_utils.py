@@ -56,21 +56,6 @@ def test_half_networks_cast_their_inputs():
     assert fp16_utils.FP16Model(Net())(rows, shift=torch.ones(1)).dtype is HALF
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: fp16_utils.convert_network(nn.Linear(1, 1), "half"), "must be a floating dtype"),
-        (lambda: fp16_utils.convert_network(nn.Linear(1, 1), torch.int32), "a floating dtype"),
-        (lambda: fp16_utils.network_to_half([nn.Linear(1, 1)]), "convert_network got list"),
-        (lambda: fp16_utils.BN_convert_float(nn.Linear), "BN_convert_float got the class Linear"),
-        (lambda: fp16_utils.prep_param_lists(None), "prep_param_lists got NoneType"),
-    ],
-)
-def test_what_is_no_module_or_dtype_is_refused(call, words):
-    with pytest.raises(TypeError, match=words):
-        call()
-
-
 # -- masters ---------------------------------------------------------------------------------
 
 

@@ -122,18 +122,6 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(capsys):
         handle.scale_loss(1.0, optimizer)
 
 
-def test_init_after_initialize_leaves_its_scale_to_scripts_and_checkpoints():
-    model, optimizer = amp.initialize(*one_weight(), opt_level="O1", verbosity=0)
-    amp.init()
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}})
-    with amp.scale_loss(slope(model, 2.0), optimizer) as scaled_loss:
-        assert scaled_loss == 2.0 * 128.0
-        scaled_loss.backward()
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 8}}
-    amp.init(enabled=False)
-    assert amp._amp_state.opt_properties.opt_level == "O1"
-
-
 # -- wrap_optimizer --------------------------------------------------------------------------
 
 

@@ -70,18 +70,6 @@ def test_the_fourteen_arguments_have_apexs_order_and_defaults_and_others_are_key
     assert all(f"{name}:" in inspect.getdoc(amp.initialize) for name in parameters)
 
 
-def test_all_fourteen_may_be_passed_by_keyword_or_by_position():
-    model = Net()
-    given = {**ARGUMENTS, "models": model, "optimizers": sgd(model), "opt_level": "O5"}
-    model, optimizer = amp.initialize(**given)
-    assert next(amp.master_params(optimizer)).dtype is FP32
-    model = Net()
-    values = (True, "O5", None, None, None, None, None, None, 2, 0, None, 2.0**24)
-    keep = amp.initialize(model, sgd(model), *values)
-    assert [*amp.state_dict()] == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
-    del keep
-
-
 def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
     model = Net()
     with pytest.warns(UserWarning, match=r"the level is 'O1'\. Pass .*: opt_level='O5'") as caught:

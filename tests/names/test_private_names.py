@@ -10,7 +10,7 @@ from torch import nn
 
 import apex.amp as amp
 from apex.amp import _initialize, frontend, handle, opt, rnn_compat, scaler, utils, wrap
-from apex.amp._amp_state import _amp_state, master_params, maybe_print, warn_or_err
+from apex.amp._amp_state import _amp_state, master_params
 from apex.parallel import LARC
 from tests.support.steps import (
     LEVELS,
@@ -61,19 +61,6 @@ def test_modules_and_names_are_where_apex_had_them():
 def test_a_name_that_is_not_here_says_what_to_use(module, name, use):
     with pytest.raises(AttributeError, match=rf"{name} is not .*: .*use {use}"):
         getattr(module, name)
-
-
-def test_messages_follow_verbosity_and_hard_override(capsys):
-    for verbosity, text in ((1, "told"), (0, "kept")):
-        _amp_state.verbosity = verbosity
-        maybe_print(text)
-        maybe_print(text, rank0=True)
-    assert capsys.readouterr().out == "told\ntold\n"
-    with pytest.raises(RuntimeError, match="no sense"):
-        warn_or_err("no sense")
-    _amp_state.hard_override = True
-    with pytest.warns(UserWarning, match="no sense"):
-        warn_or_err("no sense")
 
 
 @every_level
@@ -252,15 +239,6 @@ def test_the_stash_lists_pairs_in_one_order(level):
     extra = nn.Parameter(torch.ones(2, dtype=model.first.weight.dtype))
     optimizer.add_param_group({"params": [extra]})
     assert optimizer._amp_stash.all_fp16_params[-1] is extra
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
-def test_the_stash_without_masters_has_no_groups(level):
-    _, optimizer = prepared(level)
-    stash = optimizer._amp_stash
-    assert set(ids(stash.all_fp32_params)) == set(ids(amp.master_params(optimizer)))
-    for name in ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"):
-        assert not hasattr(stash, name)
 
 
 @every_level
