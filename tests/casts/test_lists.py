@@ -127,3 +127,19 @@ def test_an_emptied_banned_list_bans_nothing(lists):
     half = torch.full((2,), 0.5, dtype=torch.float16)
     assert torch.isfinite(nn.functional.binary_cross_entropy(half, half))
     del keep
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_an_operator_that_was_listed_once_takes_numbers_in_later_sessions(lists, level):
+    lists.torch_overrides.FP32_FUNCS.append("add")
+    model = amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0)
+    low = torch.float16 if level == "O1" else torch.bfloat16
+    assert torch.add(torch.ones(2, dtype=low), 1.0).dtype is torch.float32
+    amp.restore(model)
+    lists.torch_overrides.FP32_FUNCS.remove("add")
+    model = amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0)
+    for x in (torch.ones(2).to(low), torch.ones(()).to(low), torch.ones(2, dtype=torch.int64)):
+        with amp.disable_casts():
+            plain = torch.add(x, 1.5).dtype
+        assert torch.add(x, 1.5).dtype is plain
+    amp.restore(model)

@@ -161,8 +161,8 @@ def native_category(op: str, device: str) -> str | None:
 
 def _build(op: str, device: str) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type."""
-    redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
-    key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
+    redispatch, call = _redispatch(op, device), dispatcher.direct_call(op)
+    key = dispatcher.autocast_key(device)
     cudnn = device == "cuda" and torch.version.hip is None
     rules: Mapping[Any, CastRule] = rules_for(op, dispatcher.schema(op))
     exclude = dispatcher.exclude_key
@@ -193,7 +193,7 @@ def _build(op: str, device: str) -> Kernel:
             category = "fp32"
         if category is None or keeps:
             # Only this call goes below autocast; the inner operators of a composite still see it.
-            return redispatch(keyset & below, *args, **kwargs)
+            return redispatch(keyset, *args, **kwargs)
         cast_args, cast_kwargs = rules[category](args, kwargs, low)
         try:
             exclude(key, True)
@@ -202,6 +202,25 @@ def _build(op: str, device: str) -> Kernel:
             exclude(key, False)
 
     return _of_constants(kernel) if op == "equal" else kernel
+
+
+def _redispatch(op: str, device: str) -> Kernel:
+    """Returns what calls an operator below autocast, given the keys that its kernel got."""
+    own, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
+    key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
+    tensors = [str(argument.type) == "Tensor" for argument in dispatcher.schema(op).arguments]
+
+    def redispatch(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        given = zip(tensors, args, strict=False)
+        if not any(one and isinstance(arg, (int, float, complex)) for one, arg in given):
+            return own(keyset & below, *args, **kwargs)
+        try:  # a number for a tensor, as in x.add(1.0), which no redispatch takes
+            dispatcher.exclude_key(key, True)
+            return call(*args, **kwargs)
+        finally:
+            dispatcher.exclude_key(key, False)
+
+    return redispatch
 
 
 def _native_kernel(op: str, device: str) -> Kernel | None:
@@ -215,8 +234,8 @@ def _native_kernel(op: str, device: str) -> Kernel | None:
 def restated(op: str, device: str) -> Kernel:
     """Returns what torch's own kernel of an operator does, for a torch before 2.9."""
     category = native_category(op, device)
-    redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
-    key, below = dispatcher.autocast_key(device), dispatcher.keys_below_autocast(device)
+    redispatch, call = _redispatch(op, device), dispatcher.direct_call(op)
+    key = dispatcher.autocast_key(device)
     rules: Mapping[Any, CastRule] = rules_for(op, dispatcher.schema(op))
     rule = rules.get(category)  # "refuses" has none
 
@@ -224,7 +243,7 @@ def restated(op: str, device: str) -> Kernel:
         if category == "raises":
             raise RuntimeError(f"{op} is unsafe to autocast. Call {op}_with_logits.")
         if rule is None or (category == "low_precision" and has_double(args)):
-            return redispatch(keyset & below, *args, **kwargs)
+            return redispatch(keyset, *args, **kwargs)
         cast_args, cast_kwargs = rule(args, kwargs, _get_dtype(device))
         try:
             dispatcher.exclude_key(key, True)
