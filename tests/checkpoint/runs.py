@@ -13,7 +13,7 @@ import warnings
 import torch
 
 from apex import amp
-from tests.training import cases
+from tests.support import training as cases
 
 OPTIMIZERS = {
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from apex import amp
-from tests.training import cases
+from tests.support import training as cases
 
 DECAY = 0.75
 CAST = ("O2", "O3", "O5")

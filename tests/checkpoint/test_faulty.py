@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.training import cases
+from tests.support import training as cases
 
 
 def adam(params):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.training import cases
+from tests.support import training as cases
 
 OFF = "off"
 LEVELS = ("O1", "O2", "O5")

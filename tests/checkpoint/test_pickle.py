@@ -13,7 +13,7 @@ from torch import nn
 
 from apex import RNN, _pickle, amp, normalization
 from apex.amp import _amp_state
-from tests.training import cases
+from tests.support import training as cases
 
 PLAIN = ("O0", "O1", "O4")
 """Levels that cast no parameters."""

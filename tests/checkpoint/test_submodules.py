@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.training import cases
+from tests.support import training as cases
 
 
 def trained(level):

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from apex import amp
-from tests.training import cases
+from tests.support import training as cases
 
 
 def train(model, optimizer, seed):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from apex import amp
-from tests.training.cases import same
+from tests.support.training import same
 
 SOURCE = Path(__file__).parent / "detector.py"
 

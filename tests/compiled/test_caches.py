@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from apex._torch.dispatcher import release
-from tests.training.cases import prepared
+from tests.support.training import prepared
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.training.cases import LEVELS, prepared, same
+from tests.support.training import LEVELS, prepared, same
 
 # torch.jit is deprecated, and torch.export uses what is.
 pytestmark = pytest.mark.filterwarnings(

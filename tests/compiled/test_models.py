@@ -18,7 +18,7 @@ from tests.compiled.cases import (
     net_and_optimizer,
     no_recompilation,
 )
-from tests.training.cases import (
+from tests.support.training import (
     LEVELS,
     MIXED,
     WITH_MASTERS,

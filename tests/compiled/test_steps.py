@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from apex import amp
 from tests.compiled.cases import SAME_GRAPHS, assert_close, compiled, graph_breaks, trained
-from tests.training.cases import (
+from tests.support.training import (
     LEVELS,
     OPTIMIZERS,
     batches,

@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from apex import amp
 from apex.debug.watch import arm
+from tests.support import training as cases
 from tests.support.host_reads import HostReads
 from tests.support.steps import Net, backward, loss_of, one_weight, overflow, prepared, sgd
-from tests.training import cases
 
 
 def bad_step(model, optimizer, **options):

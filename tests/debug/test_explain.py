@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug import explain
-from tests.training.cases import batches, grads, masters, net, prepared, same, train_step
+from tests.support.training import batches, grads, masters, net, prepared, same, train_step
 
 LOW, FULL = "bfloat16", "float32"
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apex import amp
 from apex.debug.watch import Pass
 from benchmarks.counting import counted_syncs
-from tests.training.cases import (
+from tests.support.training import (
     backward,
     batch,
     batches,

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
+from tests.support import training as cases
 from tests.support.steps import backward, prepared
-from tests.training import cases
 
 
 class Exp(nn.Module):

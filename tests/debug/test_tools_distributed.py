@@ -8,7 +8,7 @@ from apex import amp
 from apex.optimizers import FusedLAMB
 from tests.support.features import shards_on_cpu
 from tests.support.sharding import mesh, net, shard
-from tests.training.cases import batch
+from tests.support.training import batch
 
 pytestmark = pytest.mark.distributed
 

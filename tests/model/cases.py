@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.training import cases
+from tests.support import training as cases
 
 LEVELS = ("O1", "O2", "O5")
 CASTS_DOWN = ("O2", "O5")

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from apex.amp import restore
 from tests.model.nets import LOW, Echo, Net, Tied, converted, dtypes_of, x
-from tests.training.cases import saved_and_loaded
+from tests.support.training import saved_and_loaded
 
 COPIES = {
     "deepcopy": copy.deepcopy,

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tests.model.cases import EPS, LEVELS, prepared
+from tests.support import training as cases
 from tests.support.reference.loops import Loop
-from tests.training import cases
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

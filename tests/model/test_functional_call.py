@@ -9,8 +9,8 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, LEVELS
+from tests.support import training as cases
 from tests.support.reference.loops import Loop
-from tests.training import cases
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

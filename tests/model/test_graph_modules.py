@@ -8,8 +8,8 @@ from torch import fx
 
 from apex import amp
 from tests.model.cases import LEVELS, prepared, train
-from tests.training import cases
-from tests.training.cases import same, saved_and_loaded
+from tests.support import training as cases
+from tests.support.training import same, saved_and_loaded
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

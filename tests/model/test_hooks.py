@@ -7,8 +7,8 @@ import torch
 
 from apex import amp
 from tests.model.cases import LEVELS
+from tests.support import training as cases
 from tests.support.reference.loops import Loop
-from tests.training import cases
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 before_and_after = pytest.mark.parametrize("when", ["before initialize", "after initialize"])

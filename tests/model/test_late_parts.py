@@ -18,7 +18,7 @@ from tests.model.cases import (
     train,
     train_plain,
 )
-from tests.training import cases
+from tests.support import training as cases
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)

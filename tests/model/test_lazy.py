@@ -6,7 +6,7 @@ from torch import nn
 
 from apex import amp
 from tests.model.cases import LEVELS, prepared, train
-from tests.training import cases
+from tests.support import training as cases
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

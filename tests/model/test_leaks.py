@@ -8,7 +8,7 @@ import torch
 
 from apex import amp
 from tests.faults.memory import live_sessions
-from tests.training import cases
+from tests.support import training as cases
 
 CYCLES = 50
 MEASUREMENTS = 20

@@ -11,7 +11,7 @@ import torch.multiprocessing
 
 from apex import amp
 from tests.model.cases import LEVELS, SCALE, prepared, train
-from tests.training import cases
+from tests.support import training as cases
 
 pytestmark = pytest.mark.slow
 

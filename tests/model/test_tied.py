@@ -9,7 +9,7 @@ from torch import nn
 
 from apex import amp
 from tests.model.cases import EPS, LEVELS, SCALE, close
-from tests.training import cases
+from tests.support import training as cases
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 TOKENS = torch.tensor([0, 3, 3, 5])

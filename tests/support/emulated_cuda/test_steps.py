@@ -7,8 +7,8 @@ import torch
 
 from apex import amp
 from tests.support import optimizers
+from tests.support import training as cases
 from tests.support.emulated_cuda import device
-from tests.training import cases
 
 ADAMW = cases.OPTIMIZERS["fused AdamW"]
 pytestmark = pytest.mark.gpu(devices=2)
