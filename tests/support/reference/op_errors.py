@@ -67,6 +67,13 @@ class Errors(NamedTuple):
         return f"fp32: {self.gradient / self.gradient_of_row:.1f} times the gradient's error"
 
 
+OTHERS = (
+    "fused_moving_avg_obs_fake_quant",
+    *("_sparse_addmm", "_sparse_mm", "sparse_sampled_addmm", "hspmm", "smm", "sspaddmm"),
+)
+"""Fake quantization and products of sparse tensors: fp32 for want of a kernel."""
+
+
 def names() -> dict[str, tuple[str, ...]]:
     """Returns the names in fp32 at O1 that have kernels in bf16, with this torch's operators."""
     rows = OpTable.default().rows
@@ -77,6 +84,7 @@ def names() -> dict[str, tuple[str, ...]]:
         if (known := tuple(op for op in ops if dispatcher.has_operator(f"aten::{op}")))
         and {rows[op] for op in known} <= {*CATEGORIES}
         and not {*known} & {*WITHOUT_BF16}
+        and name not in OTHERS
     }
 
 
