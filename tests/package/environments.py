@@ -24,7 +24,9 @@ class Environment:
 
     def pip(self, *arguments):
         line = ["-m", "pip", "--python", str(self.python), "--disable-pip-version-check", "-q"]
-        return outcome([sys.executable, *line, *arguments])
+        # This one's site-packages are on the path, too, with an apex-amp that is not meant.
+        new = ["--ignore-installed"] if arguments[0] == "install" else []
+        return outcome([sys.executable, *line, *arguments, *new])
 
     def unpack(self, wheel):
         """Installs a wheel as pip would, without a record of it."""
