@@ -1,7 +1,4 @@
-"""apex's private helpers for autocast, which fused layers of other projects import.
-
-A package, as the file ``_autocast_utils.py`` reveals NVIDIA's apex in this folder (`_conflict`).
-"""
+"""apex's private helpers for autocast, which fused layers of other projects import."""
 
 from __future__ import annotations
 
