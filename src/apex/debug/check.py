@@ -291,7 +291,8 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         )
     if binding is not None:
         binding.settle()
-    updates, found = FrozenUpdates(), []
+    updates = FrozenUpdates()
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def look(*_: object) -> None:  # a GradScaler that steps has unscaled the gradients by now
         wanted = _wanted_values(own)

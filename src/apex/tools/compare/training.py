@@ -56,17 +56,17 @@ class Trainer:
         with torch.autocast(self._device.type, dtype, enabled=enabled, cache_enabled=True):
             return function(*args)
 
-    @amp.disable_casts()
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
-        loss: Tensor = self.run(self._loss, self.model, batch)
-        self._backward(loss)
+        with amp.disable_casts():
+            loss: Tensor = self.run(self._loss, self.model, batch)
+            self._backward(loss)
         return loss.detach()
 
-    @amp.disable_casts()
     def step(self) -> None:
         """Steps unless a gradient overflowed, and clears the gradients."""
-        self._step()
+        with amp.disable_casts():
+            self._step()
         self.optimizer.zero_grad()
 
     def loss_scale(self) -> float:
