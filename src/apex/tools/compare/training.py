@@ -19,7 +19,7 @@ from apex import amp
 from apex._core import tree
 from apex._core.arguments import kind
 from apex._engine.autocast.region import CastRegion
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 from apex.debug import frozen_updates
 from apex.debug.common import Storages
 from apex.integrations import scales
