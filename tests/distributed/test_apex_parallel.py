@@ -250,7 +250,7 @@ def subclassed(rank):
         def allreduce_bucket(self, bucket, bucket_idx, force_default_stream):
             raise AssertionError
 
-    with pytest.raises(TypeError, match="Own overrides allreduce_bucket.* register_comm_hook"):
+    with pytest.raises(TypeError, match=r"Own overrides allreduce_bucket.* register_comm_hook"):
         Own(net())
 
 
