@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
-from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
+from apex._engine.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._engine.session import Session
 from apex._torch import copies, dtensor
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
