@@ -151,7 +151,7 @@ def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, o
     """In the form with two calls, which ``SAM.step`` does not see."""
 
     def make(params):
-        return SAM(params, lambda groups: t.OPTIMIZERS[base](groups))
+        return SAM(params, t.OPTIMIZERS[base])
 
     def train(first, second):
         t.backward(model, optimizer, *first)
