@@ -199,8 +199,8 @@ def test_one_loss_for_two_optimizers_trains_like_one_over_all(level, nets):
     for split in (True, False):
         models = [t.net(seed) for seed in range(nets)]
         parts = models if nets == 2 else [models[0][0], models[0][2]]
-        groups = [list(part.parameters()) for part in parts]
-        optimizers = [t.OPTIMIZERS["Adam"](g) for g in (groups if split else [sum(groups, [])])]
+        groups = [list(p.parameters()) for p in (parts if split else [nn.ModuleList(parts)])]
+        optimizers = [t.OPTIMIZERS["Adam"](group) for group in groups]
         amp.initialize(models, optimizers, opt_level=level, verbosity=0)
         for x, y in t.batches(3):
             loss = sum(t.loss_of(model, x, y) for model in models)
