@@ -7,8 +7,8 @@ import torch
 
 from apex import amp
 from apex._core import finite
-from apex._core.foreach.scalars import as_scalar, as_tensor, skip_flag
 from apex._core.foreach.norms import any_non_finite, stacked
+from apex._core.foreach.scalars import as_scalar, as_tensor, skip_flag
 from apex._core.scale import ScaleRule
 from apex._engine.events import Iteration, ScaleUpdate
 from apex._engine.readback import Readback
