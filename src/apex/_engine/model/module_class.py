@@ -330,7 +330,7 @@ def _run(
     """Calls ``forward`` in eager mode, with cast arguments; notes what it writes in vain."""
     made: list[Tensor] = []
     args, kwargs = begin_call(state, args, kwargs, traced=False, made=made)
-    writes, region = state.writes, state.region.run_eagerly
+    writes, region = state.writes, state.region.run
     watched = writes.watches and state.plan.casts_down
     before = writes.begin(model, state.link.has_master) if watched else {}
     output = _explaining(model, state, region, forward, *bound, *args, **kwargs)

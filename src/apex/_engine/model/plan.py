@@ -34,9 +34,6 @@ class Region(Protocol):
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Returns ``fn(*args, **kwargs)``, called inside the region."""
 
-    def run_eagerly(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`run`, for a caller that knows that no compiler traces it."""
-
 
 class MasterSource(Protocol):
     """A source of fp32 masters for low-precision parameters."""
