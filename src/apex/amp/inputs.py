@@ -14,7 +14,6 @@ from apex._engine import model as conversion
 from apex._engine.model import ModelPlan, sharding
 from apex._engine.optimizer_class import binding_of
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizers import unwrap
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
@@ -33,18 +32,6 @@ def model_list(models: object) -> list[nn.Module]:
                 "list or tuple of them; models come first, optimizers second."
             )
     return several
-
-
-def optimizer_list(optimizers: object) -> list[Optimizer]:
-    """Returns the optimizers as a list, without wrappers such as LARC; empty for None.
-
-    Raises:
-        TypeError: If one is not an optimizer.
-    """
-    if optimizers is None:
-        return []
-    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    return [unwrap(optimizer) for optimizer in several]
 
 
 def rules(name: str, given: object) -> tuple[Any, ...]:
