@@ -23,8 +23,6 @@ from tests.support.devices import Forwarding, Place
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("apex", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("apex")
-# torch's own objects never die: without them a collection takes a millisecond instead of a hundred.
-gc.freeze()
 
 DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
@@ -56,6 +54,12 @@ def pytest_collection_modifyitems(items):
         skipped = Place(item).skipped
         if skipped is not None:
             item.add_marker(pytest.mark.skip(reason=skipped))
+
+
+def pytest_collection_finish():
+    """Hides torch's objects and the tests from collections, which then take no time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from apex.multi_tensor_apply import multi_tensor_applier
 from apex.parallel import (
     DistributedDataParallel,
     Reducer,
@@ -246,35 +245,17 @@ def test_gradients_can_be_reduced_by_hand_and_missing_ones_count_as_zero(on_two_
         assert_close(at_once, expected)
 
 
-class OnFirstOnly(DistributedDataParallel):
-    """Reduces over fewer processes than there are, as hierarchical data parallelism does."""
+def subclassed(rank):
+    class Own(DistributedDataParallel):
+        def allreduce_bucket(self, bucket, bucket_idx, force_default_stream):
+            raise AssertionError
 
-    def allreduce_bucket(self, bucket, bucket_idx, force_default_stream):
-        flat = d.flatten(bucket)
-        assert force_default_stream
-        assert not self.allreduce_different_streams
-        with torch.cuda.stream(self.main_stream):
-            dist.broadcast(flat, src=0)
-        if not self.retain_allreduce_buffers:
-            lists = [d.unflatten(flat, bucket), bucket]
-            multi_tensor_applier(self.multi_tensor_scale, self._overflow_buf, lists, 1.0)
-        return flat
+    with pytest.raises(TypeError, match=r"Own overrides allreduce_bucket.* register_comm_hook"):
+        Own(net())
 
 
-def grads_of_the_first(rank, options):
-    wrapped = OnFirstOnly(net(), **options)
-    loss_of(wrapped, batch(rank)).backward()
-    return grads(wrapped)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"delay_allreduce": True}, {"retain_allreduce_buffers": True}]
-)
-def test_a_subclass_may_reduce_its_buckets_itself(on_two_ranks, options):
-    model = net()
-    loss_of(model, batch(0)).backward()
-    for reduced in on_two_ranks(grads_of_the_first, options):
-        assert_close(reduced, grads(model))
+def test_a_subclass_with_buckets_of_its_own_is_refused(on_two_ranks):
+    on_two_ranks(subclassed)
 
 
 def buffers_and_copies(rank, delay):

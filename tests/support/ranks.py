@@ -78,6 +78,10 @@ def serve(rank, world_size, backend, pipe):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "fp16 is emulated on this CPU")
     warnings.filterwarnings("ignore", module="torch")  # each release has some of its own
+    import apex.amp  # noqa: F401 - for the freeze
+
+    gc.collect()
+    gc.freeze()  # what importing has made is garbage of no call
     pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:

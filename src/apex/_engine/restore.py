@@ -12,9 +12,9 @@ from torch.optim import LBFGS, Optimizer
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, params_of, states_in
 from apex._engine import model as conversion
-from apex._engine.optimizer import optimizer_class
-from apex._engine.optimizer.binding import Binding
-from apex._engine.optimizer.exchange import optimizers_in
+from apex._engine import optimizer_class
+from apex._engine.binding import Binding
+from apex._engine.exchange import optimizers_in
 from apex._torch import parameters
 
 

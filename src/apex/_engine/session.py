@@ -19,20 +19,19 @@ from apex._core import dtypes
 from apex._core.param_groups import is_trained, params_of
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import masters
+from apex._engine import masters, optimizer_class
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, settle
 from apex._engine.autocast.user_functions import UserRegistry
-from apex._engine.backward import BackwardPass
+from apex._engine.binding import Binding
 from apex._engine.communication import Communicator, note_compiled_run
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import LazyMaster, Master, Masters
 from apex._engine.mistakes import Mistake, Mistakes
 from apex._engine.model import ModelPlan, sharding
-from apex._engine.optimizer import optimizer_class
-from apex._engine.optimizer.binding import Binding
-from apex._engine.optimizer.optimizer_class import AmpOptimizer
+from apex._engine.optimizer_class import AmpOptimizer
+from apex._engine.scale_loss import BackwardPass
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp

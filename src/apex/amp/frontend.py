@@ -16,7 +16,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
 from apex._engine.model import ModelPlan, is_converted
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
 from apex._engine.undo import all_or_nothing
 from apex.amp import _initialize, inputs, report, scaler_states

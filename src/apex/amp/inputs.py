@@ -12,7 +12,7 @@ from apex._core.arguments import kind
 from apex._core.param_groups import is_from, params_of
 from apex._engine import model as conversion
 from apex._engine.model import ModelPlan, sharding
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import unwrap
 

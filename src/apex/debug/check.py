@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
-from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
+from apex._engine.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._engine.session import Session
 from apex._torch import copies, dtensor
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
@@ -256,14 +256,14 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     in a wider dtype (fp32 for 16-bit weights, fp64 for fp32 weights). If that update is not zero
     but the weight stays the same, rounding has lost it, as for an Adam step of 1e-3 on a bf16
     weight of 1. The counted weights are those that the optimizer steps: fp32 masters where they
-    exist. A step with a non-finite gradient counts nothing.
+    exist. A skipped step counts nothing, and neither does a weight without a finite update.
 
     Costs a copy of weights and state, an additional step, and host syncs: use it for single steps.
     Of a sharded model, every rank counts its own shards, and every rank must use it.
 
     Args:
-        optimizer: An optimizer that steps without a closure, prepared by amp or plain; in a loop
-            with a ``GradScaler``, after ``scaler.unscale_(optimizer)``.
+        optimizer: An optimizer that steps without a closure, prepared by amp or plain; a
+            ``GradScaler`` may step it.
 
     Raises:
         ValueError: If the optimizer's step needs a closure.
@@ -292,13 +292,18 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     if binding is not None:
         binding.settle()
     updates = FrozenUpdates()
-    if not _finite(params_of(own)):
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def look(*_: object) -> None:  # a GradScaler that steps has unscaled the gradients by now
+        wanted = _wanted_values(own)
+        found.extend((param, param.detach().clone(), wanted[param]) for param in wanted)
+
+    hook = own.register_step_pre_hook(look)
+    try:
         yield updates
-        return
-    before = [param.detach().clone() for param in params_of(own) if param.grad is not None]
-    wide = _wanted_values(own)
-    yield updates
-    for (param, wanted), old in zip(wide.items(), before, strict=True):
+    finally:
+        hook.remove()
+    for param, old, wanted in found:
         moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
         stays = moves & (param.detach() == old)
         updates.wanted += int(moves.count_nonzero())  # sync: a diagnosis on request
@@ -315,7 +320,7 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in (ATTRIBUTE, "step", "grad_scale", "found_inf", *_HOOKS)
+        if name not in (ATTRIBUTE, "step", *_HOOKS)
     }
     shadow = object.__new__(own_class(type(optimizer)))
     shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))
@@ -343,14 +348,3 @@ def _widened(param: Tensor) -> Tensor:
     if param.grad is not None:
         wide.grad = param.grad.detach().to(dtype, copy=True)
     return wide
-
-
-def _finite(params: Sequence[Tensor]) -> bool:
-    """Returns whether all gradients are finite, those of other ranks' shards included."""
-    grads = [dtensor.local(param.grad) for param in params if param.grad is not None]
-    dense = map(finite.summed_values, grads)
-    bad = not all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis
-    found = torch.tensor(bad, dtype=torch.float32)
-    # The copy's step may communicate, and a rank whose shards are finite skips with the others.
-    dtensor.all_reduce_(found, dtensor.groups(params), "MAX")
-    return not found  # sync: as above

@@ -23,7 +23,7 @@ from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._core.param_groups import params_of
 from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 from apex._engine.readback import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor

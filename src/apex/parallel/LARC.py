@@ -5,8 +5,7 @@ Source: You et al., "Large Batch Training of Convolutional Networks", arXiv:1708
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from apex._core import arguments
 from apex._engine.master_wrapper import forwarded
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 
 
 class LARC:
@@ -65,27 +64,21 @@ class LARC:
 
         With a closure, which computes the gradients inside the step, each evaluation is scaled.
         """
-        with self._own_weight_decay() as decays:
-            if closure is None:
-                self._scale_gradients(decays)
-                return self.optim.step()
-
-            def scaled() -> Any:
-                loss = closure()
-                self._scale_gradients(decays)
-                return loss
-
-            return self.optim.step(scaled)
-
-    @contextmanager
-    def _own_weight_decay(self) -> Iterator[list[float]]:
-        """Sets the groups' weight decay to 0 during the step, as the gradients include it."""
         groups = self.optim.param_groups
         decays = [group.get("weight_decay", 0.0) for group in groups]
+
+        def scaled() -> Any:
+            loss = None if closure is None else closure()
+            self._scale_gradients(decays)
+            return loss
+
         try:
-            for group in groups:
+            for group in groups:  # the gradients include it
                 group["weight_decay"] = 0.0
-            yield decays
+            if closure is not None:
+                return self.optim.step(scaled)
+            scaled()
+            return self.optim.step()
         finally:
             for group, decay in zip(groups, decays, strict=True):
                 group["weight_decay"] = decay

@@ -46,7 +46,6 @@ def convert_syncbn_model(
         _check(layer)
     for layer in layers:
         fuse_relu = isinstance(layer, SyncBatchNorm) and layer.fuse_relu
-        vars(layer).pop("process_group", None)  # torch's attribute, a property here
         synced: Any = layer
         synced.__class__ = SyncBatchNorm
         synced.process_group, synced.channel_last, synced.fuse_relu = group, channel_last, fuse_relu

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,34 +13,20 @@ from apex import _unavailable
 from apex._core import arguments
 from apex._torch.ddp import SENDS_LATER
 from apex.parallel.delayed_reduction import DelayedReduction
-from apex.parallel.flat_calls import (
-    apply_flat_dist_call,
-    extract_tensors,
-    flat_dist_call,
-    flatten,
-    split_by_type,
-    split_half_float_double,
-    unflatten,
-)
+from apex.parallel.flat_calls import apply_flat_dist_call as apply_flat_dist_call
+from apex.parallel.flat_calls import extract_tensors as extract_tensors
+from apex.parallel.flat_calls import flat_dist_call as flat_dist_call
+from apex.parallel.flat_calls import flatten as flatten
+from apex.parallel.flat_calls import split_by_type as split_by_type
+from apex.parallel.flat_calls import split_half_float_double as split_half_float_double
+from apex.parallel.flat_calls import unflatten as unflatten
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
-from apex.parallel.reducer import Reducer
+from apex.parallel.reducer import Reducer as Reducer
 
 __getattr__ = _unavailable.names_instead(
     __name__,
     dict.fromkeys(("import_flatten_impl", "imported_flatten_impl"), "apex_C.flatten"),
 )
-
-__all__ = [
-    "DistributedDataParallel",
-    "Reducer",
-    "apply_flat_dist_call",
-    "extract_tensors",
-    "flat_dist_call",
-    "flatten",
-    "split_by_type",
-    "split_half_float_double",
-    "unflatten",
-]
 
 _MESSAGE_SIZE = 10_000_000
 _LATE = "_apex_late"
@@ -82,8 +65,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     Raises:
         ValueError: If ``shared_param`` is given, options are incompatible, or a number is out of
             range.
-        TypeError: If ``module`` is not a module, an argument has the wrong type, or a keyword is
-            unknown.
+        TypeError: If ``module`` is not a module, an argument has the wrong type, a keyword is
+            unknown, or a subclass overrides ``allreduce_bucket``.
     """
 
     def __init__(
@@ -105,6 +88,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     ) -> None:
         """Broadcasts rank 0's parameters and registers the gradient hooks."""
         del allreduce_communicators, gradient_average_split_factor, prof
+        if type(self).allreduce_bucket is not DistributedDataParallel.allreduce_bucket:
+            raise TypeError(
+                f"{type(self).__name__} overrides allreduce_bucket, which no backward pass calls: "
+                "torch sends the gradients. Pass a hook to register_comm_hook instead."
+            )
         _check(module, message_size, shared_param)
         delay_allreduce = arguments.flag("delay_allreduce", delay_allreduce)
         if delay_allreduce:
@@ -129,33 +117,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.gradient_predivide_factor = reduction.predivide_factor
         self.create_hooks()
 
-    # What an `allreduce_bucket` that copies apex's reads.
-    allreduce_different_streams = False
-
-    @property
-    def multi_tensor_scale(self) -> Any:
-        """The function of ``amp_C``, which may be NVIDIA's."""
-        return importlib.import_module("amp_C").multi_tensor_scale
-
-    @property
-    def main_stream(self) -> torch.cuda.Stream | None:
-        """The current stream; ``None`` without CUDA."""
-        return torch.cuda.current_stream() if torch.cuda.is_available() else None
-
-    @property
-    def _overflow_buf(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32, device=self._reduced_params()[0].device)
-
     def create_hooks(self) -> None:
         """Registers the hooks that reduce gradients; the constructor calls it once."""
-        late: DelayedReduction | None = None
-        reduction = self._reduction()
-        if type(self).allreduce_bucket is not DistributedDataParallel.allreduce_bucket:
-            # Weakly, as this object holds the reduction.
-            own = functools.partial(_reduce_by, weakref.proxy(self))
-            late = DelayedReduction(self._reduced_params(), own)
-        elif self.delay_allreduce:
-            late = DelayedReduction(self._reduced_params(), reduction.blocking)
+        late, reduction = None, self._reduction()
+        if self.delay_allreduce:
+            late = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)
         self.__dict__[_LATE] = late
@@ -178,13 +144,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if late is None:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         wanted = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False  # disables torch's reducer
         self.__dict__[SENDS_LATER] = wanted
-        try:
+        with self.no_sync():  # torch's reducer stays idle
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            del self.__dict__[SENDS_LATER]
-            self.require_backward_grad_sync = wanted
         self.require_forward_param_sync = wanted
         if torch.is_grad_enabled():
             late.enable(output, on=wanted)
@@ -203,16 +165,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
         A gradient missing in some processes counts as zero there.
         """
-        reduce_gradients(self._reduced_params(), self._reduction().blocking)
+        reduce_gradients(self._reduced_params(), self._reduction())
 
     @torch.no_grad()
     def allreduce_bucket(
         self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool
     ) -> Tensor:
         """Reduces tensors of one dtype and device in one call; returns them as one flat tensor.
-
-        A subclass may override it: the end of the backward pass then calls it, once per dtype and
-        device, with a bucket of one flat tensor that it reduces in place.
 
         Args:
             bucket: Tensors to reduce in place, such as gradients.
@@ -276,22 +235,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without this process's hooks and communication."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state.pop(_LATE)
-        if _HOOKS in state:  # torch's list of hooks, including this package's
-            hooks = state[_HOOKS]
-            state[_HOOKS] = [hook for hook in hooks if not isinstance(hook[1], GradientReduction)]
-        return state
+        return {**state, _LATE: None, _HOOKS: []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the wrapper and restarts its communication."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.create_hooks()
-
-
-def _reduce_by(owner: Any, buffer: Tensor) -> Tensor:
-    """Reduces by the ``allreduce_bucket`` of a subclass."""
-    reduced: Tensor = owner.allreduce_bucket([buffer], 0, True)
-    return reduced if owner.retain_allreduce_buffers else buffer
 
 
 def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:

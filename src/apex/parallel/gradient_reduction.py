@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,6 @@ from apex._torch.copies import moved
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-Reduce = Callable[[Tensor], Tensor]
-"""Reduces a flat buffer of gradients, in place or not, and returns the result."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +67,15 @@ class GradientReduction:
 
     def _prepared(self, buffer: Tensor) -> Tensor:
         sent = buffer.float() if self.always_fp32 and buffer.element_size() < 4 else buffer
-        before = self._world_size if self.is_plain else self.predivide_factor
-        return sent if before == 1.0 else sent.mul_(1.0 / before)
+        return sent if self._divisor_before == 1.0 else sent.mul_(1.0 / self._divisor_before)
+
+    @property
+    def _divisor_before(self) -> float:
+        return self._world_size if self.is_plain else self.predivide_factor
 
     @property
     def _factor_after(self) -> float:
-        if self.is_plain or not self.average:
-            return 1.0
-        return self.predivide_factor / self._world_size
+        return self._divisor_before / self._world_size if self.average else 1.0
 
     @property
     def _world_size(self) -> int:
@@ -92,9 +89,7 @@ def _finished(reduced: Tensor, buffer: Tensor, factor: float) -> Tensor:
 
 
 @torch.no_grad()
-def reduce_gradients(
-    params: Sequence[nn.Parameter], reduce: Reduce, received: Collection[int] | None = None
-) -> None:
+def reduce_gradients(params: Sequence[nn.Parameter], reduction: GradientReduction) -> None:
     """Reduces the gradients of ``params`` over processes in one call per dtype and device.
 
     A parameter without a gradient in some processes counts as zero there. One without a gradient in
@@ -102,38 +97,33 @@ def reduce_gradients(
 
     Args:
         params: The same parameters, in the same order, in every process.
-        reduce: Reduces a flat buffer, in place or not, and returns the result.
-        received: Indices of the parameters that received a gradient in this process; by default,
-            of those that have one.
+        reduction: The sum.
 
     Raises:
         RuntimeError: If a gradient is sparse.
     """
-    if received is None:
-        received = {index for index, param in enumerate(params) if param.grad is not None}
-    parts: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, param in enumerate(params):
+    parts: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for param in params:
         if param.grad is not None and param.grad.is_sparse:
             raise RuntimeError(
                 f"A parameter of shape {tuple(param.shape)} has a sparse gradient, which cannot "
                 "be reduced at the end of the backward pass. Use DistributedDataParallel with "
                 "delay_allreduce=False, or an embedding with sparse=False."
             )
-        parts.setdefault((param.device, param.dtype), []).append(index)
+        parts.setdefault((param.device, param.dtype), []).append(param)
     for part in parts.values():
-        _reduce_part([params[i] for i in part], [i in received for i in part], reduce)
+        _reduce_part(part, reduction)
 
 
-def _reduce_part(params: list[nn.Parameter], received: list[bool], reduce: Reduce) -> None:
+def _reduce_part(params: list[nn.Parameter], reduction: GradientReduction) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    marks = moved(torch.tensor(received, dtype=params[0].dtype, device="cpu"), params[0].device)
+    wanted = [param.grad is not None for param in params]
+    marks = moved(torch.tensor(wanted, dtype=params[0].dtype, device="cpu"), params[0].device)
     # The marks are sent with the gradients, which saves a second call.
-    flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
-    reduced = reduce(flat)
-    *values, marks = torch.split(reduced, [*(grad.numel() for grad in grads), len(params)])
-    anywhere = received
-    if not all(received):
-        anywhere = marks.ne(0).tolist()  # sync: only if a parameter received no gradient here
-    for param, grad, value, wanted in zip(params, grads, values, anywhere, strict=True):
-        if wanted:
+    flat = reduction.blocking(torch.cat([*(grad.reshape(-1) for grad in grads), marks]))
+    *values, marks = torch.split(flat, [*(grad.numel() for grad in grads), len(params)])
+    if not all(wanted):
+        wanted = marks.ne(0).tolist()  # sync: only if a parameter has no gradient here
+    for param, grad, value, anywhere in zip(params, grads, values, wanted, strict=True):
+        if anywhere:
             param.grad = grad.copy_(value.view_as(grad))

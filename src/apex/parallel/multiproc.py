@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 _POLL_SECONDS = 0.1
-_TERMINATION_SECONDS = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,17 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = os.environ.get("MASTER_PORT") or str(probe.getsockname()[1])
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(world_size):
-            command = [sys.executable, given.script]
-            command += _arguments(given.script, given.arguments, rank, world_size)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-            shared = {"MASTER_ADDR": "127.0.0.1", **os.environ, "MASTER_PORT": port}
-            processes.append(subprocess.Popen(command, env={**shared, **own}))
-        return _wait(processes)
-    finally:
-        _end(processes)
+    shared = {"MASTER_ADDR": "127.0.0.1", **os.environ, "MASTER_PORT": port}
+    shared["WORLD_SIZE"] = str(world_size)
+    with contextlib.ExitStack() as stack:
+        processes: list[subprocess.Popen[bytes]] = []
+        for rank in map(str, range(world_size)):
+            command = [sys.executable, given.script, *_arguments(given, rank, shared["WORLD_SIZE"])]
+            process = subprocess.Popen(command, env={**shared, "RANK": rank, "LOCAL_RANK": rank})
+            processes.append(stack.enter_context(process))  # waits for it
+            stack.callback(process.terminate)  # nothing if it has ended
+        while True:
+            states = [process.poll() for process in processes]
+            failed = [state for state in states if state]
+            if failed or None not in states:
+                return failed[0] if failed else 0
+            time.sleep(_POLL_SECONDS)
 
 
 def _world_size(parser: argparse.ArgumentParser) -> int:
@@ -67,34 +70,17 @@ def _world_size(parser: argparse.ArgumentParser) -> int:
     return int(wanted)
 
 
-def _arguments(script: str, given: list[str], rank: int, world_size: int) -> list[str]:
+def _arguments(given: argparse.Namespace, rank: str, world_size: str) -> list[str]:
     """Returns the script's arguments, with the old flags if it uses them."""
-    result = list(given)
-    text = Path(script).read_text(errors="replace") if Path(script).is_file() else ""
+    result = list(given.arguments)
+    path = Path(given.script)
+    text = path.read_text(errors="replace") if path.is_file() else ""
     for flag, value in (("--world-size", world_size), ("--rank", rank)):
         if flag in result[:-1]:
-            result[result.index(flag) + 1] = str(value)
+            result[result.index(flag) + 1] = value
         elif f'"{flag}"' in text or f"'{flag}'" in text:
-            result += [flag, str(value)]
+            result += [flag, value]
     return result
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    while True:
-        states = [process.poll() for process in processes]
-        failed = [state for state in states if state]
-        if failed or None not in states:
-            return failed[0] if failed else 0
-        time.sleep(_POLL_SECONDS)
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.terminate()  # nothing if it has ended
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_TERMINATION_SECONDS)
-        process.kill()
 
 
 if __name__ == "__main__":

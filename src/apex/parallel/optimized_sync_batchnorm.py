@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,16 +16,6 @@ from apex.parallel.sync_batch_norm_function import sync_batch_norm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclass(frozen=True, eq=False)
-class _SharedGroup:
-    """Holds a process group, which cannot be copied: copies of a layer share it."""
-
-    group: ProcessGroup | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedGroup:
-        return self
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -71,18 +61,9 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         group = checked_group(process_group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self._group = _SharedGroup(group)
+        self.process_group = group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
-
-    @property
-    def process_group(self) -> ProcessGroup | None:
-        """The processes to synchronize; ``None`` for all."""
-        return self._group.group
-
-    @process_group.setter
-    def process_group(self, value: ProcessGroup | None) -> None:
-        self._group = _SharedGroup(checked_group(value))
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002 - apex's
         """Returns the normalized input.
@@ -92,14 +73,18 @@ class SyncBatchNorm(_BatchNorm):
             z: Tensor added before the ReLU (a residual connection).
 
         Raises:
-            TypeError: If the input does not have a floating-point dtype.
-            ValueError: If its shape does not match, or it has one value per channel in training.
+            ValueError: If its dtype or shape does not match, or it has one value per channel in
+                training.
         """
-        self._check(input)
-        if self.channel_last and input.dim() > 2:
-            output = self._normalized(input.movedim(-1, 1)).movedim(1, -1)
-        else:
-            output = self._normalized(input)
+        dim, place = (-1, "last") if self.channel_last else (1, "second")
+        fits = input.dim() > 1 and input.size(dim) == self.num_features
+        if not fits or not dtypes.is_castable(input):
+            raise ValueError(
+                f"SyncBatchNorm got {input.dtype} of shape {tuple(input.shape)}; it takes floating "
+                f"point of rank 2 or more with {self.num_features} channels as the {place} "
+                f"dimension (channel_last={self.channel_last})."
+            )
+        output = self._normalized(input.movedim(dim, 1)).movedim(1, dim)
         if z is not None:
             output = output + z
         return torch.relu(output) if self.fuse_relu else output
@@ -108,45 +93,30 @@ class SyncBatchNorm(_BatchNorm):
         group = syncing_group(self.process_group) if self.training else None
         if group is None:
             return super().forward(x)
-        running = self._running()
+        tracked = self.num_batches_tracked if self.track_running_stats else None
+        running = (self.running_mean, self.running_var) if self.track_running_stats else (None,) * 2
+        momentum = self.momentum or 0.0
+        if self.momentum is None and tracked is not None:
+            momentum = 1.0 / (int(tracked) + 1)  # sync: torch's batch_norm takes a host number
+        args = (x, self.weight, self.bias, *running, self.eps, momentum, group)
         if x.is_cuda:
-            mean, var, share = running or (None, None, 0.0)
             size = torch.distributed.get_world_size(group)
-            args = (self.weight, self.bias, mean, var, self.eps, share, group, size)
-            output: Tensor = TorchSyncBatchNorm.apply(x, *args)  # type: ignore[no-untyped-call]
+            output: Tensor = TorchSyncBatchNorm.apply(*args, size)  # type: ignore[no-untyped-call]
         else:
-            output = sync_batch_norm(x, self.weight, self.bias, running, self.eps, group)
-        if running is not None and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+            output = sync_batch_norm(*args)
+        if tracked is not None:
+            tracked.add_(1)
         return output
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's
         """Accepts what `forward` has checked."""
 
-    def _running(self) -> tuple[Tensor, Tensor, float] | None:
-        """Returns the running statistics to update and their momentum; None without any."""
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
-            return None
-        momentum = self.momentum
-        if momentum is None and self.num_batches_tracked is not None:
-            # sync: torch's batch_norm takes a host number
-            momentum = 1.0 / (int(self.num_batches_tracked) + 1)
-        return self.running_mean, self.running_var, momentum or 0.0
-
-    def _check(self, x: Tensor) -> None:
-        if not dtypes.is_castable(x):
-            raise TypeError(
-                f"SyncBatchNorm got an input of {x.dtype}; it takes float16, bfloat16, float32 "
-                "and float64."
-            )
-        dim = -1 if self.channel_last else 1
-        if x.dim() < 2 or x.size(dim) != self.num_features:
-            place = "last" if self.channel_last else "second"
-            raise ValueError(
-                f"SyncBatchNorm got an input of shape {tuple(x.shape)}; it takes rank 2 or more "
-                f"with {self.num_features} channels as the {place} dimension "
-                f"(channel_last={self.channel_last})."
-            )
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """Copies all but the process group, which copies share."""
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        memo[id(self.process_group)] = self.process_group
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def extra_repr(self) -> str:
         """Returns the options."""

@@ -51,4 +51,4 @@ class Reducer:
             flat_dist_call(self.grads, torch.distributed.all_reduce)
             return
         params = [param for param in self.module.parameters() if param.requires_grad]
-        reduce_gradients(params, GradientReduction().blocking)
+        reduce_gradients(params, GradientReduction())

@@ -34,8 +34,10 @@ def sync_batch_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running: tuple[Tensor, Tensor, float] | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     eps: float,
+    momentum: float,
     group: ProcessGroup,
 ) -> Tensor:
     """Returns ``x`` normalized with the statistics of the batches of all processes in ``group``.
@@ -48,8 +50,10 @@ def sync_batch_norm(
         x: ``[N, C, ...]``.
         weight: ``[C]``, of any floating-point dtype.
         bias: ``[C]``, of any floating-point dtype.
-        running: Running mean and variance to update in place, and the weight of this batch.
+        running_mean: ``[C]``, updated in place; None without running statistics.
+        running_var: Likewise.
         eps: Term added to the variance.
+        momentum: Weight of this batch in the running statistics.
         group: The processes.
 
     Raises:
@@ -57,8 +61,7 @@ def sync_batch_norm(
     """
     wide, shape = x.to(math_dtype(x)), (1, -1, *(1 for _ in x.shape[2:]))
     dims = [dim for dim in range(x.dim()) if dim != 1]
-    values = x.numel() // x.size(1)
-    own = torch.cat([wide.sum(dims), wide.new_full((1,), values)])
+    own = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() // x.size(1))])
     total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
     count = total[-1].detach()
     if count == 1:  # sync: on the host already
@@ -67,18 +70,16 @@ def sync_batch_norm(
             "here) in training, which has no variance. Use larger batches, or call eval() on the "
             "layer."
         )
-    divisor = count.clamp(min=1.0)
-    mean = total[:-1] / divisor
+    mean = total[:-1] / count.clamp(min=1.0)
     # The mean comes first: E[x^2] - E[x]^2 would cancel.
     centered = wide - mean.view(shape)
     squares: Tensor = _Sum.apply(centered.square().sum(dims), group)  # type: ignore[no-untyped-call]
-    var = squares / divisor
-    if running is not None:
-        unbiased = var * (count / (count - 1.0).clamp(min=1.0))
-        share = (count > 0).to(var.dtype) * running[2]  # empty batches move nothing
+    var = squares / count.clamp(min=1.0)
+    if running_mean is not None and running_var is not None and count > 0:  # sync: as above
         with torch.no_grad():
-            for buffer, fresh in ((running[0], mean), (running[1], unbiased)):
-                buffer.copy_(torch.lerp(buffer.to(fresh.dtype), fresh, share))
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            unbiased = squares / (count - 1.0)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     result = centered * torch.rsqrt(var + eps).view(shape)
     if weight is not None:
         result = result * weight.to(wide.dtype).view(shape)

@@ -65,9 +65,12 @@ class Loop:
         scales: The loss scale after every backward pass.
     """
 
-    def __init__(self, level, weights, make_optimizer, *, scale=None, interval=2000):
+    def __init__(
+        self, level, weights, make_optimizer, *, scale=None, interval=2000, greatest=2.0**24,
+        trains=slice(None),
+    ):  # fmt: skip
         self.level = LEVELS[level]
-        self.interval = interval
+        self.interval, self.greatest = interval, greatest
         weights = list(weights)
         self.model = [
             torch.nn.Parameter(weight.detach().clone().to(self.level.stored)) for weight in weights
@@ -75,11 +78,12 @@ class Loop:
         self.stepped = self.model
         if self.level.masters:
             self.stepped = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
-        self.optimizer = make_optimizer(self.stepped)
+        self.optimizer = make_optimizer(self.stepped[trains])
         scale = self.level.scale if scale is None else scale
         self.dynamic = scale == "dynamic"
         self.scale = 2.0**16 if self.dynamic else scale
         self.clean_steps = 0
+        self.overflow = self.delayed = False
         self.scales = []
 
     def forward(self, x):
@@ -88,35 +92,59 @@ class Loop:
         hidden = F.relu(F.linear(x.to(compute), w1, b1))
         return F.linear(hidden, w2, b2)
 
-    def evaluate(self, x, y):
-        """Returns the loss and whether it overflowed; leaves true gradients in ``stepped``."""
+    def zero_grad(self):
         for param in (*self.model, *self.stepped):
             param.grad = None
+
+    def backward(self, x, y, *, delay_unscale=False):
+        """Adds a pass to the true gradients of ``stepped``; a delayed one adds up in 16 bits."""
+        kept = [None if self.delayed else stepped.grad for stepped in self.stepped]
+        if not self.delayed:
+            for param in self.model:
+                param.grad = None
         loss = F.mse_loss(self.forward(x).float(), y)
         (loss * self.scale).backward()
+        self.delayed = delay_unscale
+        if not delay_unscale:
+            self.unscale(kept)
+        return loss.detach()
+
+    def unscale(self, kept):
         overflow = False
-        for param, stepped in zip(self.model, self.stepped, strict=True):
-            grad = param.grad.float() / self.scale
+        for param, stepped, earlier in zip(self.model, self.stepped, kept, strict=True):
+            if param.grad is None:
+                continue
+            grad = (param.grad.float() / self.scale).to(stepped.dtype)
             overflow |= not bool(torch.isfinite(grad).all())
-            stepped.grad = grad.to(stepped.dtype)
+            stepped.grad = grad if earlier is None else earlier + grad
         overflow = overflow and self.dynamic
+        self.overflow |= overflow
         self.end_pass(overflow)
-        return loss.detach(), overflow
 
     def end_pass(self, overflow):
         if self.dynamic:
             self.scale, self.clean_steps = next_scale(
-                self.scale, self.clean_steps, overflow=overflow, interval=self.interval
-            )
+                self.scale, self.clean_steps, overflow=overflow, interval=self.interval,
+                greatest=self.greatest,
+            )  # fmt: skip
         else:
             self.clean_steps += 1
         self.scales.append(self.scale)
 
-    def train_step(self, x, y):
-        loss, overflow = self.evaluate(x, y)
-        if not overflow:
+    def step(self):
+        """Steps, but after an overflow, once; the masters' gradients end with it."""
+        if not self.overflow:
             self.optimizer.step()
             self.round_to_model()
+        self.overflow = False
+        if self.level.masters:
+            for stepped in self.stepped:
+                stepped.grad = None
+
+    def train_step(self, x, y):
+        self.zero_grad()
+        loss = self.backward(x, y)
+        self.step()
         return loss
 
     def train_step_with_closure(self, x, y):
@@ -124,17 +152,18 @@ class Loop:
 
         def closure():
             self.round_to_model()
-            loss, overflow = self.evaluate(x, y)
-            losses.append(loss)
-            if overflow:
+            self.zero_grad()
+            losses.append(self.backward(x, y))
+            if self.overflow:
                 raise Overflow
-            return loss
+            return losses[-1]
 
         try:
             self.optimizer.step(closure)
         except Overflow:
             # An overflow in the first evaluation, before the optimizer has changed anything.
             assert len(losses) == 1
+        self.overflow = False
         self.round_to_model()
         return losses[0]
 
