@@ -1,6 +1,5 @@
 """What a prepared model is given or told later: heads, buffers, devices, dtypes, compilation."""
 
-
 import pytest
 import torch
 from torch import nn
