@@ -171,7 +171,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     """Raises ValueError if an object is not prepared, or the model of a master is not given once.
 
     Plain models pass with an unpickled optimizer, as a model that casts no parameters (O0, O1, O4)
-    is pickled as a plain one, and with an optimizer that has their masters, after ``model.float()``.
+    is pickled plain, and with the optimizer that has their masters, after ``model.float()``.
     """
     _check_distinct(models)
     bindings = [binding for opt in optimizers if (binding := binding_of(opt)) is not None]
