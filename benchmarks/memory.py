@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from apex._engine.masters import LazyMaster, Master
-from apex.debug.common import Storages
+from apex.tools.compare.training import saved_for_backward
 from benchmarks.allocation import growth
 from benchmarks.loops import Task, device, fused_adamw, native, with_amp
 from benchmarks.measurement import Goal, Measurement
@@ -113,10 +113,10 @@ def kept_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
 
     Parameters count, too; each storage counts once.
     """
-    kept = Storages()
-    with kept.of_saved_tensors():
+    kept: dict[int, int] = {}
+    with saved_for_backward(kept):
         result = forward()
-    return result, kept.total
+    return result, sum(kept.values())
 
 
 def storages() -> dict[int, int]:

@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients rounded before unscaling",
-        f"{ENGINE}/optimizer/gradients.py",
+        f"{ENGINE}/gradients.py",
         "            unscale_(finite.dense_values(copies))",
         "            unscale_(finite.dense_values(copies))\n"
         "            [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
@@ -48,30 +48,30 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow that does not skip",
-        f"{ENGINE}/optimizer/step.py",
+        f"{ENGINE}/step.py",
         "return None if skipped else run()",
         "return run()",
-        "tests/loop/test_overflow.py tests/loop/test_skipped_steps.py",
+        "tests/loop/test_overflow.py",
     ),
     Mutant(
         "masters not written back",
-        f"{ENGINE}/optimizer/step.py",
+        f"{ENGINE}/step.py",
         "    masters.round_into_model([p for p in binding.pairs if",
         "    masters.round_into_model([p for p in () if",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
         "an LBFGS closure not undone",
-        f"{ENGINE}/optimizer/step.py",
+        f"{ENGINE}/step.py",
         "        param.copy_(value)",
         "        pass",
-        "tests/loop/test_skipped_steps.py tests/loop/test_overflow.py",
+        "tests/loop/test_overflow.py",
     ),
     Mutant(
         "a table row dropped",
-        f"{CORE}/op_names.py",
-        '("softmax.int",)',
-        "()",
+        f"{CORE}/op_rows.py",
+        "rms_norm softmax.int",
+        "rms_norm",
         "tests/casts/test_outcomes.py tests/casts/test_table.py",
     ),
     Mutant(
@@ -86,7 +86,7 @@ MUTANTS = [
         f"{ENGINE}/masters.py",
         "rounding.update_master(pair.model, pair.master, alike)",
         "pair.master.data.copy_(pair.model)",
-        "tests/model/test_state_dict.py tests/loop/test_written_masters.py",
+        "tests/model/test_state_dict.py tests/loop/test_masters.py",
     ),
     Mutant(
         "LAMB's trust ratio gone",
@@ -104,14 +104,14 @@ MUTANTS = [
     ),
     Mutant(
         "casts on in `step`",
-        f"{ENGINE}/optimizer/step.py",
+        f"{ENGINE}/step.py",
         "    off.__enter__()\n",
         "",
         "tests/loop/test_step_casts.py",
     ),
     Mutant(
         "a host sync in a fused step",
-        f"{ENGINE}/optimizer/step.py",
+        f"{ENGINE}/step.py",
         "    binding.begin_step(skipped=flag)\n",
         "    binding.begin_step(skipped=bool(flag.tolist()))\n",
         "tests/loop/test_cost.py",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked, store_copies
-from amp_C.steps import decay_mode
+from amp_C.lists import TensorLists, takes
+from amp_C.steps import adam_rule
 from apex._core.foreach import lamb as rules
 from apex._core.foreach.adam import AdamRule, directions_
-from apex._core.foreach.gate import Gate, as_scalar, as_tensor
+from apex._core.foreach.scalars import Scalar, as_scalar, as_tensor, descend_, skip_flag
 from apex._core.foreach.working import store, working
 
 __all__ = [
@@ -22,7 +20,7 @@ __all__ = [
 ]
 
 
-@torch.no_grad()
+@takes(4)
 def multi_tensor_lamb(
     chunk_size: int,
     noop_flag: Tensor,
@@ -46,13 +44,13 @@ def multi_tensor_lamb(
     stay unchanged. They are clipped from ``global_grad_norm``, one element, to ``max_grad_norm``.
     With ``use_nvlamb``, tensors without weight decay get a trust ratio, too.
     """
-    lists = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
-    options = (lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging)
+    options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
+    rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm)
-    _lamb(noop_flag, lists, options, step, divisor, use_nvlamb, Gate())
+    rules.lamb_(tensor_lists, rule, step, divisor=divisor, nvlamb=bool(use_nvlamb))
 
 
-@torch.no_grad()
+@takes(4, 5)
 def multi_tensor_lamb_mp(
     chunk_size: int,
     noop_flag: Tensor,
@@ -80,45 +78,18 @@ def multi_tensor_lamb_mp(
     - ``tensor_lists`` may have the parameters' 16-bit copies as a fifth list, to be updated,
     - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients.
     """
-    del found_inf
-    *lists, copies = [*checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5), []][:5]
-    options = (lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging)
-    divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm)
-    divisor = divisor / as_scalar(inv_scale, noop_flag.device)
-    gate = Gate.of(noop_flag, noop_flag.device)
-    _lamb(noop_flag, lists, options, step, divisor, use_nvlamb, gate)
-    if copies:
-        store_copies(copies, lists[1], gate)
+    device = noop_flag.device
+    skip, count = skip_flag(noop_flag, device), as_scalar(step, device)
+    options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
+    rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
+    divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm) / as_scalar(inv_scale, device)
+    lists, nvlamb = tensor_lists[:4], bool(use_nvlamb)
+    rules.lamb_(lists, rule, count, skip, divisor=divisor, nvlamb=nvlamb)
+    for copies in tensor_lists[4:]:
+        store(copies, lists[1], skip)
 
 
-def _lamb(
-    noop_flag: Tensor,
-    lists: list[list[Tensor]],
-    options: tuple[Any, ...],
-    step: int | Tensor,
-    divisor: Tensor,
-    use_nvlamb: bool | None,
-    gate: Gate,
-) -> None:
-    lr, beta1, beta2, epsilon, decay, mode, correction, averaging = options
-    rate, decoupled = as_scalar(lr, noop_flag.device), decay_mode(mode)
-    flags = bool(correction), bool(averaging)
-    rule = AdamRule(rate, beta1, beta2, epsilon, decay, decoupled, *flags)
-    grads, params, firsts, seconds = lists
-    rules.lamb_(
-        params,
-        grads,
-        firsts,
-        seconds,
-        rule=rule,
-        step=as_scalar(step, noop_flag.device),
-        divisor=divisor,
-        adaptive=bool(use_nvlamb) or decay != 0.0,
-        gate=gate,
-    )
-
-
-@torch.no_grad()
+@takes(5)
 def multi_tensor_lamb_stage1_cuda(
     chunk_size: int,
     noop_flag: Tensor,
@@ -136,29 +107,17 @@ def multi_tensor_lamb_stage1_cuda(
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs, updates]``, ``per_tensor_decay``
     is each tensor's decoupled weight decay, ``[N]``, and ``step`` the number of previous steps.
     """
-    name = "multi_tensor_lamb_stage1_cuda"
-    grads, params, firsts, seconds, updates = checked(name, noop_flag, tensor_lists, 5)
-    decays = _one_each(name, "per_tensor_decay", per_tensor_decay, params)
-    if not params:
-        return
-    rule = AdamRule(1.0, beta1, beta2, epsilon, weight_decay=0.0, decoupled=True)
-    weights, gradients, averages, squares = working(params, grads, firsts, seconds)
+    rule = AdamRule(1.0, (beta1, beta2), epsilon, weight_decay=0.0, decoupled=True)
     divisor = _divisor(noop_flag, global_grad_norm, max_global_grad_norm)
-    directions = directions_(
-        weights,
-        list(torch._foreach_div(gradients, divisor)),
-        averages,
-        squares,
-        rule=rule,
-        step=step + 1,
-        gate=Gate(),
-    )
-    torch._foreach_add_(directions, torch._foreach_mul(weights, list(decays.unbind())))
-    for targets, values in ((firsts, averages), (seconds, squares), (updates, directions)):
-        store(targets, values)
+    decays = list(per_tensor_decay.reshape(-1).to(torch.float32).unbind())
+    with working(tensor_lists) as (grads, params, *averages, updates):
+        clipped = list(torch._foreach_div(grads, divisor))
+        found = directions_(clipped, params, *averages, rule=rule, step=step + 1)
+        torch._foreach_add_(found, torch._foreach_mul(params, decays))
+        store(updates, found)
 
 
-@torch.no_grad()
+@takes(2)
 def multi_tensor_lamb_stage2_cuda(
     chunk_size: int,
     noop_flag: Tensor,
@@ -175,32 +134,15 @@ def multi_tensor_lamb_stage2_cuda(
     disables the trust ratio, unless ``use_nvlamb``. ``None`` enables it for all tensors, as in
     apex's first version, which lacked this argument.
     """
-    name = "multi_tensor_lamb_stage2_cuda"
-    params, updates = checked(name, noop_flag, tensor_lists, 2)
-    param_norms = _one_each(name, "per_tensor_param_norm", per_tensor_param_norm, params)
-    update_norms = _one_each(name, "per_tensor_update_norm", per_tensor_update_norm, params)
-    if not params:
-        return
-    weights, directions = working(params, updates)
-    if use_nvlamb or weight_decay != 0.0:
-        ratios = rules.trust_ratios(param_norms, update_norms)
-        directions = list(torch._foreach_mul(directions, list(ratios.unbind())))
-    Gate().descend_(weights, directions, as_scalar(lr, noop_flag.device))
-    store(params, weights)
+    params, updates = tensor_lists
+    norms = (each.reshape(-1).float() for each in (per_tensor_param_norm, per_tensor_update_norm))
+    with working([updates, params]) as (directions, weights):
+        if use_nvlamb or weight_decay != 0.0:
+            ratios = list(rules.trust_ratios(*norms).unbind())
+            directions[:] = torch._foreach_mul(directions, ratios)
+        descend_(weights, directions, as_scalar(lr, noop_flag.device))
 
 
-def _divisor(
-    noop_flag: Tensor, global_grad_norm: float | Tensor, max_grad_norm: float | Tensor
-) -> Tensor:
+def _divisor(noop_flag: Tensor, norm: Scalar, max_norm: Scalar) -> Tensor:
     device = noop_flag.device
-    norm = as_tensor(global_grad_norm, device)
-    return rules.clip_divisor(norm, as_scalar(max_grad_norm, device))
-
-
-def _one_each(name: str, argument: str, values: Tensor, params: list[Tensor]) -> Tensor:
-    if values.numel() != len(params):
-        raise ValueError(
-            f"{name} got {values.numel()} values as {argument} for {len(params)} tensors; it "
-            "takes one for each."
-        )
-    return values.reshape(-1).to(torch.float32)
+    return rules.clip_divisor(as_tensor(norm, device), as_scalar(max_norm, device))

@@ -1,51 +1,42 @@
-"""What multi-tensor functions share: argument checks, made before anything changes, and copies."""
+"""What multi-tensor functions share: the form of their lists, the overflow flag, and copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from apex._core.foreach.gate import Gate
-from apex._core.foreach.working import store
-
 TensorLists = Sequence[Sequence[Tensor]]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def checked(name: str, noop_flag: Tensor, lists: TensorLists, *counts: int) -> list[list[Tensor]]:
-    """Returns the validated lists; raises before anything changes.
+def takes(*counts: int, empty: bool = False) -> Callable[[Function], Function]:
+    """Returns a decorator for functions of one of these numbers of lists, which record no graph.
 
-    Tensors of one position that differ in shape but not in number of elements become flat views.
-
-    Args:
-        name: Name of the calling function, for error messages.
-        noop_flag: Its flag.
-        lists: Its tensor lists.
-        counts: How many lists it takes.
-
-    Raises:
-        TypeError: If something is no dense floating-point tensor.
-        ValueError: If lists, sizes or devices do not fit.
+    A call raises for lists that do not fit, before anything changes, and does nothing for empty
+    ones, unless the function takes ``empty`` ones. Tensors of one position that differ in shape but
+    not in number of elements become flat views.
     """
-    lengths = [len(tensors) for tensors in lists]
-    if len(lists) not in counts or len({*lengths}) > 1:
-        accepted = " or ".join(str(count) for count in counts)
-        raise ValueError(
-            f"{name} got lists of {lengths} tensors; it takes {accepted} lists of one length, with "
-            "one position for each parameter."
-        )
-    for tensor in (noop_flag, *(tensor for tensors in lists for tensor in tensors)):
-        _check_tensor(name, noop_flag, tensor)
-    positions = [_fitted(name, position) for position in zip(*lists, strict=True)]
-    return [list(each) for each in zip(*positions, strict=True)] or [list(each) for each in lists]
 
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        @torch.no_grad()
+        def call(
+            chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *args: Any, **kwargs: Any
+        ) -> Any:
+            _check(function.__name__, noop_flag, tensor_lists, counts)
+            positions = [_fitted(function.__name__, each) for each in zip(*tensor_lists)]  # noqa: B905
+            if not (positions or empty):
+                return None
+            lists = [[each[index] for each in positions] for index in range(len(tensor_lists))]
+            return function(chunk_size, noop_flag, lists, *args, **kwargs)
 
-def store_copies(copies: list[Tensor], params: list[Tensor], gate: Gate) -> None:
-    """Writes the rounded parameters into their copies, unless the step is skipped."""
-    rounded = [param.to(copy.dtype) for param, copy in zip(params, copies, strict=True)]
-    store(copies, gate.select(copies, rounded))
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def set_noop_(noop_flag: Tensor, found: Tensor) -> None:
@@ -54,32 +45,33 @@ def set_noop_(noop_flag: Tensor, found: Tensor) -> None:
     torch.maximum(noop_flag, found, out=noop_flag)
 
 
-def _check_tensor(name: str, noop_flag: Tensor, tensor: Any) -> None:
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-        given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(
-            f"{name} got {given}; it takes dense tensors. Omit parameters without a gradient from "
-            "every list. The overflow flag is torch.zeros(1, dtype=torch.int32, device=...)."
-        )
-    if tensor is not noop_flag and not tensor.is_floating_point():
-        raise TypeError(f"{name} takes floating-point tensors; it got one of {tensor.dtype}.")
-    if tensor.device != noop_flag.device or noop_flag.numel() != 1:
+def _check(
+    name: str, noop_flag: Tensor, lists: Sequence[Sequence[Any]], counts: tuple[int, ...]
+) -> None:
+    lengths = [len(tensors) for tensors in lists]
+    if len(lists) not in counts or len({*lengths}) > 1:
         raise ValueError(
-            f"{name} got a tensor on {tensor.device} and an overflow flag of {noop_flag.numel()} "
-            f"elements on {noop_flag.device}. Call it once per device, with a flag of one element "
-            "there."
+            f"{name} got lists of {lengths} tensors; it takes {' or '.join(map(str, counts))} "
+            "lists of one length, with one position for each parameter."
         )
+    for each in (tensor for tensors in lists for tensor in tensors):
+        is_tensor = isinstance(each, Tensor)
+        fits = is_tensor and each.layout is torch.strided and each.is_floating_point()
+        if not fits or each.device != noop_flag.device:
+            got = f"{each.layout} {each.dtype} on {each.device}" if is_tensor else type(each)
+            raise TypeError(
+                f"{name} got {got}; it takes dense floating-point tensors on the device of the "
+                f"overflow flag, {noop_flag.device}. Omit parameters without a gradient from every "
+                "list."
+            )
 
 
-def _fitted(name: str, position: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    first = position[0]
-    if all(tensor.shape == first.shape for tensor in position):
+def _fitted(name: str, position: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    if len({tensor.shape for tensor in position}) == 1:
         return position
-    same_size = all(tensor.numel() == first.numel() for tensor in position)
-    if not same_size or not all(tensor.is_contiguous() for tensor in position):
+    if len({tensor.numel() for tensor in position}) > 1:
         raise ValueError(
             f"{name} got tensors of shapes {[tuple(tensor.shape) for tensor in position]} in one "
-            "position; they must have the same shape, or be contiguous with the same number of "
-            "elements."
+            "position; they must have the same number of elements."
         )
-    return tuple(tensor.view(-1) for tensor in position)
+    return [tensor.view(-1) for tensor in position]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked, set_noop_
-from amp_C.scaling import scale_
+from amp_C.lists import TensorLists, set_noop_, takes
+from amp_C.scaling import multi_tensor_scale
 from apex._core.foreach import norms
-from apex._core.foreach.gate import as_scalar
-from apex._core.foreach.working import working
+from apex._core.foreach.scalars import as_scalar
+from apex._core.foreach.working import math_dtype
 
 __all__ = [
     "multi_tensor_l2norm",
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-@torch.no_grad()
+@takes(1, empty=True)
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
@@ -29,15 +29,18 @@ def multi_tensor_l2norm(
         The norm (``[1]`` fp32, 0 of no tensors) and, with ``per_tensor``, each tensor's (``[N]``
         fp32, else ``[0]``).
     """
-    (tensors,) = checked("multi_tensor_l2norm", noop_flag, tensor_lists, 1)
-    return _reported(noop_flag, tensors, per_tensor)
+    (tensors,) = tensor_lists
+    each = norms.stacked(norms.l2_norms(tensors), noop_flag.device).float()  # as the kernel did
+    norm = norms.total(each).reshape(1)
+    set_noop_(noop_flag, ~torch.isfinite(norm))
+    return norm, each if per_tensor else each[:0]
 
 
 multi_tensor_l2norm_mp = multi_tensor_l2norm
 """In apex, the result is undefined if the flag is already set; here, it is the norm."""
 
 
-@torch.no_grad()
+@takes(2, empty=True)
 def multi_tensor_l2norm_scale(
     chunk_size: int,
     noop_flag: Tensor,
@@ -49,14 +52,12 @@ def multi_tensor_l2norm_scale(
 
     ``tensor_lists`` are ``[sources, targets]``.
     """
-    sources, targets = checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, 2)
-    result = _reported(noop_flag, sources, per_tensor)
-    if sources:
-        scale_(sources, targets, as_scalar(scale, noop_flag.device))
+    result = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists[:1], per_tensor)
+    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)
     return result
 
 
-@torch.no_grad()
+@takes(1, empty=True)
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: Tensor,
@@ -65,17 +66,6 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns :func:`multi_tensor_l2norm` of ``inv_scale * tensor``; the tensors stay unchanged."""
-    (tensors,) = checked("multi_tensor_unscale_l2norm", noop_flag, tensor_lists, 1)
-    if tensors:
-        (wide,) = working(tensors)
-        tensors = list(torch._foreach_mul(wide, as_scalar(inv_scale, noop_flag.device)))
-    return _reported(noop_flag, tensors, per_tensor)
-
-
-def _reported(
-    noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None
-) -> tuple[Tensor, Tensor]:
-    each = norms.stacked(norms.l2_norms(tensors), noop_flag.device).float()  # as the kernel did
-    norm = norms.total(each).reshape(1)
-    set_noop_(noop_flag, ~torch.isfinite(norm))
-    return norm, each if per_tensor else each[:0]
+    factor = as_scalar(inv_scale, noop_flag.device)
+    scaled = [each.to(math_dtype(each)) * factor for each in tensor_lists[0]]
+    return multi_tensor_l2norm(chunk_size, noop_flag, [scaled], per_tensor)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked, set_noop_
-from apex._core.finite import group
-from apex._core.foreach.gate import Scalar, as_scalar, as_tensor
+from amp_C.lists import TensorLists, set_noop_, takes
 from apex._core.foreach.norms import any_non_finite
-from apex._core.foreach.working import math_dtype, store, working
-from apex._torch import foreach
+from apex._core.foreach.scalars import as_scalar
+from apex._core.foreach.working import store, working
 from apex._torch.copies import moved
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_scale", "update_scale_hysteresis"]
 
 
-@torch.no_grad()
+@takes(2)
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
@@ -24,12 +22,14 @@ def multi_tensor_scale(
 
     ``tensor_lists`` are ``[sources, targets]``; both may be the same tensors.
     """
-    sources, targets = checked("multi_tensor_scale", noop_flag, tensor_lists, 2)
-    if sources:
-        set_noop_(noop_flag, scale_(sources, targets, as_scalar(scale, noop_flag.device)))
+    sources, factor = tensor_lists[0], as_scalar(scale, noop_flag.device)
+    set_noop_(noop_flag, any_non_finite(sources, noop_flag.device))
+    with working(tensor_lists) as (values, targets):
+        store(targets, values)
+        torch._foreach_mul_(targets, factor)
 
 
-@torch.no_grad()
+@takes(3)
 def multi_tensor_axpby(
     chunk_size: int,
     noop_flag: Tensor,
@@ -43,25 +43,13 @@ def multi_tensor_axpby(
     ``tensor_lists`` are ``[xs, ys, targets]``; targets may be xs or ys. ``arg_to_check`` says which
     inputs to check: 0 for x, 1 for y, -1 for both.
     """
-    if arg_to_check not in (-1, 0, 1):
-        raise ValueError(
-            f"multi_tensor_axpby got arg_to_check={arg_to_check!r}; it must be 0 (check x), "
-            "1 (check y) or -1 (check both)."
-        )
-    xs, ys, targets = checked("multi_tensor_axpby", noop_flag, tensor_lists, 3)
-    if not xs:
-        return
-    inputs = [*xs, *ys] if arg_to_check == -1 else (xs, ys)[arg_to_check]
-    a, b = (as_scalar(factor, noop_flag.device) for factor in (a, b))
-    found_inf = any_non_finite(inputs, xs[0].device)
-    left, right = working(xs, ys)
-    total = list(torch._foreach_mul(left, a))
-    if isinstance(b, Tensor):
-        torch._foreach_add_(total, torch._foreach_mul(right, b))
-    else:
-        torch._foreach_add_(total, right, alpha=b)
-    store(targets, total)
-    set_noop_(noop_flag, found_inf)
+    checked = {0: tensor_lists[:1], 1: tensor_lists[1:2], -1: tensor_lists[:2]}[arg_to_check]
+    device = noop_flag.device
+    set_noop_(noop_flag, any_non_finite([t for tensors in checked for t in tensors], device))
+    with working(tensor_lists) as (xs, ys, targets):
+        left = torch._foreach_mul(xs, as_scalar(a, device))
+        right = torch._foreach_mul(ys, as_scalar(b, device))
+        store(targets, torch._foreach_add(left, right))
 
 
 @torch.no_grad()
@@ -99,29 +87,3 @@ def update_scale_hysteresis(
     left = torch.where(overflow, left, hysteresis)
     hysteresis_tracker.copy_(left.reshape(hysteresis_tracker.shape))
     return scale
-
-
-def scale_(sources: list[Tensor], targets: list[Tensor], scale: Scalar) -> Tensor:
-    """Writes ``scale * source`` into each target, rounded once; targets may be the sources.
-
-    Returns:
-        A 0-d fp32 flag: 1 if any source held inf or NaN.
-    """
-    device = sources[0].device
-    found_inf = torch.zeros((), dtype=torch.float32, device=device)
-    # GradScaler's kernel, which multiplies in place and checks its input.
-    factor = as_tensor(scale, device)
-    values = [_product(s, t) for s, t in zip(sources, targets, strict=True)]
-    store(values, sources)
-    for same in group(values):
-        foreach.check_and_unscale_(same, found_inf, factor)
-    store(targets, values)
-    return found_inf
-
-
-def _product(source: Tensor, target: Tensor) -> Tensor:
-    """Returns the tensor to multiply in: the target, unless it would round the source."""
-    if target is source or target.dtype is source.dtype:
-        return target
-    dtype = math_dtype(source, target)
-    return target if target.dtype is dtype else torch.empty_like(target, dtype=dtype)

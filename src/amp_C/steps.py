@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_C.lists import TensorLists, checked, store_copies
+from amp_C.lists import TensorLists, takes
 from apex._core.foreach.adagrad import adagrad_
 from apex._core.foreach.adam import AdamRule, adam_
-from apex._core.foreach.gate import Gate, as_scalar
-from apex._core.foreach.novograd import NovoGradRule, blended, norms_of, novograd_
+from apex._core.foreach.novograd import novograd_
+from apex._core.foreach.scalars import as_scalar, as_tensor, skip_flag
 from apex._core.foreach.sgd import SGDRule, sgd_
-from apex._core.foreach.working import store, working
+from apex._core.foreach.working import math_dtype, scale_, store
 
 __all__ = [
     "multi_tensor_adagrad",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-@torch.no_grad()
+@takes(4)
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: Tensor,
@@ -41,13 +41,11 @@ def multi_tensor_adam(
 
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``.
     """
-    grads, params, firsts, seconds = checked("multi_tensor_adam", noop_flag, tensor_lists, 4)
-    rate, decoupled = as_scalar(lr, noop_flag.device), decay_mode(mode)
-    rule = AdamRule(rate, beta1, beta2, epsilon, weight_decay, decoupled, bool(bias_correction))
-    adam_(params, grads, firsts, seconds, rule=rule, step=step, gate=Gate())
+    rule = adam_rule(noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction)
+    adam_(tensor_lists, rule, step)
 
 
-@torch.no_grad()
+@takes(4, 5)
 def multi_tensor_adam_capturable(
     chunk_size: int,
     noop_flag: Tensor,
@@ -68,26 +66,20 @@ def multi_tensor_adam_capturable(
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``, to which the function with
     ``master`` adds the params' masters: it steps these, and writes the rounded result to params.
     """
-    lists = checked("multi_tensor_adam_capturable", noop_flag, tensor_lists, 4, 5)
-    grads, params, firsts, seconds, *masters = lists
-    if not params:
-        return
-    device, (targets,) = noop_flag.device, masters or [params]
-    gate, (wide,) = Gate.of(noop_flag, device), working(grads)
-    rate, decoupled = as_scalar(lr, device), decay_mode(mode)
-    rule = AdamRule(rate, beta1, beta2, epsilon, weight_decay, decoupled, bool(bias_correction))
-    factor = gate.coefficient(as_scalar(inv_scale, device), 1.0)
-    unscaled = list(torch._foreach_mul(wide, factor))
-    adam_(targets, unscaled, firsts, seconds, rule=rule, step=as_scalar(step, device), gate=gate)
-    store(grads, unscaled)
-    if masters:
-        store_copies(params, targets, gate)
+    device = noop_flag.device
+    skip = skip_flag(noop_flag, device)
+    grads, params, *averages = tensor_lists[:4]
+    masters = tensor_lists[-1] if len(tensor_lists) == 5 else params
+    rule = adam_rule(noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction)
+    unscaled = scale_(grads, as_tensor(inv_scale, device), skip)
+    adam_([unscaled, masters, *averages], rule, as_scalar(step, device), skip)
+    store(params, masters, skip)
 
 
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
-@torch.no_grad()
+@takes(3, 4)
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -108,21 +100,18 @@ def multi_tensor_sgd(
     ``wd_after_momentum`` adds weight decay after the momentum, and ``scale``, the reciprocal of the
     loss scale, multiplies the gradients.
     """
-    lists = checked("multi_tensor_sgd", noop_flag, tensor_lists, 3, 4)
-    grads, params, momenta, *copies = lists
-    if not params:
-        return
-    gate, rate = Gate.of(noop_flag, noop_flag.device), as_scalar(lr, noop_flag.device)
+    grads, params, momenta, *copies = tensor_lists
+    skip, rate = skip_flag(noop_flag, noop_flag.device), as_scalar(lr, noop_flag.device)
     rule = SGDRule(rate, momentum, dampening, wd, bool(nesterov), bool(wd_after_momentum))
     if scale != 1.0:
-        (wide,) = working(grads)
-        grads = list(torch._foreach_mul(wide, scale))
-    sgd_(params, grads, momenta, rule=rule, first_run=bool(first_run), gate=gate)
-    if copies:
-        store_copies(copies[0], params, gate)
+        grads = torch._foreach_mul([grad.to(math_dtype(grad)) for grad in grads], scale)
+    lists = [grads, params, momenta] if momentum else [grads, params]
+    sgd_(lists, rule, skip, first_run=bool(first_run))
+    for each in copies:
+        store(each, params, skip)
 
 
-@torch.no_grad()
+@takes(3)
 def multi_tensor_adagrad(
     chunk_size: int,
     noop_flag: Tensor,
@@ -136,20 +125,11 @@ def multi_tensor_adagrad(
 
     ``tensor_lists`` are ``[grads, params, sums]``.
     """
-    grads, params, sums = checked("multi_tensor_adagrad", noop_flag, tensor_lists, 3)
-    adagrad_(
-        params,
-        grads,
-        sums,
-        lr=as_scalar(lr, noop_flag.device),
-        eps=epsilon,
-        weight_decay=weight_decay,
-        decoupled=decay_mode(mode),
-        gate=Gate(),
-    )
+    rate, decoupled = as_scalar(lr, noop_flag.device), mode == 1
+    adagrad_(tensor_lists, lr=rate, eps=epsilon, weight_decay=weight_decay, decoupled=decoupled)
 
 
-@torch.no_grad()
+@takes(3)
 def multi_tensor_novograd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -172,33 +152,22 @@ def multi_tensor_novograd(
     running norms, are updated. ``mode`` is 0 to normalize and decay gradients before averaging, 1
     after it; ``norm_type`` is 2 for the 2-norm, 0 for the largest absolute value.
     """
-    grads, params, averages = checked("multi_tensor_novograd", noop_flag, tensor_lists, 3)
-    if norm_type not in (0, 2) or grad_norms.numel() != len(params):
-        raise ValueError(
-            f"multi_tensor_novograd got norm_type={norm_type!r} and {grad_norms.numel()} running "
-            f"norms for {len(params)} gradients; it takes 2 (2-norm) or 0 (largest absolute "
-            "value), and one norm for each."
-        )
-    rule = NovoGradRule(
-        lr=as_scalar(lr, noop_flag.device),
-        beta1=beta1,
-        beta2=beta2,
-        eps=epsilon,
-        weight_decay=weight_decay,
-        bias_correction=bool(bias_correction),
-        averaged=bool(grad_averaging),
-        inside_moment=mode == 0,
-        norm_type=norm_type,
-    )
-    norms = blended(grad_norms, norms_of(grads, norm_type, noop_flag.device), rule)
-    grad_norms.copy_(norms)
-    novograd_(params, grads, averages, norms, rule=rule, step=step, gate=Gate())
+    options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
+    rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
+    novograd_(tensor_lists, grad_norms, rule, step, norm_type=norm_type)
 
 
-def decay_mode(mode: int) -> bool:
-    """Returns whether weight decay is decoupled: 0 for decay in the gradient, 1 for decoupled."""
-    if mode not in (0, 1):
-        raise ValueError(
-            f"mode is {mode!r}; it must be 0 (weight decay in the gradient) or 1 (decoupled)."
-        )
-    return mode == 1
+def adam_rule(
+    noop_flag: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    mode: int,
+    bias_correction: int,
+    grad_averaging: int = 1,
+) -> AdamRule:
+    """Returns the rule of these arguments, which mean the same in every function."""
+    rate, flags = as_scalar(lr, noop_flag.device), (mode == 1, bool(bias_correction))
+    return AdamRule(rate, (beta1, beta2), epsilon, weight_decay, *flags, bool(grad_averaging))

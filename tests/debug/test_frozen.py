@@ -33,12 +33,23 @@ def test_an_update_below_half_the_rounding_step_is_frozen(make, dtype):
 
 
 @pytest.mark.parametrize("grad", [torch.inf, torch.nan])
-def test_a_step_with_a_nonfinite_gradient_counts_nothing(grad):
-    weights = [weight_of([1.0], torch.bfloat16, grad), weight_of([1.0], torch.bfloat16)]
-    optimizer = torch.optim.SGD(weights, lr=1e-3)
+def test_a_weight_without_a_finite_update_does_not_count(grad):
+    optimizer = torch.optim.SGD([weight_of([1.0], torch.bfloat16, grad)], lr=1e-3)
     with frozen_updates(optimizer) as updates:
         optimizer.step()
     assert updates.wanted == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [False, True], ids=["", "overflow"])
+def test_a_grad_scaler_may_step_inside(fused, bad):
+    weight = nn.Parameter(torch.tensor([1.0, 0.01]))
+    optimizer = torch.optim.SGD([weight], lr=1e-8, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale((weight * (torch.inf if bad else 1.0)).sum()).backward()
+    with frozen_updates(optimizer) as updates:
+        scaler.step(optimizer)
+    assert (updates.frozen, updates.wanted) == ((0, 0) if bad else (1, 2))
 
 
 def trained(**options):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from apex import amp
 from tests.debug.test_auto_trace import bad_step, pair
-from tests.faults.memory import live_sessions
+from tests.support.steps import live_sessions
 from tests.support.training import batch, overflowing, prepared, train_step
 
 

@@ -185,7 +185,7 @@ def test_a_loss_of_large_logits_is_named():
         with amp.debug.trace_rounding(training.model) as trace:
             training.step(*batch(training.model))
         assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
-        assert not trace.worst.inside
+        assert not trace.worst.place.inside
 
 
 def test_small_terms_do_not_excuse_a_running_sum():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from apex._engine.optimizer import block_step
+from apex._engine import block_step
 from apex.parallel import LARC
 from tests.support import training as cases
 from tests.support.host_reads import reads_of

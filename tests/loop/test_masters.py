@@ -1,6 +1,8 @@
 """Rule C: masters follow weights at the step, and the model follows masters at the forward."""
 
 import copy
+import functools
+import threading
 
 import pytest
 import torch
@@ -8,20 +10,49 @@ from torch import nn
 
 from apex import amp
 from tests.support import training as t
+from tests.support.wrapping_optimizers import SAM, Lookahead
 
-LEVELS = t.WITH_MASTERS
+levels = pytest.mark.parametrize("level", t.WITH_MASTERS)
+still = functools.partial(t.sgd, lr=0.0)
+"""An optimizer whose steps move nothing."""
 
 
-@pytest.mark.parametrize("level", LEVELS)
+def agree(model, optimizer):
+    """Whether every weight of the model is its rounded master."""
+    pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+    return all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
+
+
+def forward(model):
+    with torch.no_grad():
+        return model(t.batch()[0])
+
+
+@levels
 def test_masters_hold_the_values_from_before_rounding(level):
     wanted = t.values(t.net().parameters())
-    _, optimizer = t.prepared(level)
+    model, optimizer = t.prepared(level, still)
     assert t.same(wanted, t.masters(optimizer))
-    assert all(param.dtype is torch.float32 for param in amp.master_params(optimizer))
+    t.train_step(model, optimizer, *t.batch())
+    assert t.same(wanted, t.masters(optimizer))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@levels
+def test_batch_norm_parameters_are_their_own_masters(level):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model, optimizer = t.prepared(level, model=model, loss_scale=8.0)
+    stepped, before = list(amp.master_params(optimizer)), t.masters(optimizer)
+    t.train_step(model, optimizer, *t.batch())
+    assert stepped[2] is model[1].weight
+    assert stepped[3] is model[1].bias
+    assert not any(map(torch.equal, t.masters(optimizer), before))
+
+
+# -- masters are written ---------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data", "foreach"])
+@levels
 def test_what_is_written_into_masters_reaches_the_model(level, write):
     model, optimizer = t.prepared(level)
     t.train_step(model, optimizer, *t.batch())
@@ -31,12 +62,57 @@ def test_what_is_written_into_masters_reaches_the_model(level, write):
             torch._foreach_copy_(list(amp.master_params(optimizer)), new)
     else:
         t.change(amp.master_params(optimizer), new, write)
-    model(t.batch()[0])
-    assert all(torch.equal(p.float(), torch.full_like(p, 0.25).float()) for p in model.parameters())
+    forward(model)
+    assert all((param == 0.25).all() for param in model.parameters())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("read", ["state_dict", "deepcopy", "pickle", "restore"])
+@levels
+def test_what_is_written_into_masters_reaches_copies_and_files(level, read):
+    model, optimizer = t.prepared(level)
+    t.train_step(model, optimizer, *t.batch())
+    for param in amp.master_params(optimizer):
+        param.data.fill_(1 / 3)
+    if read == "state_dict":
+        found = list(model.state_dict().values())
+    elif read == "restore":
+        found = list(amp.restore(model, optimizer)[0].parameters())
+    else:
+        make = copy.deepcopy if read == "deepcopy" else t.saved_and_loaded
+        found = [p.float() for p in make(model).parameters()]
+    third = torch.tensor(1 / 3)
+    if read in ("deepcopy", "pickle"):
+        third = third.to(t.LEVELS[level].stored).float()
+    assert all(torch.equal(value, third.expand_as(value)) for value in found)
+
+
+@levels
+def test_written_on_both_sides_the_master_wins(level):
+    model, optimizer = t.prepared(level)
+    t.train_step(model, optimizer, *t.batch())
+    with torch.no_grad():
+        for master, param in zip(amp.master_params(optimizer), model.parameters(), strict=True):
+            param.fill_(1.0)
+            master.fill_(0.5)
+    forward(model)
+    assert all((param == 0.5).all() for param in model.parameters())
+
+
+@levels
+def test_a_master_refuses_data_of_another_dtype(level):
+    _, optimizer = t.prepared(level)
+    before = t.masters(optimizer)
+    for param in amp.master_params(optimizer):
+        with pytest.raises(TypeError, match=r"master\.data\.copy_\(value\)"):
+            param.data = param.data.half()
+    assert t.same(t.masters(optimizer), before)
+
+
+# -- weights are written ---------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("write", ["copy_", "data"])
+@levels
 def test_written_weights_reach_the_masters_where_they_differ(level, write):
     model, optimizer = t.prepared(level)
     t.train_step(model, optimizer, *t.batch())
@@ -51,155 +127,232 @@ def test_written_weights_reach_the_masters_where_they_differ(level, write):
         assert torch.equal(old.view(-1)[1:], value.view(-1)[1:])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("by", ["copy_", "data", "data.copy_"])
-def test_weights_swapped_and_put_back_leave_masters_as_they_were(level, by):
-    runs = []
-    for swaps in (True, False):
-        model, optimizer = t.prepared(level)
-        for x, y in t.batches(3):
-            own = t.values(model.parameters())
-            if swaps:
-                t.change(model.parameters(), [torch.zeros_like(p) for p in own], by)
-                model(x)
-                t.change(model.parameters(), own, by)
-            t.train_step(model, optimizer, x, y)
-        runs.append(t.masters(optimizer))
-    assert t.same(*runs)
+@pytest.mark.parametrize(
+    "write",
+    [lambda w: w.data.fill_(2.0), lambda w: nn.init.constant_(w, 2.0)],
+    ids=["data", "init"],
+)
+@pytest.mark.parametrize("when", ["at first", "after a look at the masters", "before a closure"])
+@levels
+def test_a_write_before_the_first_pass_reaches_the_masters(level, write, when):
+    model, optimizer = t.prepared(level, still)
+    exact = t.masters(optimizer) if when.startswith("after") else t.values(t.net().parameters())
+    write(model[0].weight)
+    closure = when == "before a closure"
+    (t.train_step_with_closure if closure else t.train_step)(model, optimizer, *t.batch())
+    assert (model[0].weight == 2.0).all()
+    found = t.masters(optimizer)
+    assert (found[0] == 2.0).all()
+    assert t.same(found[1:], exact[1:])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("part", ["model", "submodule"])
-def test_loaded_weights_reach_the_masters_exactly(level, part):
-    model, optimizer = t.prepared(level)
+@pytest.mark.parametrize("write", ["data", "data.copy_"])
+@levels
+def test_masters_that_a_script_reads_before_the_first_pass_hold_what_it_wrote(level, write):
+    model, optimizer = t.prepared(level, still)
+    exact = t.masters(optimizer)
+    weights = [next(model.parameters())]
+    t.change(weights, [torch.full_like(weights[0], 2.0)], write)
+    assert (t.masters(optimizer)[0] == 2.0).all()
+    for master in amp.master_params(optimizer):  # as a WGAN clips
+        master.data.clamp_(-1.0, 1.0)
     t.train_step(model, optimizer, *t.batch())
-    other = t.net(5)
-    if part == "model":
-        model.load_state_dict(other.state_dict())
-        wanted = t.values(other.parameters())
-    else:
-        model[0].load_state_dict(other[0].state_dict())
-        wanted = t.values(other[0].parameters()) + t.masters(optimizer)[2:]
-    assert t.same(wanted, t.masters(optimizer))
+    assert (model[0].weight == 1.0).all()
+    assert t.same(t.masters(optimizer)[1:], exact[1:])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_state_dict_of_any_submodule_is_exact_fp32(level):
-    model, optimizer = t.prepared(level)
-    t.train_step(model, optimizer, *t.batch())
-    wanted = t.masters(optimizer)
-    assert t.same(list(model.state_dict().values()), wanted)
-    assert t.same(list(model[2].state_dict().values()), wanted[2:])
+@pytest.mark.parametrize(
+    ("by", "back"),
+    [("data", "data"), ("data", "copy_"), ("copy_", "copy_"), ("data.copy_", "copy_")],
+)
+@levels
+def test_weights_changed_for_the_passes_alone_leave_masters_as_they_were(level, by, back):
+    """Binary networks: Courbariaux et al., NeurIPS 2015."""
+    model, optimizer = t.prepared(level, still)
+    before = t.masters(optimizer)
+    params = list(model.parameters())
+    own = [param.data.clone() for param in params]
+    for _ in range(2):
+        for _ in range(2):
+            t.change(params, map(torch.sign, own), by)
+            t.backward(model, optimizer, *t.batch())
+            t.change(params, own, back)
+        assert t.same([*model.state_dict().values()], before)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert t.same(t.masters(optimizer), before)
+        forward(model)
+        assert t.same(t.values(params), own)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_written_on_both_sides_the_master_wins(level):
-    model, optimizer = t.prepared(level)
-    t.train_step(model, optimizer, *t.batch())
-    with torch.no_grad():
-        for master, param in zip(amp.master_params(optimizer), model.parameters(), strict=True):
-            param.fill_(1.0)
-            master.fill_(0.5)
-    model(t.batch()[0])
-    assert all((param == 0.5).all() for param in model.parameters())
+# -- other optimizers ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
-@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
-def test_a_loaded_checkpoint_continues_bit_exactly(level, name):
-    scale = {} if level == "O5" else {"loss_scale": 64.0}
-    model, optimizer = t.prepared(level, t.OPTIMIZERS[name], **scale)
-    data = list(t.batches(6))
-    for x, y in data[:3]:
-        t.train_step(model, optimizer, x, y)
-    state = t.saved_and_loaded([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
-    for x, y in data[3:]:
-        t.train_step(model, optimizer, x, y)
-    wanted = t.masters(optimizer)
-    model, optimizer = t.prepared(level, t.OPTIMIZERS[name], model=t.net(7), **scale)
-    model.load_state_dict(state[0])
-    optimizer.load_state_dict(state[1])
-    amp.load_state_dict(state[2])
-    for x, y in data[3:]:
-        t.train_step(model, optimizer, x, y)
-    assert t.same(wanted, t.masters(optimizer))
+def sam(params):
+    return SAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, rho=0.5)
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
-def test_a_deep_copy_of_model_and_optimizer_trains_equally(level):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS["Adam"], loss_scale=64.0)
-    t.train_step(model, optimizer, *t.batch())
-    other, other_optimizer = copy.deepcopy((model, optimizer))
+def sam_by_hand(level, steps):
+    """Steps on explicit masters and a 16-bit model; returns the masters."""
+    low = t.LEVELS[level].stored
+    model, masters = t.net().to(low), list(t.net().parameters())
+    optimizer = sam(masters)
+    for x, y in t.batches(steps):
+        for step in (optimizer.first_step, optimizer.second_step):
+            t.change(model.parameters(), masters, "copy_")
+            model.zero_grad()
+            (t.loss_of(model, x.to(low), y) * 128.0).backward()
+            for param, master in zip(model.parameters(), masters, strict=True):
+                master.grad = param.grad.float() / 128.0
+            step()
+    return t.values(masters)
+
+
+@pytest.mark.parametrize("form", ["two steps", "closure"])
+@levels
+def test_sharpness_aware_steps_perturb_the_model(level, form):
+    model, optimizer = t.prepared(level, sam, loss_scale=128.0)
     for x, y in t.batches(3):
-        one, two = (
-            t.train_step(*each, x, y) for each in ((model, optimizer), (other, other_optimizer))
-        )
-        assert torch.equal(one, two)
-    assert t.same(t.masters(optimizer), t.masters(other_optimizer))
-
-
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
-def test_restore_gives_trained_weights_back_to_the_last_bit(level):
-    model, optimizer = t.prepared(level, loss_scale=64.0)
-    t.train_step(model, optimizer, *t.batch())
-    wanted = t.masters(optimizer)
-    amp.restore(model, optimizer)
-    assert t.same(wanted, t.values(model.parameters()))
-    assert [p for g in optimizer.param_groups for p in g["params"]] == list(model.parameters())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_sharpness_aware_step_perturbs_the_model(level):
-    model, optimizer = t.prepared(level, loss_scale=1.0)
-    x, y = t.batch()
-    t.backward(model, optimizer, x, y)
-    own = t.masters(optimizer)
-    with torch.no_grad():
-        for master in amp.master_params(optimizer):
-            master.add_(master.grad, alpha=0.5)
-    optimizer.zero_grad()
-    perturbed = t.values(amp.master_params(optimizer))
-    t.backward(model, optimizer, x, y)
-    rounded = [value.to(p.dtype) for value, p in zip(perturbed, model.parameters(), strict=True)]
-    assert t.same(t.values(model.parameters()), rounded)
-    t.change(amp.master_params(optimizer), own, "copy_")
-    optimizer.step()
-    assert not t.same(own, t.masters(optimizer))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_optimizer_made_over_the_masters_trains_the_model(level):
-    model, optimizer = t.prepared(level, loss_scale=1.0)
-    other = torch.optim.AdamW(amp.master_params(optimizer), lr=1e-2, fused=True)
-    for x, y in t.batches(2):
-        other.zero_grad()
         t.backward(model, optimizer, x, y)
-        other.step()
-    for master, param in zip(t.masters(optimizer), model.parameters(), strict=True):
-        assert torch.equal(master.to(param.dtype), param)
+        if form == "two steps":
+            optimizer.first_step()
+            t.backward(model, optimizer, x, y)
+            optimizer.second_step()
+            assert agree(model, optimizer)  # as an average of model.parameters() reads them
+        else:
+            optimizer.step(lambda x=x, y=y: t.backward(model, optimizer, x, y))
+    assert t.same(t.masters(optimizer), sam_by_hand(level, 3))
+    forward(model)
+    assert agree(model, optimizer)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_optimizers_over_the_same_weights_share_one_master(level):
+@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("order", ["before", "after"])
+@levels
+def test_lookahead_moves_model_and_masters(level, order, base):
     model = t.net()
-    optimizers = [t.sgd(model.parameters()), t.sgd(model.parameters(), lr=0.01)]
-    model, optimizers = amp.initialize(
-        model, optimizers, opt_level=level, verbosity=0, loss_scale=8.0
-    )
-    one, other = map(list, map(amp.master_params, optimizers))
-    assert all(a is b for a, b in zip(one, other, strict=True))
-    for optimizer in optimizers:
-        t.train_step(model, optimizer, *t.batch())
-    assert t.same(
-        [m.to(p.dtype) for m, p in zip(one, model.parameters(), strict=True)],
-        t.values(model.parameters()),
-    )
+    optimizer = t.OPTIMIZERS[base](model.parameters())
+    outer = Lookahead(optimizer) if order == "before" else None
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    outer = outer or Lookahead(optimizer)
+    for x, y in t.batches(4):
+        t.backward(model, optimizer, x, y)
+        outer.step()
+        outer.zero_grad()
+    forward(model)
+    assert agree(model, optimizer)
+    assert t.same([q for slow in outer.slow for q in slow], t.masters(optimizer))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_batch_norm_parameters_are_their_own_masters(level):
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    model, optimizer = t.prepared(level, model=model, loss_scale=8.0)
-    stepped = list(amp.master_params(optimizer))
-    assert model[1].weight is stepped[2]
-    t.train_step(model, optimizer, *t.batch())
+@pytest.mark.parametrize("clears_first", [False, True])
+@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@levels
+def test_an_optimizer_that_amp_has_not_seen_steps_the_masters(level, base, clears_first):
+    """The same optimizer as the prepared one, made anew by the script, over its groups."""
+
+    def trained(anew):
+        model, optimizer = t.prepared(level, t.OPTIMIZERS[base], loss_scale=1.0)
+        steps = t.OPTIMIZERS[base](optimizer.param_groups) if anew else optimizer
+        for step, (x, y) in enumerate(t.batches(4)):
+            if clears_first:
+                steps.zero_grad()
+            t.loss_of(model, x, y).backward()
+            steps.step()
+            if not clears_first:
+                steps.zero_grad()
+            if step == 1:
+                model[0].load_state_dict(t.net(seed=3)[0].state_dict())
+        forward(model)
+        assert agree(model, optimizer)
+        return t.masters(optimizer)
+
+    assert t.same(trained(anew=True), trained(anew=False))
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
+@levels
+def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(level, name, in_thread):
+    """Fused kernels write without counting."""
+    (model, optimizer), plain = (t.prepared(level, t.OPTIMIZERS[name]) for _ in range(2))
+
+    def run(*_):
+        thread = threading.Thread(target=forward, args=(model,))
+        (thread.start if in_thread else thread.run)()
+        if in_thread:
+            thread.join()
+
+    optimizer.register_step_pre_hook(run)
+    for x, y in t.batches(2):
+        t.train_step(model, optimizer, x, y)
+        t.train_step(*plain, x, y)
+        assert agree(model, optimizer)
+    assert t.same(t.masters(optimizer), t.masters(plain[1]))
+
+
+@pytest.mark.parametrize("names", [("SGD", "SGD"), ("SGD", "fused AdamW"), ("fused SGD", "Adam")])
+@pytest.mark.parametrize("joined", ["initialize", "add_param_group"])
+def test_two_optimizers_over_the_same_weights_share_one_master(names, joined):
+    model = t.net()
+    first, second = (t.OPTIMIZERS[name] for name in names)
+    extra = [*model[2].parameters(), nn.Parameter(torch.zeros(1))]
+    late = joined == "add_param_group"
+    optimizers = [first(model.parameters()), second(extra if late else model.parameters())]
+    model, optimizers = amp.initialize(model, optimizers, opt_level="O5", verbosity=0)
+    if late:
+        optimizers[1].add_param_group({"params": list(model[0].parameters())})
+    plain, shadow = t.net(), t.net().bfloat16()
+    by_hand = [make(plain.parameters()) for make in (first, second)]
+    for x, y in t.batches(4):
+        optimizers[0].zero_grad()
+        t.backward(model, optimizers, x, y)
+        t.change(shadow.parameters(), list(plain.parameters()), "copy_")
+        shadow.zero_grad()
+        t.loss_of(shadow, x.bfloat16(), y).backward()
+        for low, param in zip(shadow.parameters(), plain.parameters(), strict=True):
+            param.grad = low.grad.float()
+        for optimizer in (*optimizers, *by_hand):
+            optimizer.step()
+    assert t.same(t.masters(optimizers[0]), t.values(plain.parameters()))
+    assert agree(model, optimizers[0])
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+def conv_net():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "fused SGD", "Adam"])
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_model_moved_to_channels_last_trains_alike(name, moved):
+    x, results = torch.randn(2, 3, 4, 4), []
+    for channels_last in (False, True):
+        model, optimizer = t.prepared("O5", t.OPTIMIZERS[name], model=conv_net())
+        for step in range(3):
+            if channels_last and step == moved:
+                model.to(memory_format=torch.channels_last)
+            t.train_step(model, optimizer, x, torch.zeros(2, 2))
+        results.append(t.masters(optimizer))
+    # Some CPUs round convolutions differently in the other layout.
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other.contiguous(), one, rtol=0.0, atol=5e-3)
+
+
+@levels
+def test_a_weight_with_gaps_in_memory_trains_as_one_without(level):
+    """torch's fused kernels on a CPU write over gaps; masters take over memory without."""
+    results = []
+    for gaps in (False, True):
+        model = t.net()
+        wide = torch.zeros(8, 8)
+        wide[:, ::2] = model[0].weight.detach()
+        model[0].weight.data = wide[:, ::2] if gaps else wide[:, ::2].clone()
+        model, optimizer = t.prepared(level, t.fused_adamw_of, model)
+        for x, y in t.batches(3):
+            t.train_step(model, optimizer, x, y)
+        results.append(t.masters(optimizer))
+    assert t.same(*results)

@@ -1,41 +1,40 @@
 """Rule B: an overflow skips the next step, once."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 
 from apex import amp
 from tests.support import training as t
+from tests.support.host_reads import HostReads
+from tests.support.wrapping_optimizers import SAM, Lookahead
 
 DYNAMIC = {"loss_scale": "dynamic"}
+levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+def held(model, optimizer):
+    return t.values(model.parameters()), t.masters(optimizer)
+
+
 @pytest.mark.parametrize("name", ["fused AdamW", "Adam", "SGD", "fused SGD"])
+@levels
 def test_a_skipped_step_leaves_weights_and_state(level, name):
     model, optimizer = t.prepared(level, t.OPTIMIZERS[name], **DYNAMIC)
     for x, y in t.batches(2):
         t.train_step(model, optimizer, x, y)
     state = t.saved_and_loaded(optimizer.state_dict()["state"])
-    before = t.masters(optimizer), t.values(model.parameters())
+    before = held(model, optimizer)
     t.train_step(model, optimizer, *t.overflowing())
-    assert t.same(before, (t.masters(optimizer), t.values(model.parameters())))
-    if name not in ("fused AdamW",):  # whose kernel takes its step count back
+    assert t.same(before, held(model, optimizer))
+    if name != "fused AdamW":  # whose kernel takes its step count back
         assert t.same(state, optimizer.state_dict()["state"])
-    assert amp.step_was_skipped(optimizer, on_host=True)
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
-def test_the_step_after_a_skipped_one_is_taken(level):
-    model, optimizer = t.prepared(level, **DYNAMIC)
-    t.train_step(model, optimizer, *t.overflowing())
-    before = t.masters(optimizer)
-    t.train_step(model, optimizer, *t.batch())
-    assert not t.same(before, t.masters(optimizer))
-    assert not amp.step_was_skipped(optimizer, on_host=True)
-
-
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
 @pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
+@levels
 def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
     model, optimizer = t.prepared(level, **DYNAMIC)
     before = t.masters(optimizer)
@@ -50,19 +49,43 @@ def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
     assert t.same(before, t.masters(optimizer))
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
-@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("where", [0, 1])
+@levels
 def test_an_overflow_in_any_pass_skips_the_step(level, name, where):
     model, optimizer = t.prepared(level, t.OPTIMIZERS[name], **DYNAMIC)
     before = t.masters(optimizer)
-    for x, y in t.batches(3, overflow_at={where}):
+    for x, y in t.batches(2, overflow_at={where}):
         t.backward(model, optimizer, x, y)
     optimizer.step()
     assert t.same(before, t.masters(optimizer))
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+@pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
+@levels
+def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, option):
+    model, optimizer = t.prepared(level, **DYNAMIC)
+    before = t.masters(optimizer)
+    t.backward(model, optimizer, *t.overflowing(), **{option: True})
+    assert t.loss_scale() == 2.0**16
+    t.backward(model, optimizer, *t.batch())
+    assert t.loss_scale() == 2.0**15
+    optimizer.step()
+    assert t.same(before, t.masters(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_inside_the_block_is_skipped_and_moves_the_scale_once(level):
+    model, optimizer = t.prepared(level)
+    before = t.masters(optimizer)
+    with amp.scale_loss(t.loss_of(model, *t.overflowing()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+    assert t.same(before, t.masters(optimizer))
+    assert t.loss_scale() == 2.0**15
+
+
+@levels
 def test_an_overflow_of_one_loss_skips_the_optimizers_given_with_it(level):
     models = [t.net(0), t.net(1), t.net(2)]
     optimizers = [t.sgd(model.parameters()) for model in models]
@@ -83,27 +106,9 @@ def test_an_overflow_of_one_loss_skips_the_optimizers_given_with_it(level):
     assert [t.loss_scale(0), t.loss_scale(1)] == [2.0**15, 2.0**16]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_static_scale_skips_nothing(level):
-    model, optimizer = t.prepared(level, loss_scale=8.0)
-    t.train_step(model, optimizer, *t.overflowing())
-    assert not all(param.isfinite().all() for param in model.parameters())
-
-
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
-def test_an_overflow_in_a_closure_puts_everything_back(level):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS["LBFGS closure"], **DYNAMIC)
-    before = t.masters(optimizer)
-    loss = t.train_step_with_closure(model, optimizer, *t.overflowing())
-    assert not loss.isfinite()
-    assert t.same(before, t.masters(optimizer))
-    t.train_step_with_closure(model, optimizer, *t.batch())
-    assert not t.same(before, t.masters(optimizer))
-
-
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+@levels
 def test_each_overflow_is_printed_once_for_each_optimizer(level, capsys):
-    model, optimizer = t.net(), None
+    model = t.net()
     optimizer = t.sgd(model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=1, **DYNAMIC)
     capsys.readouterr()
@@ -116,26 +121,178 @@ def test_each_overflow_is_printed_once_for_each_optimizer(level, capsys):
     ]
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
-def test_delay_overflow_check_moves_the_scale_once_for_two_passes(level):
-    model, optimizer = t.prepared(level, **DYNAMIC)
-    before = t.masters(optimizer)
-    x, y = t.overflowing()
-    t.backward(model, optimizer, x, y, delay_overflow_check=True)
-    assert t.loss_scale() == 2.0**16
-    t.backward(model, optimizer, *t.batch())
-    assert t.loss_scale() == 2.0**15
-    optimizer.step()
-    assert t.same(before, t.masters(optimizer))
+# -- closures, hooks and schedulers ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
-def test_a_scheduler_does_not_bypass_the_skip(level):
+@pytest.mark.parametrize("at", [0, 1])
+@levels
+def test_an_evaluation_of_lbfgs_that_overflows_puts_everything_back(level, at):
+    model, optimizer = t.prepared(level, t.OPTIMIZERS["LBFGS closure"], **DYNAMIC)
+    t.train_step_with_closure(model, optimizer, *t.batch())
+    before = held(model, optimizer)
+    evaluations = []
+
+    def closure():
+        optimizer.zero_grad()
+        evaluations.append(t.overflowing() if len(evaluations) == at else t.batch())
+        return t.backward(model, optimizer, *evaluations[-1])
+
+    optimizer.step(closure)
+    assert len(evaluations) == at + 1
+    assert t.same(before, held(model, optimizer))
+    t.train_step_with_closure(model, optimizer, *t.batch())
+    assert not t.same(before, held(model, optimizer))
+
+
+@pytest.mark.parametrize("overflows_at", [1, 2])
+@pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
+@levels
+def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, overflows_at):
+    """In the form with two calls, which ``SAM.step`` does not see."""
+
+    def make(params):
+        return SAM(params, t.OPTIMIZERS[base])
+
+    def train(first, second):
+        t.backward(model, optimizer, *first)
+        optimizer.first_step()
+        t.backward(model, optimizer, *second)
+        optimizer.second_step()
+
+    model, optimizer = t.prepared(level, make, **DYNAMIC)
+    train(t.batch(), t.batch(2))
+    before = held(model, optimizer)
+    state = copy.deepcopy(optimizer.base_optimizer.state_dict()["state"])
+    train(*[t.overflowing() if n == overflows_at else t.batch() for n in (1, 2)])
+    assert t.same(before, held(model, optimizer))
+    assert t.same(state, optimizer.base_optimizer.state_dict()["state"])
+    train(t.batch(), t.batch())
+    assert not t.same(before[1], t.masters(optimizer))
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
+@levels
+def test_a_scheduler_neither_warns_nor_bypasses_the_skip(level, name, early):
     model = t.net()
-    optimizer = t.sgd(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **DYNAMIC)
-    before = t.masters(optimizer)
-    t.train_step(model, optimizer, *t.overflowing())
-    scheduler.step()
-    assert t.same(before, t.masters(optimizer))
+    optimizer = t.OPTIMIZERS[name](model.parameters())
+
+    def made():
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "fp16 is emulated")
+        scheduler = made() if early else None
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **DYNAMIC)
+        scheduler = scheduler or made()
+        before, lr = held(model, optimizer), optimizer.param_groups[0]["lr"]
+        t.train_step(model, optimizer, *t.overflowing())
+        scheduler.step()
+        assert t.same(before, held(model, optimizer))
+        t.train_step(model, optimizer, *t.batch())
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == lr / 4
+    assert not t.same(before, held(model, optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_step_hooks_run_for_taken_steps(level):
+    model, optimizer = t.prepared(level)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    t.train_step(model, optimizer, *t.batch())
+    assert calls == ["before", "after"]
+
+
+# -- optimizers that know of loss scaling ----------------------------------------------------
+
+
+class Scaling(torch.optim.Optimizer):
+    """SGD that declares torch's ``_step_supports_amp_scaling``."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self._step_supports_amp_scaling = True
+        self.flags = []
+
+    @torch.no_grad()
+    def descend(self, skips):
+        for group in self.param_groups:
+            for param in group["params"]:
+                stepped = param - group["lr"] * param.grad
+                param.copy_(torch.where(skips, param, stepped))
+
+
+class AsksTheScaler(Scaling):
+    """As NVIDIA's ``FusedAdam(capturable=True)``: only a ``grad_scaler`` tells it of inf."""
+
+    def step(self, closure=None, grad_scaler=None):
+        assert closure is None
+        found = {} if grad_scaler is None else grad_scaler._check_inf_per_device(self)
+        self.flags.append(torch.tensor(any(map(bool, found.values()))))
+        self.descend(self.flags[-1])
+
+
+class ReadsTheFlag(Scaling):
+    """As torch's fused optimizers: an attribute tells it of inf, on the device."""
+
+    def step(self, closure=None):
+        assert closure is None
+        self.flags.append(self.found_inf.bool())
+        self.descend(self.flags[-1])
+
+
+@pytest.mark.parametrize("kind", [AsksTheScaler, ReadsTheFlag])
+@levels
+def test_an_optimizer_that_skips_by_itself_gets_the_flag(level, kind):
+    pairs = [t.prepared(level, make, **DYNAMIC) for make in (kind, t.sgd)]
+    for x, y in t.batches(4, overflow_at={1}):
+        for pair in pairs:
+            t.train_step(*pair, x, y)
+    found, expected = (t.masters(optimizer) for _, optimizer in pairs)
+    torch.testing.assert_close(found, expected)
+    if kind is ReadsTheFlag:
+        assert list(map(bool, pairs[0][1].flags)) == [False, True, False, False]
+
+
+# -- step_was_skipped ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fused AdamW", "SGD", "LBFGS closure", "SGD closure"])
+@levels
+def test_step_was_skipped_tells_each_step(level, name):
+    model, optimizer = t.prepared(level, t.OPTIMIZERS[name], **DYNAMIC)
+    train = t.stepper(t, name)
+    assert not amp.step_was_skipped(optimizer)
+    answers = []
+    for x, y in t.batches(5, overflow_at={0, 3}):
+        train(model, optimizer, 0.01 * x, 0.01 * y)
+        answer = amp.step_was_skipped(optimizer)
+        assert (answer.dtype, answer.shape) == (torch.bool, ())
+        assert amp.step_was_skipped(optimizer, on_host=True) is answer.item()
+        answers.append(answer)
+    assert [answer.item() for answer in answers] == [True, False, False, True, False]
+
+
+def test_nothing_is_skipped_where_amp_is_disabled_or_absent():
+    _, disabled = t.prepared("O1", enabled=False)
+    for optimizer in (disabled, t.sgd(t.net().parameters())):
+        assert amp.step_was_skipped(optimizer).item() is False
+        assert amp.step_was_skipped(optimizer, on_host=True) is False
+    with pytest.raises(TypeError, match="instead of an optimizer"):
+        amp.step_was_skipped(t.net())
+
+
+@levels
+def test_neither_asking_nor_a_wrapper_reads_on_the_host(level):
+    model, optimizer = t.prepared(level, t.OPTIMIZERS["fused AdamW"], **DYNAMIC)
+    outer = Lookahead(optimizer)
+    with HostReads() as reads:
+        for x, y in t.batches(3, overflow_at={2}):
+            t.backward(model, optimizer, x, y)
+            outer.step()
+            outer.zero_grad()
+            skipped = amp.step_was_skipped(optimizer)
+    assert (reads.count, bool(skipped)) == (0, True)

@@ -1,89 +1,96 @@
 """``amp.restore``: the same objects, plain and in fp32, go on as if amp had never been there."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-import apex.amp as amp
+from apex import amp
 from apex.parallel import LARC
-from tests.support.steps import (
-    LEVELS,
-    Net,
-    backward,
-    live_sessions,
-    loss_of,
-    nothing_changes,
-    prepared,
-    sgd,
-    slope,
-    train,
-)
+from tests.support import training as t
+from tests.support.steps import live_sessions, nothing_changes
 
-every_level = pytest.mark.parametrize("level", LEVELS)
-levels = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+masters = pytest.mark.parametrize("level", t.WITH_MASTERS)
 
 
 def hooks(model):
     return sum(len(v) for m in model.modules() for k, v in vars(m).items() if k.endswith("_hooks"))
 
 
-@every_level
+def plain_step(model, optimizer):
+    optimizer.zero_grad()
+    loss = t.loss_of(model, *t.batch())
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("level", t.LEVELS)
 def test_the_same_objects_come_back_plain(level):
-    model = Net()
-    optimizer = sgd(model)
-    exact = copy.deepcopy(model.state_dict())
+    model = t.net()
+    optimizer = t.sgd(model.parameters())
+    exact = t.values(model.parameters())
     before = set(vars(model)), set(vars(optimizer)), hooks(model)
     params, group = list(model.parameters()), optimizer.param_groups[0]
     listed = group["params"]
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert amp.restore(model, optimizer) == (model, optimizer)
-    assert (type(model), type(optimizer)) == (Net, torch.optim.SGD)
+    assert (type(model), type(optimizer)) == (nn.Sequential, torch.optim.SGD)
     assert (set(vars(model)), set(vars(optimizer)), hooks(model)) == before
     assert all(map(lambda a, b: a is b, model.parameters(), params))
     assert all(map(lambda a, b: a is b, amp.master_params(optimizer), params))
     assert optimizer.param_groups[0] is group
     assert group["params"] is listed
     if level != "O3":
-        torch.testing.assert_close(model.state_dict(), exact, rtol=0, atol=0)
+        assert t.same(exact, t.values(params))
     assert (live_sessions(), amp.state_dict()) == (0, {})
     assert not torch.is_autocast_enabled("cpu")
 
 
-@every_level
-def test_values_gradients_and_state_go_with_it_and_training_goes_on_in_fp32(level):
-    model, optimizer = prepared(level, optimizer=lambda m: sgd(m, momentum=0.5))
-    first = train(model, optimizer)
-    optimizer.zero_grad()
-    backward(slope(model.last, 0.25), optimizer)
-    masters = [p.detach().float() for p in amp.master_params(optimizer)]
-    momentum = [optimizer.state[p]["momentum_buffer"].float() for p in amp.master_params(optimizer)]
-    amp.restore(model, optimizer)
-    assert all(map(torch.equal, model.parameters(), masters))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    after = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
-    assert all(map(torch.equal, after, momentum))
-    grad = model.last.weight.grad
-    assert (grad.dtype, grad.unique().tolist()) == (torch.float32, [0.25])
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] < first[0]
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    losses = train(model, optimizer, steps=4)
-    assert losses[-1] < losses[0]
-
-
 @levels
+def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
+    model, optimizer = t.prepared(level)
+    t.train_step(model, optimizer, *t.batch())
+    t.backward(model, optimizer, *t.batch())
+    grads = t.grads(amp.master_params(optimizer))
+    amp.restore(model, optimizer)
+    assert t.same(grads, t.grads(model.parameters()))
+    losses = [plain_step(model, optimizer) for _ in range(2)]
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    losses.append(t.train_step(model, optimizer, *t.batch()).item())
+    assert losses[0] > losses[1] > losses[2]
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("table", torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("optimizers", [True, False])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_what_was_held_in_fp32_comes_back_to_the_last_bit(level, optimizers, keeps):
+    model = Mixed()
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = t.sgd(model.trained.parameters()) if optimizers else None
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32_values=keeps)
+    saved = model.state_dict()
+    amp.restore(model, optimizer)
+    has_masters = optimizers and level != "O3"
+    held = {k for k in exact if keeps or k == "table" or (k.startswith("t") and has_masters)}
+    for name in held:
+        assert t.same(saved[name], exact[name])
+        assert t.same(model.state_dict()[name], exact[name])
+
+
 @pytest.mark.parametrize("early", [True, False])
+@levels
 def test_a_scheduler_works_on(level, early):
-    model = Net()
-    optimizer = sgd(model)
+    model = t.net()
+    optimizer = t.sgd(model.parameters())
 
     def make():
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -92,29 +99,29 @@ def test_a_scheduler_works_on(level, early):
     larc = LARC(optimizer)
     amp.initialize(model, larc, opt_level=level, verbosity=0)
     scheduler = scheduler or make()
-    train(model, optimizer, steps=1)
+    t.train_step(model, optimizer, *t.batch())
     scheduler.step()
     assert amp.restore([model], (larc,)) == ([model], (larc,))
-    before = model.last.weight.detach().clone()
-    loss_of(model).backward()
-    optimizer.step()
+    before = t.values(model.parameters())
+    plain_step(model, optimizer)
     scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.125 / 4
-    assert not torch.equal(model.last.weight, before)
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 4
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, value.add(param.grad, alpha=-0.05))
 
 
 @pytest.mark.parametrize("fails", ["forward", "step"])
 @levels
 def test_the_session_ends_also_while_the_traceback_of_a_failure_lives(level, fails):
-    model, optimizer = prepared(level)
+    model, optimizer = t.prepared(level)
 
     def fail(*given):
         raise ValueError
 
-    owner = model.last if fails == "forward" else optimizer
+    owner = model[2] if fails == "forward" else optimizer
     handle = getattr(owner, f"register_{fails}_pre_hook")(fail)
     try:
-        train(model, optimizer, steps=1)
+        t.train_step(model, optimizer, *t.batch())
     except ValueError:  # falls back to fp32
         handle.remove()
         amp.restore(model, optimizer)
@@ -124,23 +131,22 @@ def test_the_session_ends_also_while_the_traceback_of_a_failure_lives(level, fai
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casts_stay_on_for_a_model_that_is_not_restored(level):
-    models = [Net(), Net()]
+    models = [t.net(), t.net()]
     amp.initialize(models, opt_level=level, verbosity=0)
     amp.restore(models[0])
     x = torch.ones(2, 4)
-    assert models[1](x).dtype is not torch.float32
+    assert models[1](x).dtype is t.LEVELS[level].compute
     with amp.disable_casts():
         assert models[0](x).dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@masters
 def test_a_model_restored_alone_is_fp32_and_its_prepared_optimizer_trains_it_on(level):
-    model, optimizer = prepared(level)
-    first = train(model, optimizer)
+    model, optimizer = t.prepared(level)
+    first = t.train_step(model, optimizer, *t.batch())
     amp.restore(model)
-    assert all(map(torch.equal, model.parameters(), amp.master_params(optimizer)))
-    losses = train(model, optimizer)
-    assert losses[-1] < losses[0] < first[0]
+    assert t.same(t.values(model.parameters()), t.masters(optimizer))
+    assert t.train_step(model, optimizer, *t.batch()) < first
 
 
 # -- refusals --------------------------------------------------------------------------------
@@ -156,11 +162,13 @@ def refused(error, words, model, optimizer=None):
 
 @levels
 def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
-    model, optimizer = prepared(level)
-    words = r"model \(Net\) that amp has not prepared\. Pass the model that amp\.initialize"
-    refused(ValueError, words, Net())
-    refused(ValueError, words, [model, Net()], optimizer)
-    refused(ValueError, r"optimizer \(SGD\) that amp has not prepared", model, sgd(model))
+    model, optimizer = t.prepared(level)
+    other = t.net()
+    words = r"model \(Sequential\) that amp has not prepared\. Pass the model that amp\.initialize"
+    refused(ValueError, words, other)
+    refused(ValueError, words, [model, other], optimizer)
+    words = r"optimizer \(SGD\) that amp has not prepared"
+    refused(ValueError, words, model, t.sgd(model.parameters()))
     refused(ValueError, "without a wrapper", nn.DataParallel(model))
     refused(ValueError, "same model twice. Pass each model once", [model, model], optimizer)
     refused(TypeError, "got str instead of a model", "net")
@@ -169,9 +177,9 @@ def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
     refused(ValueError, "has not prepared", model)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@masters
 def test_an_optimizer_with_masters_is_refused_without_its_model(level):
-    first, second = prepared(level), prepared(level)
+    first, second = t.prepared(level), t.prepared(level)
     words = r"masters of a model that was not passed.*amp\.restore\(model, optimizer\)"
     with nothing_changes(*first, *second), pytest.raises(ValueError, match=words):
         amp.restore(first[0], second[1])
@@ -179,4 +187,4 @@ def test_an_optimizer_with_masters_is_refused_without_its_model(level):
         amp.restore(*first)
     with torch.no_grad():
         amp.restore(*first)
-    loss_of(first[0]).backward()
+    plain_step(*first)

@@ -1,31 +1,22 @@
-"""A ``scale_loss`` block: what it accepts and yields, and what it does to gradients and scale."""
+"""A ``scale_loss`` block: what it accepts and yields, and what may happen inside it."""
 
 import gc
 import inspect
+import threading
 import weakref
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-import apex.amp as amp
-from tests.support.steps import (
-    LEVELS,
-    Net,
-    backward,
-    loss_of,
-    nothing_changes,
-    one_weight,
-    overflow,
-    prepared,
-    scale,
-    sgd,
-    slope,
-    train,
-    unskipped,
-)
+from apex import amp
+from tests.support import training as t
+from tests.support.reference.loops import Loop
+from tests.support.steps import nothing_changes, one_weight, slope
 
-every_level = pytest.mark.parametrize("level", LEVELS)
-levels = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
 
 def grads(optimizer):
@@ -44,9 +35,6 @@ def test_the_arguments_have_apexs_order_and_defaults():
     ]
 
 
-# -- the block -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_loss_of_any_floating_dtype_is_scaled_in_fp32_at_least(dtype, shape):
@@ -54,47 +42,39 @@ def test_a_loss_of_any_floating_dtype_is_scaled_in_fp32_at_least(dtype, shape):
     loss = slope(model, 3.0).to(dtype).reshape(shape)
     with amp.scale_loss(loss, optimizer, model=model) as scaled_loss:
         assert (scaled_loss.shape, scaled_loss.item()) == (shape, 24.0)
-        assert torch.finfo(scaled_loss.dtype).bits >= 32
+        assert scaled_loss.dtype is torch.promote_types(dtype, torch.float32)
         scaled_loss.backward()
     assert grads(optimizer) == [3.0]
 
 
-@every_level
-def test_gradients_are_unscaled_after_the_block_and_fp32_on_masters(level):
+@pytest.mark.parametrize("level", t.LEVELS)
+def test_gradients_are_unscaled_after_the_block_and_of_the_stepped_dtype(level):
     model, optimizer = one_weight(level, loss_scale=8.0)
-    backward(slope(model, 3.0), [optimizer, optimizer])  # counts once
+    with amp.scale_loss(slope(model, 3.0), [optimizer, optimizer]) as scaled_loss:  # counts once
+        scaled_loss.backward()
     (param,) = amp.master_params(optimizer)
     assert (param.grad.item(), param.grad.dtype) == (3.0, param.dtype)
-    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-    optimizer.step()
-    assert model.weight.item() == pytest.approx(0.875, rel=2**-8)
 
 
-@every_level
-def test_scale_1_gives_the_loss_itself(level):
-    model, optimizer = prepared(level, loss_scale=1.0)
-    loss = loss_of(model)
+def test_scale_1_gives_the_loss_itself_and_an_empty_list_only_scales():
+    model, optimizer = one_weight("O1", loss_scale=1.0)
+    loss = slope(model, 1.0)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss == loss
-
-
-def test_an_empty_list_only_scales():
     model, _ = one_weight("O1")
-    with amp.scale_loss(model.weight.sum(), []) as scaled_loss:
+    with amp.scale_loss(slope(model, 1.0), []) as scaled_loss:
         scaled_loss.backward()
     assert model.weight.grad == 2.0**16
 
 
 def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
     model, optimizer = one_weight("O1")
-    for expected in (2.0**15, 2.0**15):
-        backward(model.weight.sum().half(), optimizer)
-        assert scale() == expected
-    for weight in (1.0, 0.875):  # an overflow skips the next step, once
-        optimizer.zero_grad()
-        backward(model.weight.sum().half(), optimizer)
+    for weight in (1.0, 0.875):
+        with amp.scale_loss(model.weight.sum().half(), optimizer) as scaled_loss:
+            scaled_loss.backward()
         optimizer.step()
-        assert model.weight == weight
+        optimizer.zero_grad()
+        assert (model.weight, t.loss_scale()) == (weight, 2.0**15)
 
 
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
@@ -113,188 +93,146 @@ def test_a_loss_whose_own_backward_scales_it_takes_part_once(level):
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_no_loss_is_kept_after_the_step(delay):
-    model, optimizer = prepared("O2")
-    loss = loss_of(model)
+    model, optimizer = t.prepared("O2")
+    loss = t.loss_of(model, *t.batch())
     seen = weakref.ref(loss)
-    backward(loss, optimizer, delay_unscale=delay)
-    del loss
-    if delay:
-        backward(loss_of(model), optimizer)
+    with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
+        scaled_loss.backward()
+    del loss, scaled_loss
     optimizer.step()
     gc.collect()
     assert seen() is None
-
-
-# -- the scale -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", ["dynamic", 128.0, 1.0])
-def test_unskipped_counts_clean_passes(given):
-    model, optimizer = prepared("O2", loss_scale=given)
-    train(model, optimizer, steps=3)
-    assert unskipped() == 3
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_halves_the_scale_skips_one_step_and_restarts_the_count(level):
-    model, optimizer = prepared(level)
-    train(model, optimizer, steps=2)
-    before = model.last.weight.detach().clone()
-    overflow(model, optimizer)
-    assert (scale(), unskipped()) == (2.0**15, 0)
-    optimizer.step()
-    assert torch.equal(model.last.weight, before)
-    train(model, optimizer, steps=1)
-    assert not torch.equal(model.last.weight, before)
-
-
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
-def test_a_static_scale_lets_inf_reach_the_parameters(level):
-    model, optimizer = prepared(level)
-    overflow(model, optimizer)
-    optimizer.step()
-    assert not torch.isfinite(model.last.weight).all()
-
-
-def test_the_scale_doubles_after_exactly_2000_clean_steps():
-    model, optimizer = one_weight("O1")
-    amp._amp_state.loss_scalers[0]._unskipped = 1998
-    found = []
-    for _ in range(3):
-        backward(0.0 * model.weight.sum(), optimizer)
-        found.append((scale(), unskipped()))
-    assert found == [(2.0**16, 1999), (2.0**17, 0), (2.0**17, 1)]
-
-
-def test_factors_interval_and_bounds_can_be_given():
-    options = {"growth_interval": 2, "growth_factor": 4.0, "backoff_factor": 0.25}
-    bounds = {"min_loss_scale": 2.0**15, "max_loss_scale": 2.0**19}
-    model, optimizer = prepared("O2", **options, **bounds)
-    scales = []
-    for _ in range(3):
-        overflow(model, optimizer)
-        scales.append(scale())
-        optimizer.step()
-    optimizer.zero_grad()
-    for _ in range(6):
-        backward(0.0 * model.last.weight.float().sum(), optimizer)
-        scales.append(scale())
-    start, least, most = 2.0**15, 2.0**17, 2.0**19
-    assert scales == [start, start, start, start, least, least, most, most, most]
-
-
-@pytest.mark.filterwarnings("ignore:amp has skipped 50 steps")
-def test_the_scale_never_reaches_0():
-    model, optimizer = one_weight("O1")
-    for _ in range(300):
-        backward(torch.nan * model.weight.sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (scale(), model.weight) == (torch.finfo(torch.float32).tiny, 1.0)
-
-
-# -- accumulation ----------------------------------------------------------------------------
-
-
-@levels
-@pytest.mark.parametrize("delay", [False, True])
-def test_both_ways_of_accumulation_equal_one_big_batch(level, delay):
-    model, optimizer = one_weight(level)
-    for last in (False, False, True):
-        backward(slope(model, 0.25), optimizer, delay_unscale=delay and not last)
-    assert grads(optimizer) == [0.75]
-
-
-def test_delay_unscale_leaves_gradients_scaled_until_the_last_pass():
-    model, optimizer = one_weight("O1", loss_scale=8.0)
-    backward(2.0 * model.weight.sum(), optimizer, delay_unscale=True)
-    assert model.weight.grad == 16.0
-    backward(2.0 * model.weight.sum(), optimizer)
-    assert model.weight.grad == 4.0
-
-
-@pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, option):
-    model, optimizer = prepared(level)
-    before = model.last.weight.detach().clone()
-    overflow(model, optimizer, **{option: True})
-    assert (scale(), unskipped()) == (2.0**16, 0)
-    backward(loss_of(model), optimizer)
-    assert scale() == 2.0**15
-    optimizer.step()
-    assert torch.equal(model.last.weight, before)
 
 
 @levels
 def test_retain_graph_backs_twice_through_one_graph(level):
     model, optimizer = one_weight(level)
     loss = slope(model, 0.25)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward(retain_graph=True)
-    backward(loss, optimizer)
+    for retain in (True, False):
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward(retain_graph=retain)
     assert grads(optimizer) == [0.5]
 
 
-# -- several losses and optimizers -----------------------------------------------------------
+@pytest.mark.parametrize("level", t.WITH_MASTERS)
+def test_a_loss_on_the_masters_themselves_gives_unscaled_gradients(level):
+    _, optimizer = t.prepared(level, loss_scale=8.0)
+    master = next(amp.master_params(optimizer))
+    with amp.scale_loss(0.5 * master.pow(2).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(master.grad, master.detach())
 
 
-def test_each_loss_id_has_its_own_scale_and_losses_add_up():
-    model, optimizer = one_weight("O2", num_losses=3)
-    for loss_id, value in enumerate((0.5, 0.25, torch.inf)):
-        backward(slope(model, value), optimizer, loss_id=loss_id)
-        if loss_id == 1:
-            assert grads(optimizer) == [0.75]
-    assert [scale(index) for index in range(3)] == [2.0**16, 2.0**16, 2.0**15]
-    optimizer.step()
-    assert model.weight == 1.0
+# -- casts -----------------------------------------------------------------------------------
 
 
-def test_an_overflow_skips_the_step_of_every_optimizer_given_with_the_loss():
-    model = Net()
-    optimizers = [sgd(model.first), sgd(model.last)]
-    model, optimizers = amp.initialize(model, optimizers, opt_level="O1", verbosity=0)
-    before = [p.detach().clone() for p in model.parameters()]
-    backward(loss_of(model) + model.last.weight.sum() * torch.inf, tuple(optimizers))
-    for optimizer in optimizers:
-        optimizer.step()
-    assert all(map(torch.equal, before, model.parameters()))
+@casting
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_inside_the_block_casts_are_those_around_it(level, in_thread):
+    low = t.LEVELS[level].compute
+    model, optimizer = t.prepared(level)
+    x, y = t.batch()
+    dtypes = []
+
+    def work():
+        with amp.scale_loss(t.loss_of(model, x, y), optimizer) as scaled_loss:
+            dtypes.append((model(x).dtype, (x @ x.t()).dtype))
+            scaled_loss.backward()
+            dtypes.append((model(x).dtype, (x @ x.t()).dtype))
+
+    thread = threading.Thread(target=work)
+    (thread.start if in_thread else work)()
+    if in_thread:
+        thread.join()
+    assert dtypes == [(low, torch.float32 if in_thread else low)] * 2
 
 
-def test_the_newest_session_of_the_optimizers_scales():
-    optimizers = [prepared("O2", loss_scale=scale)[1] for scale in (8.0, 4.0, 2.0)]
-    for which, factor in (((0,), 8.0), ((0, 1), 4.0), ((1, 0), 4.0), ((0, 2, 1), 2.0)):
-        loss = torch.ones((), requires_grad=True)
-        with amp.scale_loss(loss, [optimizers[i] for i in which]) as scaled_loss:
-            assert scaled_loss == factor
+# -- double backward and checkpoints ---------------------------------------------------------
 
 
-# -- inside the block ------------------------------------------------------------------------
+def penalty(model, x):
+    (slope,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+    return (slope.norm() - 1).square()
 
 
+@pytest.mark.parametrize("form", ["around", "inside"])
 @levels
-@pytest.mark.parametrize("given", [None, 8.0, "dynamic"])
-def test_a_step_inside_the_block_steps_by_unscaled_gradients(level, given):
-    model, optimizer = one_weight(level, loss_scale=given)
-    with amp.scale_loss(slope(model, 0.5), optimizer) as scaled_loss:
+def test_a_gradient_penalty_trains_through_double_backward(level, form):
+    model, optimizer = t.prepared(level, loss_scale=128.0)
+    x = t.batch()[0].requires_grad_()
+    if form == "around":
+        loss = penalty(model, x)
+    else:
+        output = model(x).float().sum()
+        with amp.scale_loss(output, optimizer) as scaled_loss:
+            (slope,) = torch.autograd.grad(scaled_loss, x, create_graph=True)
+            loss = ((slope / (scaled_loss / output)).norm() - 1).square()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
-        optimizer.step()
-    assert model.weight == 0.9375
+    plain = t.net()
+    penalty(plain, x).backward()
+    eps = 16 * torch.finfo(t.LEVELS[level].compute).eps
+    found = next(iter(amp.master_params(optimizer))).grad
+    torch.testing.assert_close(found, plain[0].weight.grad, rtol=eps, atol=eps)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_inside_the_block_is_skipped_on_overflow_and_moves_the_scale_once(level):
-    model, optimizer = one_weight(level)
-    with amp.scale_loss(slope(model, torch.inf), optimizer) as scaled_loss:
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("scale", [128.0, "dynamic"])
+@levels
+def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, scale):
+    model, optimizer = t.prepared(level, loss_scale=scale, max_loss_scale=128.0)
+    for _ in range(2):
+        with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+    params = list(amp.master_params(optimizer))
+    loss = sum(param.grad.float().square().sum() for param in params)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
-        optimizer.step()
-    assert (model.weight, scale(), unskipped()) == (1.0, 2.0**15, 0)
+    plain = t.net()
+    loss = 2 * t.loss_of(plain, *t.batch())
+    grads = torch.autograd.grad(loss, list(plain.parameters()), create_graph=True)
+    sum(grad.square().sum() for grad in grads).backward()
+    eps = 64 * torch.finfo(t.LEVELS[level].compute).eps
+    for stepped, param in zip(params, plain.parameters(), strict=True):
+        bound = eps * param.grad.abs().max()
+        torch.testing.assert_close(stepped.grad.float(), param.grad, rtol=eps, atol=bound)
 
 
-def fail(loss, optimizer, *, backward_first):
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.net, self.use_reentrant = t.net(), use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@levels
+def test_checkpointed_layers_give_the_gradients_of_plain_ones(level, use_reentrant):
+    x, y = t.batch()
+    x.requires_grad_()
+    found = []
+    for net in (t.net(), Checkpointed(use_reentrant)):
+        model, optimizer = t.prepared(level, model=net)
+        t.backward(model, optimizer, x, y)
+        found.append(t.grads(amp.master_params(optimizer)))
+    assert t.same(*found)
+
+
+# -- exceptions ------------------------------------------------------------------------------
+
+
+def fail(model, optimizer, *, early=False, clears=False, **options):
+    """A block that ends with an exception."""
+
     def block():
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            if backward_first:
+        loss = t.loss_of(model, *t.overflowing())
+        with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+            if clears:
+                optimizer.zero_grad()
+            if not early:
                 scaled_loss.backward()
             raise KeyError
 
@@ -302,23 +240,70 @@ def fail(loss, optimizer, *, backward_first):
         block()
 
 
+@pytest.mark.parametrize("early", [True, False])
 @levels
-@pytest.mark.parametrize("late", [False, True], ids=["before backward", "after backward"])
-def test_an_exception_inside_leaves_the_next_block_usable(level, late):
-    model, optimizer = one_weight(level, loss_scale="dynamic")
-    fail(slope(model, torch.inf), optimizer, backward_first=late)
-    assert (scale(), unskipped()) == (2.0**16, 0)
-    backward(slope(model, 0.5), optimizer)
-    optimizer.step()
-    assert model.weight == 0.9375
+def test_after_an_exception_inside_all_goes_on_as_if_nothing_had_happened(level, early):
+    model, optimizer = t.prepared(level, t.OPTIMIZERS["Adam"])
+    loop = Loop(level, t.net().parameters(), t.OPTIMIZERS["Adam"])
+    for first, second in zip(t.batches(3), t.batches(3, seed=2), strict=True):
+        optimizer.zero_grad()
+        loop.zero_grad()
+        for x, y in (first, second):
+            t.backward(model, optimizer, x, y)
+            loop.backward(x, y)
+            fail(model, optimizer, early=early)
+        optimizer.step()
+        loop.step()
+    assert t.same(t.masters(optimizer), loop.stepped)
+    assert t.loss_scale() == loop.scale
+    if level == "O1":
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+
+
+@levels
+def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level):
+    model, optimizer = t.prepared(level, loss_scale=128.0)
+    t.backward(model, optimizer, *t.batch())
+    fail(model, optimizer, clears=True)
+    found = t.grads([*model.parameters(), *amp.master_params(optimizer)])
+    assert found == [None] * len(found)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_the_step(level):
+    pairs = [t.prepared(level, loss_scale=8.0) for _ in range(2)]
+    for pair in pairs:
+        t.backward(*pair, *t.batch(), delay_unscale=True)
+    fail(*pairs[0], early=True, delay_unscale=True)
+    for _, optimizer in pairs:
+        optimizer.step()
+    assert t.same(*(t.masters(optimizer) for _, optimizer in pairs))
 
 
 # -- refusals --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("after_delay", [False, True])
+@levels
+def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_delay):
+    model, optimizer = t.prepared(level)
+    if after_delay:
+        t.backward(model, optimizer, *t.batch(), delay_unscale=True)
+    loss = t.loss_of(model, *t.batch())
+    inner = amp.scale_loss(loss, optimizer)
+    with (
+        amp.scale_loss(loss, optimizer) as scaled_loss,
+        pytest.raises(RuntimeError, match="entered inside another"),
+    ):
+        inner.__enter__()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
 def test_before_initialize_the_error_shows_the_call():
-    model = Net()
-    optimizer = sgd(model)
+    model = t.net()
+    optimizer = t.sgd(model.parameters())
     words = r"before amp\.initialize.*\n.*model, optimizer = amp\.initialize\(model, optimizer, opt"
     for given in (optimizer, []):
         with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
@@ -327,10 +312,10 @@ def test_before_initialize_the_error_shows_the_call():
 
 @levels
 def test_an_optimizer_that_amp_has_not_prepared_is_refused_with_the_call(level):
-    model, optimizer = prepared(level)
-    loss = loss_of(model)
+    model, optimizer = t.prepared(level)
+    loss, other = t.loss_of(model, *t.batch()), t.sgd(t.net().parameters())
     words = rf"no optimizer that amp has prepared\. Pass it(?s:.*)opt_level='{level}'"
-    for given in (sgd(Net()), [optimizer, sgd(Net())]):
+    for given in (other, [optimizer, other]):
         with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
             amp.scale_loss(loss, given)
     words = r"returns a context(?s:.*)with amp\.scale_loss\(loss, optimizer\) as scaled_loss"
@@ -338,26 +323,24 @@ def test_an_optimizer_that_amp_has_not_prepared_is_refused_with_the_call(level):
         amp.scale_loss(loss, optimizer).backward()
 
 
+ONE = torch.ones(())
+
+
 @pytest.mark.parametrize(
     ("error", "loss", "options", "words"),
     [
         (TypeError, 1.0, {}, "loss of type float; it must be a tensor"),
-        (TypeError, [torch.ones(())], {}, "loss of type list; it must be a tensor"),
-        (
-            TypeError,
-            torch.ones((), dtype=torch.int64),
-            {},
-            "dtype torch.int64; it must have",
-        ),
-        (TypeError, torch.ones((), dtype=torch.complex64), {}, "a real floating-point dtype"),
-        (TypeError, torch.ones(()), {"loss_id": "gan"}, "loss_id is 'gan'; it must be an integer"),
-        (IndexError, torch.ones(()), {"loss_id": 2}, r"2, but this .* made 2 .* num_losses=3"),
-        (IndexError, torch.ones(()), {"loss_id": -3}, r"-3, but this .* num_losses=3 to amp\."),
-        (TypeError, torch.ones(()), {"optimizers": Net()}, "got Net instead of an optimizer"),
+        (TypeError, [ONE], {}, "loss of type list; it must be a tensor"),
+        (TypeError, ONE.long(), {}, "dtype torch.int64; it must have"),
+        (TypeError, ONE.cfloat(), {}, "a real floating-point dtype"),
+        (TypeError, ONE, {"loss_id": "gan"}, "loss_id is 'gan'; it must be an integer"),
+        (IndexError, ONE, {"loss_id": 2}, r"2, but this .* made 2 .* num_losses=3"),
+        (IndexError, ONE, {"loss_id": -3}, r"-3, but this .* num_losses=3 to amp\."),
+        (TypeError, ONE, {"optimizers": nn.Linear(1, 1)}, "got Linear instead of an optimizer"),
     ],
 )
 def test_bad_arguments_are_refused(error, loss, options, words):
-    model, optimizer = prepared("O2", num_losses=2)
+    model, optimizer = t.prepared("O2", num_losses=2)
     given = {"optimizers": optimizer, **options}
     with nothing_changes(model, optimizer), pytest.raises(error, match=words):
         amp.scale_loss(loss, **given)

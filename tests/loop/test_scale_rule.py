@@ -25,38 +25,9 @@ def fp32(value):
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("clean_steps", [0, 1, 1999])
-def test_overflow_halves_scale_and_restarts_count(clean_steps):
-    before = ScaleState(2.0**16, clean_steps)
-    assert next_scale(before, ScaleRule(), overflow=True) == ScaleState(2.0**15, 0)
-
-
-@pytest.mark.parametrize("clean_steps", [0, 1998])
-def test_a_clean_step_below_the_interval_only_counts(clean_steps):
-    before = ScaleState(2.0**16, clean_steps)
-    after = ScaleState(2.0**16, clean_steps + 1)
-    assert next_scale(before, ScaleRule(), overflow=False) == after
-
-
-def test_the_last_clean_step_of_the_interval_doubles_and_restarts_count():
-    before = ScaleState(2.0**16, 1999)
-    assert next_scale(before, ScaleRule(), overflow=False) == ScaleState(2.0**17, 0)
-
-
-def test_the_scale_never_falls_below_the_smallest_normal_number():
-    state = ScaleState(SMALLEST_SCALE, 0)
-    assert next_scale(state, ScaleRule(), overflow=True).scale == SMALLEST_SCALE
-    assert math.isfinite(fp32(1 / SMALLEST_SCALE))
-
-
 def test_the_scale_never_grows_to_inf():
     rule = ScaleRule(growth_interval=1)
     assert next_scale(ScaleState(FLOAT32_MAX, 0), rule, overflow=False).scale == FLOAT32_MAX
-
-
-def test_growth_at_the_ceiling_restarts_the_count():
-    rule = ScaleRule(growth_interval=2, ceiling=8.0)
-    assert next_scale(ScaleState(8.0, 1), rule, overflow=False) == ScaleState(8.0, 0)
 
 
 def test_the_ceiling_bounds_growth_not_a_scale_that_was_set_higher():
@@ -78,7 +49,7 @@ bounds = st.one_of(st.none(), st.floats(2.0**-20, 2.0**20, width=32), st.floats(
 
 
 @st.composite
-def rules(draw, most=5):
+def rules(draw):
     floor, ceiling = draw(bounds), draw(bounds)
     if ceiling is not None:
         ceiling = max(ceiling, SMALLEST_SCALE)
@@ -87,7 +58,7 @@ def rules(draw, most=5):
     return ScaleRule(
         growth_factor=draw(st.sampled_from([2.0, 1.5]) | st.floats(1.0, 1e9, exclude_min=True)),
         backoff_factor=draw(st.sampled_from([0.5]) | st.floats(1e-9, 0.999)),
-        growth_interval=draw(st.integers(1, most)),
+        growth_interval=draw(st.integers(1, 5) | st.just(2**40)),
         floor=floor,
         ceiling=ceiling,
     )
@@ -119,14 +90,6 @@ def test_the_device_form_follows_the_plain_rule_bit_for_bit(rule, overflows, sca
         state = ScaleState(fp32(plain.scale), plain.clean_steps)
         device.update(overflow, rule)
         assert device.state() == state
-
-
-@given(rules(2**40), scales, st.integers(0, 2**31 - 1), st.booleans())
-def test_both_forms_agree_at_every_interval_and_count(rule, scale, clean_steps, overflow):
-    plain = next_scale(ScaleState(scale, clean_steps), rule, overflow=overflow)
-    device = Device(scale, clean_steps)
-    device.update(overflow, rule)
-    assert device.state() == ScaleState(fp32(plain.scale), plain.clean_steps)
 
 
 @given(rules(), st.lists(st.booleans(), max_size=60), st.floats(0.0, 1.0), st.integers(0, 4))
@@ -169,14 +132,6 @@ def test_the_plain_rule_equals_the_one_written_by_hand(overflows, interval):
         assert state == by_hand
 
 
-@given(rules(), st.lists(st.booleans(), max_size=60), st.floats(0.0, 1.0))
-def test_a_scale_that_starts_within_its_bounds_stays_there(rule, overflows, share):
-    state = ScaleState(min(max(share * 2.0**40, rule.least), rule.greatest), 0)
-    for overflow in overflows:
-        state = next_scale(state, rule, overflow=overflow)
-        assert 0.0 < rule.least <= state.scale <= rule.greatest < math.inf
-
-
 @given(rules(), scales, st.integers(0, 4))
 def test_the_scale_never_reaches_0(rule, scale, clean_steps):
     state = ScaleState(scale, clean_steps)
@@ -208,7 +163,3 @@ def test_a_rule_out_of_range_is_refused_by_name(options, message):
 def test_a_static_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
     with pytest.raises(ValueError, match="must be a positive, finite number"):
         checked_static(loss_scale)
-
-
-def test_a_positive_finite_static_scale_comes_back():
-    assert checked_static(128.0) == 128.0

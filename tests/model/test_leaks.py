@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from apex import amp
-from tests.faults.memory import live_sessions
 from tests.support import training as cases
+from tests.support.steps import live_sessions
 
 CYCLES = 50
 MEASUREMENTS = 20

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from apex._engine.optimizer import block_step
+from apex._engine import block_step
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def test_masks_of_minus_infinity_and_mended_rows_are_no_fault(trace):
     assert code == cli.OK, out
 
 
-def test_a_value_that_the_script_skips_is_told_as_harmless(trace):
+def test_a_value_that_the_script_skips_is_no_fault(trace):
     code, out, _ = trace("""
         net = nn.Linear(2, 2)
         for factor in (1.0, 0.0, 1.0):
@@ -166,11 +166,10 @@ def test_a_value_that_the_script_skips_is_told_as_harmless(trace):
             if torch.isfinite(loss):
                 loss.backward()
     """)
-    assert code == cli.OK
-    assert "Harmless: 1 non-finite result reached no gradient. The first: aten.log" in out
+    assert code == cli.OK, out
 
 
-def test_a_fault_is_not_called_harmless_for_the_finite_gradients_of_another_loss(trace):
+def test_finite_gradients_of_another_loss_hide_no_fault(trace):
     code, out, _ = trace("""
         bad, good = Net(), nn.Linear(2, 2)
         later = bad(torch.full((2, 2), 1e6)).sum()
@@ -179,7 +178,6 @@ def test_a_fault_is_not_called_harmless_for_the_finite_gradients_of_another_loss
     """)
     assert code == cli.NOT_FINITE
     assert "aten.exp in " in out
-    assert "Harmless" not in out
 
 
 def test_a_loss_that_ends_the_script_is_reported(trace):
@@ -200,7 +198,6 @@ def test_compiled_models_run_uncompiled_and_are_traced(trace, how):
     code, out, err = trace(f"net = Net()\n{how}\n" + BAD.replace("Net()", "net"))
     assert code == cli.NOT_FINITE
     assert "aten.exp in layers.1, forward" in out
-    assert "Compiled parts ran uncompiled" in out
     assert err == ""
 
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
 from apex._core.living import Living
+from apex._engine.binding import Binding
 from apex._engine.masters import Pair
-from apex._engine.optimizer.binding import Binding
 from apex._engine.scaler import Scaler
 from apex._torch import ddp
 from apex._torch.dynamo import untraced

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from apex._core import arguments, dtypes, finite, master
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 
 _log = logging.getLogger("apex")
 

@@ -18,7 +18,7 @@ from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.optimizer.binding import Binding
+    from apex._engine.binding import Binding
 
 _INSPECTED_BLOCKS = 32
 """Blocks of a session that are inspected: a mistake shows in the first, and later ones are free."""

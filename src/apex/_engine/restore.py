@@ -12,9 +12,9 @@ from torch.optim import LBFGS, Optimizer
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, params_of, states_in
 from apex._engine import model as conversion
-from apex._engine.optimizer import optimizer_class
-from apex._engine.optimizer.binding import Binding
-from apex._engine.optimizer.exchange import optimizers_in
+from apex._engine import optimizer_class
+from apex._engine.binding import Binding
+from apex._engine.exchange import optimizers_in
 from apex._torch import parameters
 
 
@@ -25,8 +25,7 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
     values.
     """
     models = list(models)
-    for model in models:
-        conversion.check_restorable(model)
+    conversion.refuse_inference_mode("amp.restore")
     before = dtypes_of(optimizers)
     bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
     for binding in bindings:
@@ -38,7 +37,7 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
         _release(binding)
     for binding in bindings:
         if binding.owner is not None:
-            for holder in (binding, *map(conversion.module_behind, models)):
+            for holder in (binding, *models):
                 binding.owner.masters.release(holder)
     match_states(optimizers, before)
 

@@ -19,20 +19,19 @@ from apex._core import dtypes
 from apex._core.param_groups import is_trained, params_of
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import masters
+from apex._engine import masters, optimizer_class
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, settle
 from apex._engine.autocast.user_functions import UserRegistry
-from apex._engine.backward import BackwardPass
+from apex._engine.binding import Binding
 from apex._engine.communication import Communicator, note_compiled_run
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import LazyMaster, Master, Masters
 from apex._engine.mistakes import Mistake, Mistakes
 from apex._engine.model import ModelPlan, sharding
-from apex._engine.optimizer import optimizer_class
-from apex._engine.optimizer.binding import Binding
-from apex._engine.optimizer.optimizer_class import AmpOptimizer
+from apex._engine.optimizer_class import AmpOptimizer
+from apex._engine.scale_loss import BackwardPass
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
@@ -141,19 +140,18 @@ class Session:
                 params = chain.from_iterable(model.parameters() for model in models)
                 self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
             restoring.match_states(optimizers, old_dtypes)
-            self._models.update(map(conversion.module_behind, models))
+            self._models.update(models)
             tensors = (named_tensors(model).values() for model in models)
             self._prepared = frozenset(map(id, chain.from_iterable(tensors)))
             groups = (group for model in models for group in fsdp.param_groups(model))
             self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        module = conversion.module_behind(model)
-        before = conversion.floating_tensors(module)
+        before = conversion.floating_tensors(model)
         undo.push(conversion.undo_convert, model)
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
-        undo.push(self.masters.release, module)
-        self._make_masters(module, before, trains=trains)
+        undo.push(self.masters.release, model)
+        self._make_masters(model, before, trains=trains)
 
     def _make_masters(
         self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
@@ -349,12 +347,6 @@ class Session:
     def write_back(self) -> None:
         if self.policy.master_weights:
             self.masters.write_back()
-
-    def take_grads(self) -> None:
-        """Moves gradients from the models to the masters, before weights change their dtype."""
-        for pair in self.masters.all():
-            masters.take([pair])
-            pair.model.grad = None
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)

@@ -16,7 +16,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
 from apex._engine.model import ModelPlan, is_converted
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
 from apex._engine.undo import all_or_nothing
 from apex.amp import _initialize, inputs, report, scaler_states
@@ -202,7 +202,7 @@ def initialize(
         fp32_inputs=inputs.rules("fp32_inputs", fp32_inputs),
         fp32_buffers=inputs.rules("fp32_buffers", fp32_buffers),
     )
-    model_list = inputs.model_list(models)
+    model_list = inputs.model_list(models, cast=plan.casts_down)
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = inputs.optimizer_list(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)

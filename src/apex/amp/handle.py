@@ -15,7 +15,7 @@ from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import UncastRegion, casts_off
 from apex._engine.model import set_region, state_of
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
@@ -27,7 +27,7 @@ from apex.amp.scaler import own_update
 from apex.amp.sessions import start_o1_session
 
 if TYPE_CHECKING:
-    from apex._engine.optimizer.binding import Binding
+    from apex._engine.binding import Binding
 
 Optimizers = Optimizer | Iterable[Any] | Any
 

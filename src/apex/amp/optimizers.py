@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from
 from apex._engine import masters
+from apex._engine.binding import Binding
+from apex._engine.gradients import PassGradients
 from apex._engine.masters import Pair
 from apex._engine.mistakes import Mistake
-from apex._engine.optimizer.binding import Binding
-from apex._engine.optimizer.gradients import PassGradients
-from apex._engine.optimizer.optimizer_class import AmpOptimizer, binding_of
+from apex._engine.optimizer_class import AmpOptimizer, binding_of
 from apex._torch.autograd import backward_id
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.param_groups import params_of
-from apex._engine.optimizer import clipping
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine import clipping
+from apex._engine.optimizer_class import binding_of
 from apex.amp.handle import session_of
 from apex.amp.optimizers import unwrap
 

@@ -54,7 +54,6 @@ class Birth:
         absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
         spoils: Whether values reached weights or buffers, but no gradient and no loss.
         passes: Backward passes in which values reached a gradient.
-        times: Number of harmless births at its place, of which it is the first.
     """
 
     place: Place
@@ -76,7 +75,6 @@ class Birth:
     absorbed: bool = False
     spoils: bool = False
     passes: set[int] = field(default_factory=set)
-    times: int = 0
 
     @property
     def backward(self) -> bool:
@@ -96,7 +94,7 @@ class Birth:
     @property
     def largest(self) -> float:
         """The largest finite absolute value of the inputs."""
-        return max((max(-each.low, each.high) for each in self.inputs), default=0.0)
+        return max((max(abs(each.low), abs(each.high)) for each in self.inputs), default=0.0)
 
     @property
     def in_fp16(self) -> bool:

@@ -17,16 +17,13 @@ from torch.optim import Optimizer
 
 from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
-from apex._engine.optimizer.optimizer_class import ATTRIBUTE, binding_of, own_class
+from apex._engine.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._engine.session import Session
 from apex._torch import copies, dtensor
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.common import checked_models, inner
 from apex.debug.place import unwrapped
-
-_MAX_LISTED = 10
-"""Number of non-finite tensors that ``str`` lists."""
 
 
 def why_skipped(
@@ -75,8 +72,8 @@ def why_skipped(
 
 
 @dataclass(frozen=True)
-class TensorNumerics:
-    """A summary of one tensor's values.
+class NonfiniteTensor:
+    """A tensor that holds inf or NaN.
 
     Attributes:
         name: Qualified name of the parameter or buffer in the model.
@@ -85,9 +82,6 @@ class TensorNumerics:
         inf: Number of infinite elements, of either sign.
         nan: Number of NaN elements.
         elements: Number of elements; of a sharded tensor, those on this rank.
-        largest: Largest finite absolute value; of complex numbers, of their parts.
-        mask: Whether it is a buffer whose infinities are those of a mask: all of one sign, among
-            numbers that are all equal.
     """
 
     name: str
@@ -96,48 +90,19 @@ class TensorNumerics:
     inf: int
     nan: int
     elements: int
-    largest: float
-    mask: bool = False
-
-    @property
-    def finite(self) -> bool:
-        """Whether it holds neither inf nor NaN, except for the infinities of a mask."""
-        return self.mask or not (self.inf or self.nan)
 
     def __str__(self) -> str:
         counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
-        what = f"{', '.join(counts)} of {self.elements}" if counts else f"up to {self.largest:.3g}"
-        return f"{self.name} ({self.role}, {self.dtype}): {what}"
-
-
-class Numerics(tuple[TensorNumerics, ...]):
-    """The result of :func:`check_numerics`: a tuple, true if all tensors are finite."""
-
-    __slots__ = ()
-
-    @property
-    def nonfinite(self) -> list[TensorNumerics]:
-        """The tensors that hold inf or NaN."""
-        return [item for item in self if not item.finite]
-
-    def __bool__(self) -> bool:
-        return not self.nonfinite
-
-    def __str__(self) -> str:
-        """Returns the tensors that are not finite, ten at most, or that there are none."""
-        bad = self.nonfinite
-        if bad:
-            more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
-            return "Not finite:\n" + "\n".join(f"  {line}" for line in [*bad[:_MAX_LISTED], *more])
-        return f"All {len(self)} tensors finite." if len(self) else "No floating-point tensor."
+        return f"{self.name} ({self.role}, {self.dtype}): {', '.join(counts)} of {self.elements}"
 
 
 @torch.no_grad()
-def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
-    """Finds inf and NaN in parameters, buffers, gradients, masters and optimizer state.
+def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTensor]:
+    """Returns the parameters, buffers, gradients, masters and state that hold inf or NaN.
 
     Call it between two steps to locate a persistent NaN: one in the optimizer's state returns at
-    every step, whatever the batch. Waits for the device once, at the end.
+    every step, whatever the batch. A buffer that is a mask of infinities is not listed. Waits for
+    the device once, at the end.
 
     Args:
         model: Any model, prepared or not.
@@ -151,12 +116,11 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
         >>> import torch
         >>> from apex import amp
         >>> model = torch.nn.Linear(2, 1)
-        >>> bool(amp.debug.check_numerics(model))
-        True
+        >>> amp.debug.check_numerics(model)
+        []
         >>> model.weight.data[0, 1] = torch.nan
-        >>> print(amp.debug.check_numerics(model))
-        Not finite:
-          weight (parameter, float32): 1 nan of 2
+        >>> print(*amp.debug.check_numerics(model))
+        weight (parameter, float32): 1 nan of 2
     """
     arguments.module("amp.debug.check_numerics", model)
     held = [
@@ -164,25 +128,17 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
         for name, role, tensor in _named(model, optimizer)
         if tracing.is_checked(tensor)
     ]
-    held = [item for item in held if item[2].numel()]
-    counts = copies.fetched([_counts(values) for *_, values in held])
-    return Numerics(
-        TensorNumerics(
-            name,
-            role,
-            dtypes.name(values.dtype),
-            int(inf),
-            int(nan),
-            values.numel(),
-            largest,
-            mask=role == "buffer" and 0 < inf < values.numel() and tracing.is_mask(values),
-        )
-        for (name, role, values), (inf, nan, largest) in zip(
+    counts = [torch.stack([v.isinf().sum(), v.isnan().sum()]) for *_, v in held]
+    return [
+        NonfiniteTensor(name, role, dtypes.name(values.dtype), inf, nan, values.numel())
+        for (name, role, values), (inf, nan) in zip(
             held,
-            (each.tolist() for each in counts),  # sync: a diagnosis, asked for
+            (each.tolist() for each in copies.fetched(counts)),  # sync: a diagnosis, asked for
             strict=True,
         )
-    )
+        if (inf or nan)
+        and not (role == "buffer" and inf < values.numel() and tracing.is_mask(values))
+    ]
 
 
 def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
@@ -208,14 +164,6 @@ def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]
         for key, value in own.state.get(param, {}).items():
             if isinstance(value, Tensor):
                 yield name, f"state {key}", value
-
-
-def _counts(values: Tensor) -> Tensor:
-    """Returns the counts of inf and NaN, and the largest finite magnitude."""
-    parts = tracing.real(values)
-    largest = torch.where(torch.isfinite(parts), parts, 0.0).abs().max()
-    found = torch.isinf(values).sum(), torch.isnan(values).sum(), largest
-    return torch.stack([each.double() for each in found])
 
 
 # -- frozen updates --------------------------------------------------------------------------------
@@ -256,14 +204,14 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     in a wider dtype (fp32 for 16-bit weights, fp64 for fp32 weights). If that update is not zero
     but the weight stays the same, rounding has lost it, as for an Adam step of 1e-3 on a bf16
     weight of 1. The counted weights are those that the optimizer steps: fp32 masters where they
-    exist. A step with a non-finite gradient counts nothing.
+    exist. A skipped step counts nothing, and neither does a weight without a finite update.
 
     Costs a copy of weights and state, an additional step, and host syncs: use it for single steps.
     Of a sharded model, every rank counts its own shards, and every rank must use it.
 
     Args:
-        optimizer: An optimizer that steps without a closure, prepared by amp or plain; in a loop
-            with a ``GradScaler``, after ``scaler.unscale_(optimizer)``.
+        optimizer: An optimizer that steps without a closure, prepared by amp or plain; a
+            ``GradScaler`` may step it.
 
     Raises:
         ValueError: If the optimizer's step needs a closure.
@@ -292,13 +240,18 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     if binding is not None:
         binding.settle()
     updates = FrozenUpdates()
-    if not _finite(params_of(own)):
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def look(*_: object) -> None:  # a GradScaler that steps has unscaled the gradients by now
+        wanted = _wanted_values(own)
+        found.extend((param, param.detach().clone(), wanted[param]) for param in wanted)
+
+    hook = own.register_step_pre_hook(look)
+    try:
         yield updates
-        return
-    before = [param.detach().clone() for param in params_of(own) if param.grad is not None]
-    wide = _wanted_values(own)
-    yield updates
-    for (param, wanted), old in zip(wide.items(), before, strict=True):
+    finally:
+        hook.remove()
+    for param, old, wanted in found:
         moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
         stays = moves & (param.detach() == old)
         updates.wanted += int(moves.count_nonzero())  # sync: a diagnosis on request
@@ -315,7 +268,7 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in (ATTRIBUTE, "step", "grad_scale", "found_inf", *_HOOKS)
+        if name not in (ATTRIBUTE, "step", *_HOOKS)
     }
     shadow = object.__new__(own_class(type(optimizer)))
     shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))
@@ -343,14 +296,3 @@ def _widened(param: Tensor) -> Tensor:
     if param.grad is not None:
         wide.grad = param.grad.detach().to(dtype, copy=True)
     return wide
-
-
-def _finite(params: Sequence[Tensor]) -> bool:
-    """Returns whether all gradients are finite, those of other ranks' shards included."""
-    grads = [dtensor.local(param.grad) for param in params if param.grad is not None]
-    dense = map(finite.summed_values, grads)
-    bad = not all(bool(torch.isfinite(grad).all()) for grad in dense)  # sync: a diagnosis
-    found = torch.tensor(bad, dtype=torch.float32)
-    # The copy's step may communicate, and a rank whose shards are finite skips with the others.
-    dtensor.all_reduce_(found, dtensor.groups(params), "MAX")
-    return not found  # sync: as above

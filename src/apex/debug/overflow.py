@@ -159,7 +159,7 @@ class Births:
         self._pending: list[Birth] = []
         self._lost: dict[tuple[str, str], Birth] = {}
         self._reached: dict[Birth, None] = {}
-        self._harmless: dict[tuple[str, str], Birth] = {}  # the first at each operator and line
+        self._harmless: set[tuple[str, str]] = set()  # their operators and lines
         self._unscaled: list[Birth] = []
         self._by_memory: MutableMapping[UntypedStorage, Birth] = WeakIdKeyDictionary()
 
@@ -206,9 +206,8 @@ class Births:
         self.passes += backward != self._backward
         self._backward = backward
         if birth is None:
-            for each in self._pending:
-                if not (each in self._reached or each.may_heal or each.is_lost):
-                    self._harmless.setdefault(_at(each), each).times += 1
+            judged = [b for b in self._pending if b not in self._reached and not b.may_heal]
+            self._harmless |= {_at(birth) for birth in judged}
             self._pending.clear()
             return
         if name not in self.gradients:
@@ -248,15 +247,6 @@ class Births:
     def healed(self) -> int:
         """Number of backward passes after which a dynamic loss scale backed off."""
         return len({each for birth in self._reached if birth.heals for each in birth.passes})
-
-    @property
-    def harmless(self) -> list[Birth]:
-        """The first birth at each place of which none reached a gradient.
-
-        Finite gradients of another loss tell nothing.
-        """
-        reached = set(map(_at, self._reached))
-        return [birth for at, birth in self._harmless.items() if at not in reached]
 
     def first(self, *, healing: bool = True) -> Birth | None:
         """Returns the first birth that is a fault; see Note [When a birth is a fault].

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
-import sys
 import sysconfig
 import threading
+import traceback
 import warnings
 import weakref
 from collections import OrderedDict
@@ -26,11 +27,11 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._engine.model.state import ModelState, state_of
+from apex._torch.autograd import backward_id
 
 Direction = Literal["forward", "backward"]
 
 # torch has no public names for these. Without them, backward passes have no module and no line.
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
@@ -167,14 +168,12 @@ class Tracker:
     Attributes:
         names: Qualified name of each module.
         parameters: Qualified name of each parameter.
-        compiled: Whether a model that was found was under ``torch.compile``.
     """
 
     def __init__(self, *models: nn.Module) -> None:
         """Collects the names; tracking starts on entry."""
         self.names: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
         self.parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-        self.compiled = False
         self._discovers = not models
         self._models = [weakref.ref(unwrapped(model)) for model in models]
         self._nameless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -227,7 +226,7 @@ class Tracker:
     @property
     def direction(self) -> Direction:
         """``"backward"`` while autograd computes gradients; recomputed checkpoints are forward."""
-        task = _graph_task()
+        task = backward_id()
         if task == -1 or self._running(task) is not None:
             return "forward"
         # A recompute enables gradients; autograd's own formulas run without them.
@@ -236,12 +235,12 @@ class Tracker:
     @property
     def backward(self) -> int:
         """Number of the running backward pass; -1 outside any."""
-        return _graph_task()
+        return backward_id()
 
     @property
     def may_stop(self) -> bool:
         """Whether this is the thread that started tracking, outside any backward pass."""
-        return _graph_task() == -1 and threading.get_ident() == self._thread
+        return backward_id() == -1 and threading.get_ident() == self._thread
 
     @property
     def runs_formula(self) -> bool:
@@ -261,7 +260,7 @@ class Tracker:
     @property
     def module(self) -> tuple[str, bool]:
         """Name of the innermost running module, and whether a model, or its backward, is."""
-        task = _graph_task()
+        task = backward_id()
         name = self._running(task)
         if name is not None:
             return name, True
@@ -275,7 +274,7 @@ class Tracker:
         custom backward, a hook, a recompute). Without a recorded forward, it is the line that
         started the backward pass.
         """
-        if _graph_task() == -1:
+        if backward_id() == -1:
             return _innermost_line()
         site = self.forward_site
         forward = "" if site is None else site.place.location
@@ -303,7 +302,7 @@ class Tracker:
         if number != self._state.last_sequence:
             self._state.last_sequence = number
             self._state.created_site = site = Site(self.place)
-            self._sites[threading.get_ident(), number] = _graph_task(), site
+            self._sites[threading.get_ident(), number] = backward_id(), site
             if len(self._sites) > _MAX_SITES:
                 self._sites.popitem(last=False)
 
@@ -332,7 +331,7 @@ class Tracker:
             return None if name is None else Site(Place(owner_of(name), True, "backward", ""))
         number, thread = node._sequence_nr(), threading.get_ident()
         task, site = self._sites.get((thread, number), (-1, None))
-        if site is not None and (thread == self._thread or task != _graph_task()):
+        if site is not None and (thread == self._thread or task != backward_id()):
             return site
         return self._sites.get((self._thread, number), (-1, None))[1]
 
@@ -343,7 +342,7 @@ class Tracker:
             self._discover(module)
         name = self.names.get(module)
         if name is not None:  # a copy, or a replica of DataParallel, has none
-            self._state.stack.append((module, name, _graph_task()))
+            self._state.stack.append((module, name, backward_id()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         stack = self._state.stack
@@ -353,7 +352,6 @@ class Tracker:
     def _discover(self, module: nn.Module) -> None:
         model = unwrapped(module)
         if not self._state.stack and next(model.parameters(), None) is not None:
-            self.compiled |= any(getattr(module, name, None) is not None for name in _COMPILED)
             parts = set(model.modules())
             others = [each for each in self.models if each not in parts]
             self._models = [weakref.ref(each) for each in (*others, model)]
@@ -366,9 +364,6 @@ class Tracker:
 
 # torch's own, which the hooks would cause. A compiled model runs uncompiled in a trace.
 _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-
-_COMPILED = ("_orig_mod", "_compiled_call_impl")
-"""What a module has that torch.compile wrapped, or that compiled itself."""
 
 
 def _forget(warning_filter: Any) -> None:
@@ -420,7 +415,8 @@ _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 
 def _innermost_line() -> str:
     """Returns ``"file:line"`` of the innermost user frame, or ``""`` if there is none."""
-    return next((_line(frame) for frame in _frames() if _is_user(frame)), "")
+    frames = traceback.walk_stack(inspect.currentframe())
+    return next((_line(*each) for each in frames if _is_user(each[0])), "")
 
 
 def _within_backward() -> tuple[str, bool]:
@@ -430,14 +426,14 @@ def _within_backward() -> tuple[str, bool]:
     not have.
     """
     line = ""
-    for frame in _frames():
+    for frame, number in traceback.walk_stack(inspect.currentframe()):
         kind = _kind(frame.f_code.co_filename)
         if kind == "engine":
             break
         if kind == "checkpoint":
             return line, True
         if not line and _is_user(frame):
-            line = _line(frame)
+            line = _line(frame, number)
     return line, False
 
 
@@ -446,15 +442,8 @@ def is_user_file(filename: str) -> bool:
     return _kind(filename) == "user"
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def _line(frame: FrameType, number: int) -> str:
+    return f"{frame.f_code.co_filename}:{number}"
 
 
 def _is_user(frame: FrameType) -> bool:

@@ -77,55 +77,47 @@ def trace_rounding(*models: nn.Module) -> RoundingTrace:
 
 
 @dataclass(frozen=True)
-class RoundingRow:
+class RoundingRow(Finding):
     """An operator that lost digits, by the first call of it that did.
 
-    Errors are norms of differences from the fp32 shadows, relative to the shadows' norms.
+    Errors are norms of differences from the fp32 shadows, relative to the shadows' norms. Its
+    ``kind`` is ``"rounding"`` if the operator's own result is wrong for the inputs that it got,
+    ``"cancellation"`` if it is right and magnifies their errors, ``"chain"`` if the errors of many
+    small steps have added up.
 
     Attributes:
-        module: Qualified name in the model; ``""`` for the model itself and outside it.
-        inside: Whether a model was running, forward or backward.
-        direction: ``"forward"`` or ``"backward"``.
-        op: Operator, such as ``"aten.sub"``.
-        dtype: Dtype of the result.
         error: Error of the result.
         tolerance: The largest error that is explained by the errors of the inputs, the dtype and
             the operator's shape.
         inherited: The largest error among the inputs; in a chain of linear operators, such as a
             running sum, among the values that entered the chain.
-        kind: ``"rounding"`` if the operator's own result is wrong for the inputs that it got,
-            ``"cancellation"`` if it is right and magnifies their errors, ``"chain"`` if the errors
-            of many small steps have added up.
-        location: ``"file:line"`` of user code. In a backward pass, the line of the forward.
     """
 
-    module: str
-    inside: bool
-    direction: Literal["forward", "backward"]
-    op: str
-    dtype: str
-    error: float
-    tolerance: float
-    inherited: float
-    kind: Kind
-    location: str
+    error: float = 0.0
+    tolerance: float = 0.0
+    inherited: float = 0.0
 
-    @property
-    def finding(self) -> Finding:
-        """What happened, why, and what to do."""
-        place = Place(self.module, self.inside, self.direction, self.location)
-        times = f"{self.error / self.inherited:.0f} times" if self.inherited else "from none"
-        return Finding(
-            place,
-            self.op,
-            self.kind,
-            self.dtype,
-            f"{self.op} {place}, {self.direction}, in {self.dtype}: error {self.error:.2g}, "
-            f"explained {self.tolerance:.2g}, inherited {self.inherited:.2g}",
-            self.kind,
-            _WHY[self.kind].format(dtype=self.dtype, times=times),
-            (*in_fp32(place), _FORMS[self.kind]),
-        )
+
+def _row(
+    place: Place, call: _ShadowCall, dtype: str, error: float, tolerance: float, kind: Kind
+) -> RoundingRow:
+    """Returns what happened, why, and what to do."""
+    inherited = call.inherited
+    times = f"{error / inherited:.0f} times" if inherited else "from none"
+    return RoundingRow(
+        place,
+        call.name,
+        kind,
+        dtype,
+        what=f"{call.name} {place}, {place.direction}, in {dtype}: error {error:.2g}, explained "
+        f"{tolerance:.2g}, inherited {inherited:.2g}",
+        cause=kind,
+        why=_WHY[kind].format(dtype=dtype, times=times),
+        remedies=(*in_fp32(place), _FORMS[kind]),
+        error=error,
+        tolerance=tolerance,
+        inherited=inherited,
+    )
 
 
 _WHY: dict[Kind, str] = {
@@ -147,8 +139,8 @@ class Skipped:
     """An operator without a verdict.
 
     Attributes:
-        module: See :class:`RoundingRow`.
-        op: See :class:`RoundingRow`.
+        module: Qualified name of its module; ``""`` for the model itself and outside it.
+        op: Operator, such as ``"aten.sub"``.
         reason: Why its results count as exact from there on.
     """
 
@@ -203,7 +195,7 @@ class RoundingTrace(Trace):
         return self._log.operators
 
     def __str__(self) -> str:
-        later = [f"{row.op} {row.finding.place}, {row.direction}" for row in self.lost[1:]]
+        later = [f"{row.op} {row.place}, {row.direction}" for row in self.lost[1:]]
         skips = (
             f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
         )
@@ -213,7 +205,7 @@ class RoundingTrace(Trace):
     @property
     def _verdict(self) -> str:
         if self.worst is not None:
-            return f"Digits first lost: {self.worst.finding}"
+            return f"Digits first lost: {self.worst}"
         if not self._log.seen:
             return (
                 "Nothing traced: no operator ran inside. Write `with "
@@ -227,8 +219,8 @@ class RoundingTrace(Trace):
     def to_json(self) -> str:
         """Returns all data as JSON; an infinite number as null."""
         found = {
-            "worst": None if self.worst is None else asdict(self.worst),
-            "lost": list(map(asdict, self.lost)),
+            "worst": None if self.worst is None else self.worst.as_dict(),
+            "lost": [row.as_dict() for row in self.lost],
             "skipped": list(map(asdict, self.skipped)),
             "operators": self.operators,
         }
@@ -369,12 +361,11 @@ class _RoundingDetector(Detector):
         self, call: _ShadowCall, low: Tensor, error: float, tolerance: float, kind: Kind
     ) -> None:
         """Logs a result beyond its tolerance."""
-        place = *self.tracker.module, self.tracker.direction, call.name, dtypes.name(low.dtype)
-        if place not in self._log.lost:
-            line = self.tracker.location()
-            self._log.lost[place] = RoundingRow(
-                *place, error, tolerance, call.inherited, kind, line
-            )
+        name = dtypes.name(low.dtype)
+        key = *self.tracker.module, self.tracker.direction, call.name, name
+        if key not in self._log.lost:
+            row = _row(self.tracker.place, call, name, error, tolerance, kind)
+            self._log.lost[key] = row
 
     def _error(
         self, call: _ShadowCall, low: Tensor, high: Tensor, index: int

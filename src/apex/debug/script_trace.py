@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from apex.debug.causes import finding_of
 from apex.debug.overflow import Births, OverflowDetector, OverflowTrace
 from apex.debug.place import Finding, Tracker
 from apex.debug.tracing import Call, Detector, Mode
@@ -32,9 +31,6 @@ class Seen:
         steps: Number of optimizer steps completed.
         passes: Number of backward passes that reached a gradient.
         healed: Number of these after which a dynamic loss scale backed off.
-        harmless: Number of operators whose inf and NaN reached no gradient.
-        first_harmless: The first of these; None without one.
-        compiled: Whether a compiled model ran uncompiled.
         seconds: Time since the first operator.
     """
 
@@ -46,9 +42,6 @@ class Seen:
     steps: int
     passes: int
     healed: int
-    harmless: int
-    first_harmless: Finding | None
-    compiled: bool
     seconds: float
 
 
@@ -88,7 +81,7 @@ class ScriptTrace(OverflowTrace):
     def seen(self) -> Seen:
         """Returns what the trace has seen so far."""
         births, script, first = self._births, self._script, self._births.first(healing=False)
-        harmless, steps = births.harmless, script.steps
+        steps = script.steps
         return Seen(
             first=self.first,
             steps_before=bisect.bisect_left(steps, first.time) if first else len(steps),
@@ -98,9 +91,6 @@ class ScriptTrace(OverflowTrace):
             steps=len(steps),
             passes=births.passes,
             healed=births.healed,
-            harmless=sum(each.times for each in harmless),
-            first_harmless=finding_of(harmless[0]) if harmless else None,
-            compiled=self._tracker.compiled,
             seconds=time.perf_counter() - script.started if script.started else 0.0,
         )
 

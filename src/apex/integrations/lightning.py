@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from apex import amp
 from apex._core.param_groups import params_of
 from apex._engine.model import mixes_dtypes, state_of
-from apex._engine.optimizer.optimizer_class import binding_of, own_class
+from apex._engine.optimizer_class import binding_of, own_class
 from apex._torch import ddp
 from apex.amp.properties import level_defaults
 from apex.integrations import scales

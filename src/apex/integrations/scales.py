@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
 from apex._engine.session import Session
 from apex.amp import scaler_states

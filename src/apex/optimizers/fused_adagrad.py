@@ -10,7 +10,6 @@ from torch.optim.optimizer import ParamsT
 import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.foreach.adagrad import adagrad_
-from apex._core.foreach.gate import Gate, Scalar
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 
@@ -21,7 +20,6 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: 1 for decoupled weight decay, else 0.
     """
 
-    shaped_state: ClassVar[tuple[str, ...]] = ("sum",)
     settings: ClassVar[tuple[str, ...]] = ("adagrad_w_mode",)
 
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
@@ -48,22 +46,20 @@ class FusedAdagrad(FusedOptimizer):
         Raises:
             ValueError: If a value is out of range.
         """
-        in_range("lr", lr)
-        in_range("eps", eps)
-        in_range("weight_decay", weight_decay)
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        for name, value in defaults.items():
+            in_range(name, value)
+        super().__init__(params, defaults)
         self.adagrad_w_mode = int(flag("adagrad_w_mode", adagrad_w_mode))
         self.set_grad_none = flag("set_grad_none", set_grad_none)
 
-    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+    def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
         adagrad_(
-            batch.params,
-            batch.grads,
-            self.buffers(batch.params, "sum"),
+            [batch.grads, batch.params, *self.buffers(batch.params, "sum")],
+            batch.skip,
             lr=batch.option("lr"),
             eps=batch.group["eps"],
             weight_decay=batch.group["weight_decay"],
             decoupled=bool(self.adagrad_w_mode),
-            gate=gate,
         )

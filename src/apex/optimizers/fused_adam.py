@@ -13,14 +13,14 @@ import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.dtypes import LOW_PRECISION
 from apex._core.foreach.adam import AdamRule, adam_
-from apex._core.foreach.gate import Gate, Scalar, as_tensor
-from apex._core.foreach.working import store, working
+from apex._core.foreach.scalars import as_tensor
+from apex._core.foreach.working import math_dtype, store
 from apex._torch.copies import moved
 from apex.optimizers.fused_optimizer import (
     IN_KERNELS,
     Batch,
     FusedOptimizer,
-    check_adam_options,
+    adam_defaults,
     global_norm,
 )
 
@@ -104,24 +104,18 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam supports master_weights=True only with capturable=True. Pass both, or "
                 'use the masters of amp.initialize(..., opt_level="O2").'
             )
-        check_adam_options("FusedAdam", lr, betas, eps, weight_decay, amsgrad=amsgrad)
+        defaults = adam_defaults(
+            "FusedAdam", lr, bias_correction, betas, eps, weight_decay, amsgrad
+        )
         in_range("max_grad_norm", max_grad_norm)
         if amp_scale_adjustment != 1.0:
             raise ValueError(
                 f"amp_scale_adjustment is {amp_scale_adjustment!r}; it must be 1, because amp "
                 "unscales gradients before the step."
             )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
         # The base's constructor calls add_param_group, which reads it.
         self.capturable = flag("capturable", capturable)
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, "max_grad_norm": max_grad_norm})
         self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
         self.eps_mode = int(not flag("eps_inside_sqrt", eps_inside_sqrt))
         self.set_grad_none = flag("set_grad_none", set_grad_none)
@@ -165,17 +159,16 @@ class FusedAdam(FusedOptimizer):
             if own and (max_norm := _max_norm(group)):
                 _clip(own, max_norm, None if self._norms is None else self._norms[index])
 
-    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+    def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
         targets = self.masters(batch, LOW_PRECISION if self.master_weights else ())
-        averages = self.buffers(batch.params, "exp_avg"), self.buffers(batch.params, "exp_avg_sq")
-        adam_(targets, batch.grads, *averages, rule=self.rule(batch, step), step=step, gate=gate)
+        averages = self.buffers(batch.params, "exp_avg", "exp_avg_sq")
+        adam_([batch.grads, targets, *averages], self.rule(batch), batch.step, batch.skip)
         store(batch.params, targets)
 
-    def rule(self, batch: Batch, step: Scalar) -> AdamRule:
+    def rule(self, batch: Batch) -> AdamRule:
         """Returns the hyperparameters of a batch's step."""
-        del step
-        return batch.adam_rule(decoupled=self.adam_w_mode, eps_inside_sqrt=self.eps_mode == 0)
+        return batch.adam_rule(self.adam_w_mode, eps_inside_sqrt=self.eps_mode == 0)
 
     _norms: list[Any] | None = None
     """The norm of each group's gradients, if the caller of ``step`` knows them."""
@@ -189,5 +182,5 @@ def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -
     norm = global_norm(batches) if known is None else as_tensor(known, batches[0].device)
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
     for batch in batches:
-        (wide,) = working(batch.grads)
+        wide = [grad.to(math_dtype(grad)) for grad in batch.grads]
         batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))

@@ -10,14 +10,13 @@ from torch.optim.optimizer import ParamsT
 
 import amp_C
 from apex._core.arguments import flag, in_range
-from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.lamb import clip_divisor, lamb_
+from apex._core.foreach.scalars import Scalar, as_tensor
 from apex._core.foreach.working import store
-from apex._torch.copies import moved
 from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,
-    check_adam_options,
+    adam_defaults,
     global_norm,
 )
 
@@ -74,46 +73,31 @@ class FusedLAMB(FusedOptimizer):
             ValueError: If a value is out of range.
         """
         name = type(self).__name__
-        check_adam_options(name, lr, betas, eps, weight_decay, amsgrad=amsgrad)
+        defaults = adam_defaults(name, lr, bias_correction, betas, eps, weight_decay, amsgrad)
         in_range("max_grad_norm", max_grad_norm)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults)
+        own = {"grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
+        super().__init__(params, {**defaults, **own})
         self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
         self.set_grad_none = flag("set_grad_none", set_grad_none)
         self.use_nvlamb = flag("use_nvlamb", use_nvlamb)
 
     def prepare(self, batches: list[Batch]) -> None:
         """Takes the global norm of all gradients."""
-        self._divisor = None
         largest = self.defaults["max_grad_norm"]
-        if batches and largest:
-            self._divisor = clip_divisor(global_norm(batches), largest)
+        clips = batches and largest
+        self._divisor = clip_divisor(global_norm(batches), largest) if clips else 1.0
 
-    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+    def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
-        divisor = torch.ones((), dtype=torch.float32, device=batch.device)
-        if self._divisor is not None:
-            divisor = moved(self._divisor, batch.device)
         targets = self.masters(batch, (self.reduced_precision_dtype,))
-        averages = self.buffers(batch.params, "exp_avg"), self.buffers(batch.params, "exp_avg_sq")
         lamb_(
-            targets,
-            batch.grads,
-            *averages,
-            rule=batch.adam_rule(decoupled=self.adam_w_mode),
-            step=step,
-            divisor=divisor,
-            adaptive=self.use_nvlamb or batch.group["weight_decay"] != 0.0,
-            gate=gate,
+            [batch.grads, targets, *self.buffers(batch.params, "exp_avg", "exp_avg_sq")],
+            batch.adam_rule(self.adam_w_mode),
+            batch.step,
+            batch.skip,
+            divisor=as_tensor(self._divisor, batch.device),
+            nvlamb=self.use_nvlamb,
         )
         store(batch.params, targets)
 
-    _divisor: Tensor | None = None
+    _divisor: Scalar = 1.0

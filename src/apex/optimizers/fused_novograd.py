@@ -10,22 +10,12 @@ from torch.optim.optimizer import ParamsT
 
 import amp_C
 from apex._core.arguments import flag
-from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.norms import stacked
-from apex._core.foreach.novograd import (
-    L2_NORM,
-    MAX_NORM,
-    NovoGradRule,
-    blended,
-    norms_of,
-    novograd_,
-)
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, check_adam_options
+from apex._core.foreach.novograd import NORMS, NOT_STARTED, novograd_
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 NORM = "exp_avg_sq"
 """The state key of a running norm, 0-d. The name is apex's, although it is not a square."""
-
-_NOT_STARTED = -1.0
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -36,8 +26,7 @@ class FusedNovoGrad(FusedOptimizer):
             (1).
     """
 
-    shaped_state: ClassVar[tuple[str, ...]] = ("exp_avg",)
-    scalar_state: ClassVar[tuple[str, ...]] = (NORM,)
+    scalar_state: ClassVar[tuple[str, ...]] = ("step", NORM)
     settings: ClassVar[tuple[str, ...]] = ("moment_mode",)
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
@@ -78,56 +67,28 @@ class FusedNovoGrad(FusedOptimizer):
             RuntimeError: If ``amsgrad`` is set or ``norm_type`` is invalid.
             ValueError: If a value is out of range.
         """
-        check_adam_options("FusedNovoGrad", lr, betas, eps, weight_decay, amsgrad=amsgrad)
-        if norm_type not in (MAX_NORM, L2_NORM):
+        name = "FusedNovoGrad"
+        defaults = adam_defaults(name, lr, bias_correction, betas, eps, weight_decay, amsgrad)
+        if norm_type not in NORMS:
             raise RuntimeError(
                 f"FusedNovoGrad got norm_type={norm_type!r}; it must be 2 (2-norm) or 0 "
                 "(largest absolute value)."
             )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        super().__init__(params, defaults)
+        own = {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
+        super().__init__(params, {**defaults, **own})
         self.moment_mode = int(not flag("reg_inside_moment", reg_inside_moment))
         self.set_grad_none = flag("set_grad_none", set_grad_none)
 
-    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+    def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
-        group = batch.group
-        beta1, beta2 = group["betas"]
-        rule = NovoGradRule(
-            lr=batch.option("lr"),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=bool(group["bias_correction"]),
-            averaged=bool(group["grad_averaging"]),
-            inside_moment=self.moment_mode == 0,
-            norm_type=group["norm_type"],
-        )
-        norms = self._blend(batch, rule, gate)
-        averages = self.buffers(batch.params, "exp_avg")
-        novograd_(batch.params, batch.grads, averages, norms, rule=rule, step=step, gate=gate)
-
-    def _blend(self, batch: Batch, rule: NovoGradRule, gate: Gate) -> Tensor:
-        """Updates the running norms with this step's gradient norms and returns them, ``[N]``."""
-        start = 0.0 if batch.group["init_zero"] else _NOT_STARTED
+        start = 0.0 if batch.group["init_zero"] else NOT_STARTED
         for param in batch.params:
             if NORM not in self.state[param]:
                 new = torch.full((), start, dtype=torch.float32, device=param.device)
                 self.state[param][NORM] = new
-        states = [self.state[param][NORM] for param in batch.params]
-        running = stacked(states, batch.device)
-        fresh = norms_of(batch.grads, rule.norm_type, batch.device)
-        started = torch.where(running == _NOT_STARTED, fresh, running)
-        (chosen,) = gate.select([running], [blended(started, fresh, rule)])
-        torch._foreach_copy_(states, list(chosen.unbind()))
-        return chosen
+        running = [self.state[param][NORM] for param in batch.params]
+        norms, rule = stacked(running, batch.device), batch.adam_rule(self.moment_mode)
+        lists = [batch.grads, batch.params, *self.buffers(batch.params, "exp_avg")]
+        norm_type = batch.group["norm_type"]
+        novograd_(lists, norms, rule, batch.step, batch.skip, norm_type=norm_type)
+        torch._foreach_copy_(running, list(norms.unbind()))

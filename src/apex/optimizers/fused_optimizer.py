@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +16,9 @@ from apex._core import arguments
 from apex._core.arguments import in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.gate import Gate, Scalar, as_scalar, as_tensor
 from apex._core.foreach.norms import l2_norms, stacked, total
-from apex._core.foreach.working import math_dtype, store, working
+from apex._core.foreach.scalars import Scalar, as_scalar, as_tensor, skip_flag
+from apex._core.foreach.working import math_dtype, scale_
 from apex._core.param_groups import params_of, states_in
 from apex._torch.copies import moved
 from apex._torch.grad_scaler import signals
@@ -38,38 +38,40 @@ IN_KERNELS = "step", "_batches", "_gradient", "prepare", "update"
 
 @dataclass
 class Batch:
-    """Parameters of one group that are on one device and have gradients."""
+    """Parameters of one group that are on one device and have gradients.
+
+    Attributes:
+        skip: 0-d flag, 1 to change nothing; ``None`` without a flag.
+    """
 
     group: dict[str, Any]
     device: torch.device
-    params: list[Tensor]
-    grads: list[Tensor]
+    skip: Tensor | None
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
     elements: int = 0
 
     def option(self, name: str) -> Any:
-        """Returns a hyperparameter of the group; a tensor comes as 0-d on the batch's device."""
+        """Returns a value of the group; a tensor comes as 0-d on the batch's device."""
         return as_scalar(self.group[name], self.device)
 
-    def unscale_(self, scale: Tensor, gate: Gate) -> None:
-        """Divides the gradients in place; the batch then holds them before rounding."""
-        (wide,) = working(self.grads)
-        gate.unscale_(wide, scale)
-        store(self.grads, wide)
-        self.grads = wide
+    @property
+    def step(self) -> Scalar:
+        """The count of this step, from 1."""
+        count: Scalar = self.option("step")
+        return count
 
-    def adam_rule(self, *, decoupled: int, eps_inside_sqrt: bool = False) -> AdamRule:
-        """Returns the group's hyperparameters of Adam or LAMB."""
-        beta1, beta2 = self.group["betas"]
+    def adam_rule(self, decoupled: int, **options: Any) -> AdamRule:
+        """Returns the group's hyperparameters of Adam, LAMB or NovoGrad."""
         return AdamRule(
             lr=self.option("lr"),
-            beta1=beta1,
-            beta2=beta2,
+            betas=self.group["betas"],
             eps=self.group["eps"],
             weight_decay=self.group["weight_decay"],
             decoupled=bool(decoupled),
             bias_correction=bool(self.group["bias_correction"]),
             averaged=bool(self.group.get("grad_averaging", True)),
-            eps_inside_sqrt=eps_inside_sqrt,
+            **options,
         )
 
 
@@ -99,11 +101,8 @@ class FusedOptimizer(Optimizer):
     steps_dtensors: ClassVar[bool] = False
     """Whether the rule supports DTensors: takes norms over all ranks, mixes in no plain tensors."""
 
-    shaped_state: ClassVar[tuple[str, ...]] = "exp_avg", "exp_avg_sq"
-    """State of the parameter's shape, which kernels do not check."""
-
-    scalar_state: ClassVar[tuple[str, ...]] = ()
-    """State of one number per parameter, 0-d."""
+    scalar_state: ClassVar[tuple[str, ...]] = ("step",)
+    """State that is one number per parameter; all other state has the parameter's shape."""
 
     gradient_methods: ClassVar[tuple[str, ...]] = ()
     """The methods that handle gradients, if they leave their values to torch's fused kernels.
@@ -122,14 +121,8 @@ class FusedOptimizer(Optimizer):
             put_on_device(self.param_groups[-1])
 
     @abstractmethod
-    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
-        """Takes one step for a batch.
-
-        Args:
-            batch: Parameters and gradients.
-            step: Count of this step, from 1.
-            gate: Whether to skip the step.
-        """
+    def update(self, batch: Batch) -> None:
+        """Takes one step for a batch of parameters."""
 
     def prepare(self, batches: list[Batch]) -> None:
         """Called with all unscaled gradients before the first update."""
@@ -168,17 +161,16 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = self._signals(**scaling)
-        batches = [batch for group in self.param_groups for batch in self._batches(group)]
-        gates = [Gate.of(found_inf, batch.device) for batch in batches]
+        batches = [each for group in self.param_groups for each in self._batches(group, found_inf)]
         if grad_scale is not None:
-            for batch, gate in zip(batches, gates, strict=True):
-                batch.unscale_(grad_scale, gate)
+            for batch in batches:
+                factor = as_tensor(grad_scale, batch.device).reciprocal()
+                batch.grads = scale_(batch.grads, factor, batch.skip)
         self.prepare(batches)
-        steps: dict[int, Scalar] = {}
-        for batch, gate in zip(batches, gates, strict=True):
-            if id(batch.group) not in steps:
-                steps[id(batch.group)] = self._advance(batch, found_inf)
-            self.update(batch, as_scalar(steps[id(batch.group)], batch.device), gate)
+        for group in self.param_groups:
+            _count(group, found_inf)
+        for batch in batches:
+            self.update(batch)
         return loss
 
     def _signals(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
@@ -187,19 +179,25 @@ class FusedOptimizer(Optimizer):
             return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return signals(grad_scaler, self)
 
-    def _batches(self, group: dict[str, Any]) -> Iterator[Batch]:
+    def _batches(self, group: dict[str, Any], found_inf: Tensor | None) -> Iterator[Batch]:
         last: dict[torch.device, Batch] = {}
         for param in group["params"]:
             grad = self._gradient(param)
             if grad is None:
                 continue
             if grad.layout is not torch.strided or not param.is_floating_point():
-                self._refuse(param)
+                raise RuntimeError(
+                    f"{type(self).__name__} got a parameter of {param.dtype} or a sparse gradient. "
+                    "It does not support sparse gradients, and steps fp16, bf16, fp32 and fp64 "
+                    "parameters. Use another optimizer for it, such as torch.optim.SparseAdam, or "
+                    "sparse=False."
+                )
             batch = last.get(param.device)
             if batch is None or (batch.elements >= _LARGE and not self.gradient_methods):
                 if batch is not None:
                     yield batch
-                batch = last[param.device] = Batch(group, param.device, [], [])
+                skip = skip_flag(found_inf, param.device)
+                batch = last[param.device] = Batch(group, param.device, skip)
             batch.params.append(param)
             batch.grads.append(grad)
             batch.elements += param.numel()
@@ -208,41 +206,19 @@ class FusedOptimizer(Optimizer):
     def _gradient(self, param: Tensor) -> Tensor | None:
         return param.grad
 
-    def _refuse(self, param: Tensor) -> None:
-        raise RuntimeError(
-            f"{type(self).__name__} got a parameter of {param.dtype} or a sparse gradient. It does "
-            "not support sparse gradients, and steps fp16, bf16, fp32 and fp64 parameters. Use "
-            "another optimizer for it, such as torch.optim.SparseAdam, or sparse=False."
-        )
-
-    def _advance(self, batch: Batch, found_inf: Tensor | None) -> Scalar:
-        """Counts one step of the group, unless it is skipped; returns the count.
-
-        The count is a Python number until a flag on a device decides whether a step counts.
-        """
-        group = batch.group
-        step: Scalar = group.get("step", 0)
-        if found_inf is None and not isinstance(step, Tensor):
-            group["step"] = step + 1
-            return step + 1
-        if not isinstance(step, Tensor):
-            step = torch.full((), int(step), dtype=torch.int32, device=batch.device)
-        group["step"] = step = moved(step, batch.device)
-        flag = torch.zeros_like(step) if found_inf is None else moved(found_inf, batch.device)
-        return step.add_((flag.reshape(step.shape) == 0).to(step.dtype))
-
-    def buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Returns a state tensor of every parameter, initially zeros."""
+    def buffers(self, params: Sequence[Tensor], *names: str) -> list[list[Tensor]]:
+        """Returns lists of the parameters' state of these names, initially zeros."""
         for param in params:
-            if name not in self.state[param]:
-                self.state[param][name] = torch.zeros_like(param, dtype=self.state_dtype(param))
-        return [self.state[param][name] for param in params]
+            for name in names:
+                if name not in self.state[param]:
+                    self.state[param][name] = torch.zeros_like(param, dtype=self.state_dtype(param))
+        return [[self.state[param][name] for param in params] for name in names]
 
     def state_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's state: fp32, fp64 for fp64 parameters."""
         return math_dtype(param)
 
-    def masters(self, batch: Batch, dtypes: tuple[torch.dtype | None, ...]) -> list[Tensor]:
+    def masters(self, batch: Batch, dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
         """Returns fp32 masters of the parameters of these dtypes, and other parameters themselves.
 
         Masters are made at the first step: before that the model's values may still change (by a
@@ -290,8 +266,7 @@ class FusedOptimizer(Optimizer):
         for param, own in states_in(state["state"]):
             for key, tensor in own.items():
                 wanted = torch.Size() if key in self.scalar_state else param.shape
-                known = key in (*self.scalar_state, *self.shaped_state, MASTER)
-                if known and isinstance(tensor, Tensor) and tensor.shape != wanted:
+                if isinstance(tensor, Tensor) and tensor.shape != wanted:
                     raise ValueError(
                         f"{name} got the state of another model or optimizer: {key} has the shape "
                         f"{tuple(tensor.shape)} for a parameter of shape {tuple(param.shape)}, "
@@ -323,6 +298,20 @@ class FusedOptimizer(Optimizer):
                     self.state[param][name] = saved.detach().to(param.device, copy=True)
 
 
+def _count(group: dict[str, Any], found_inf: Tensor | None) -> None:
+    """Counts one step of a group; on the device from the first flag on that may skip a step."""
+    if not group["params"]:
+        return
+    step, device = group.get("step", 0), group["params"][0].device
+    if found_inf is None and not isinstance(step, Tensor):
+        group["step"] = step + 1
+        return
+    if not isinstance(step, Tensor):
+        step = torch.full((), int(step), dtype=torch.int32, device=device)
+    skip = skip_flag(found_inf, device)
+    group["step"] = moved(step, device).add_(1 if skip is None else (1 - skip).to(step.dtype))
+
+
 def put_on_device(group: dict[str, Any]) -> None:
     """Moves a group's learning rate and step count to tensors on its parameters' device."""
     if not group["params"]:
@@ -338,10 +327,13 @@ def global_norm(batches: Sequence[Batch]) -> Tensor:
     return total(torch.cat([stacked(l2_norms(batch.grads), device) for batch in batches]))
 
 
-def check_adam_options(
-    name: str, lr: Any, betas: Any, eps: float, decay: float, *, amsgrad: bool
-) -> None:
-    """Raises for a hyperparameter out of range or of a wrong type; RuntimeError for AMSGrad."""
+def adam_defaults(
+    name: str, lr: Any, bias_correction: bool, betas: Any, eps: float, decay: float, amsgrad: bool
+) -> dict[str, Any]:
+    """Returns the options that Adam, LAMB and NovoGrad share.
+
+    Raises for one out of range or of a wrong type; RuntimeError for AMSGrad.
+    """
     if amsgrad:
         raise RuntimeError(
             f"{name} does not support the AMSGrad variant. "
@@ -349,8 +341,9 @@ def check_adam_options(
         )
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
-    in_range("lr", lr)
     in_range("betas[0]", betas[0], below=1.0)
     in_range("betas[1]", betas[1], below=1.0)
-    in_range("eps", eps)
-    in_range("weight_decay", decay)
+    options = {"lr": lr, "eps": eps, "weight_decay": decay}
+    for key, value in options.items():
+        in_range(key, value)
+    return {**options, "betas": betas, "bias_correction": bias_correction}

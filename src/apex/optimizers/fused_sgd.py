@@ -12,7 +12,6 @@ from torch.optim.optimizer import ParamsT, required
 
 import amp_C
 from apex._core.arguments import flag, in_range
-from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.sgd import SGDRule, sgd_
 from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer
 
@@ -30,7 +29,6 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: Has no effect; kept for compatibility.
     """
 
-    shaped_state: ClassVar[tuple[str, ...]] = (BUFFER,)
     gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
     settings: ClassVar[tuple[str, ...]] = ("wd_after_momentum", "materialize_master_grads")
 
@@ -94,9 +92,9 @@ class FusedSGD(FusedOptimizer):
         """Returns each parameter's momentum, and whether all have just been made, as zeros."""
         params = list(params)
         new = all(BUFFER not in self.state[param] for param in params)
-        return self.buffers(params, BUFFER), new
+        return self.buffers(params, BUFFER)[0], new
 
-    def update(self, batch: Batch, step: Scalar, gate: Gate) -> None:
+    def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
         group = batch.group
         rule = SGDRule(
@@ -111,10 +109,10 @@ class FusedSGD(FusedOptimizer):
         dampened = bool(rule.momentum and rule.dampening)
         new = [dampened and BUFFER not in self.state[param] for param in batch.params]
         # sync: dampening depends on whether a buffer has started; only until all have.
-        if any(new) and gate.skip is not None and bool(gate.skip):
+        if any(new) and batch.skip is not None and bool(batch.skip):
             return
         momenta = self.buffers(batch.params, BUFFER) if rule.momentum else []
         for first_run in {*new}:
             chosen = [each is first_run for each in new]
-            lists = (list(compress(each, chosen)) for each in (batch.params, batch.grads, momenta))
-            sgd_(*lists, rule=rule, first_run=first_run, gate=gate)
+            lists = [list(compress(each, chosen)) for each in (batch.grads, batch.params, *momenta)]
+            sgd_(lists, rule, batch.skip, first_run=first_run)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from apex._core import arguments
 from apex._engine.master_wrapper import forwarded
-from apex._engine.optimizer.optimizer_class import binding_of
+from apex._engine.optimizer_class import binding_of
 
 
 class LARC:

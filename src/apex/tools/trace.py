@@ -32,12 +32,8 @@ class Tracing:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything in JSON types."""
         seen, first = self.seen, self.seen.first
-        faults = {
-            "first": None if first is None else first.as_dict(),
-            "first_harmless": _brief(seen.first_harmless),
-        }
-        own = {"script": self.script, "ending": asdict(self.ending)}
-        return own | asdict(seen) | faults | {"rank": self.rank}
+        own = {"script": self.script, "rank": self.rank, "ending": asdict(self.ending)}
+        return own | asdict(seen) | {"first": None if first is None else first.as_dict()}
 
     def __str__(self) -> str:
         """Returns the report; on several ranks, each line begins with the rank."""
@@ -121,13 +117,6 @@ def _remarks(tracing: Tracing) -> list[str]:
             "overflowed. A dynamic loss scale finds its value this way: it backs off, and the step "
             "is skipped."
         )
-    if seen.harmless:
-        lines.append(
-            f"Harmless: {counted(seen.harmless, 'non-finite result')} reached no gradient. The "
-            f"first: {_brief(seen.first_harmless)}."
-        )
-    if seen.compiled:
-        lines.append("Compiled parts ran uncompiled, as compiled code is opaque to a trace.")
     if not seen.operators:
         none = (
             "No operator was traced: the script ran none in its own process and main thread. "

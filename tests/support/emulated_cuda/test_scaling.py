@@ -7,8 +7,8 @@ import torch
 
 from apex import amp
 from apex._core import finite
-from apex._core.foreach.gate import Gate, as_scalar, as_tensor
 from apex._core.foreach.norms import any_non_finite, stacked
+from apex._core.foreach.scalars import as_scalar, as_tensor, skip_flag
 from apex._core.scale import ScaleRule
 from apex._engine.events import Iteration, ScaleUpdate
 from apex._engine.readback import Readback
@@ -59,11 +59,11 @@ def test_a_dynamic_scale_without_masters_trains_16_bit_weights(dtype):
 
 @places
 @others
-def test_a_gate_takes_its_flag_from_any_device(place, other):
+def test_numbers_and_flags_are_taken_from_any_device(place, other):
     for flag in (0.0, 1.0):
-        gate = Gate.of(torch.tensor([flag], device=other), place)
-        assert gate.skip.device == place
-        assert gate.skip.tolist() == flag
+        skip = skip_flag(torch.tensor([flag], device=other), place)
+        assert skip.device == place
+        assert skip.tolist() == flag
     number = torch.tensor([3.0], device=other)
     assert as_tensor(number, place).tolist() == as_scalar(number, place).tolist() == 3.0
 
@@ -146,7 +146,6 @@ def test_numerics_of_a_model_on_two_devices_are_right():
     for index, layer in enumerate(model):
         torch.nn.init.constant_(layer.weight, 2.0 + index)
         torch.nn.init.zeros_(layer.bias)
-    found = {item.name: item.largest for item in amp.debug.check_numerics(model)}
-    assert found == {"0.weight": 2.0, "0.bias": 0.0, "1.weight": 3.0, "1.bias": 0.0}
+    assert amp.debug.check_numerics(model) == []
     model[1].weight.data[0, 0] = math.nan
-    assert [item.name for item in amp.debug.check_numerics(model).nonfinite] == ["1.weight"]
+    assert [item.name for item in amp.debug.check_numerics(model)] == ["1.weight"]

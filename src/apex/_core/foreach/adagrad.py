@@ -10,38 +10,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex._core.foreach.gate import Gate, Scalar, add_
-from apex._core.foreach.working import store, working
+from apex._core.foreach.scalars import Scalar, descend_
+from apex._core.foreach.working import working
 
 
 def adagrad_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    sums: Sequence[Tensor],
+    lists: Sequence[Sequence[Tensor]],
+    skip: Tensor | None = None,
     *,
     lr: Scalar,
     eps: float,
     weight_decay: float,
     decoupled: bool,
-    gate: Gate,
 ) -> None:
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
-    ``sums`` are those of the gradients' squares. Weight decay acts on the parameter directly where
-    it is ``decoupled``, else on the gradient.
+    ``lists`` are ``[grads, params, sums]``, the last of the gradients' squares. Weight decay acts
+    on the parameter directly where it is ``decoupled``, else on the gradient. If 0-d ``skip`` is 1,
+    nothing changes.
     """
-    if not params:
-        return
-    weights, gradients, totals = working(params, grads, sums)
-    if weight_decay and not decoupled:
-        gradients = list(torch._foreach_add(gradients, weights, alpha=weight_decay))
-    gradients = gate.gradients(gradients)
-    torch._foreach_addcmul_(totals, gradients, gradients)
-    denominators = list(torch._foreach_sqrt(totals))
-    add_(denominators, gate.coefficient(eps, 1.0))
-    updates = list(torch._foreach_div(gradients, denominators))
-    if weight_decay and decoupled:
-        torch._foreach_add_(updates, weights, alpha=weight_decay)
-    gate.descend_(weights, updates, lr)
-    store(params, weights)
-    store(sums, totals)
+    with working(lists, skip) as (given, params, sums):
+        grads = given
+        if weight_decay and not decoupled:
+            grads = list(torch._foreach_add(given, params, alpha=weight_decay))
+        torch._foreach_addcmul_(sums, grads, grads)
+        denominators = list(torch._foreach_sqrt(sums))
+        torch._foreach_add_(denominators, eps)
+        updates = list(torch._foreach_div(grads, denominators))
+        if weight_decay and decoupled:
+            torch._foreach_add_(updates, params, alpha=weight_decay)
+        descend_(params, updates, lr)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.adam import AdamRule, directions_
-from apex._core.foreach.gate import Gate, Scalar
 from apex._core.foreach.norms import l2_norms, stacked
-from apex._core.foreach.working import store, working
+from apex._core.foreach.scalars import Scalar, descend_
+from apex._core.foreach.working import working
 
 
 def clip_divisor(norm: Tensor, max_norm: Scalar) -> Tensor:
@@ -23,35 +23,27 @@ def clip_divisor(norm: Tensor, max_norm: Scalar) -> Tensor:
 
 
 def lamb_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
+    lists: Sequence[Sequence[Tensor]],
     rule: AdamRule,
     step: Scalar,
+    skip: Tensor | None = None,
+    *,
     divisor: Tensor,
-    adaptive: bool,
-    gate: Gate,
+    nvlamb: bool,
 ) -> None:
     """Takes one LAMB step in place; tensors of one device, any mix of floating dtypes.
 
-    Divides the gradients by 0-d ``divisor``, but not in place. If ``adaptive``, each tensor's rate
-    is scaled by its trust ratio. Counts steps from 1.
+    The arguments are those of :func:`adam_`. Divides the gradients by 0-d ``divisor``, but not in
+    place. A tensor's rate is scaled by its trust ratio, without weight decay only with ``nvlamb``.
     """
-    if not params:
-        return
-    weights, gradients, firsts, seconds = working(params, grads, exp_avgs, exp_avg_sqs)
-    clipped = list(torch._foreach_div(gradients, divisor))
-    updates = directions_(weights, clipped, firsts, seconds, rule=rule, step=step, gate=gate)
-    if adaptive:
-        device = params[0].device
-        norms = stacked(l2_norms(weights), device), stacked(l2_norms(updates), device)
-        torch._foreach_mul_(updates, list(trust_ratios(*norms).unbind()))
-    gate.descend_(weights, updates, rule.lr)
-    store(params, weights)
-    store(exp_avgs, firsts)
-    store(exp_avg_sqs, seconds)
+    with working(lists, skip) as (grads, params, *averages):
+        clipped = list(torch._foreach_div(grads, divisor))
+        updates = directions_(clipped, params, *averages, rule=rule, step=step)
+        if nvlamb or rule.weight_decay != 0.0:
+            device = params[0].device
+            norms = stacked(l2_norms(params), device), stacked(l2_norms(updates), device)
+            torch._foreach_mul_(updates, list(trust_ratios(*norms).unbind()))
+        descend_(params, updates, rule.lr)
 
 
 def trust_ratios(param_norms: Tensor, update_norms: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from apex._core.dtypes import is_low_precision
-from apex._core.foreach.gate import Gate, Scalar
-from apex._core.foreach.working import same_dtype, store, working
+from apex._core.foreach.scalars import Scalar, descend_
+from apex._core.foreach.working import store, working
 from apex._torch import foreach
 
 
@@ -34,86 +34,76 @@ class SGDRule:
     """
 
     lr: Scalar
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    decay_after_momentum: bool = False
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    decay_after_momentum: bool
 
 
 def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    *,
+    lists: Sequence[Sequence[Tensor]],
     rule: SGDRule,
-    first_run: bool,
-    gate: Gate,
+    skip: Tensor | None = None,
+    *,
+    first_run: bool = False,
 ) -> None:
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
-    Momentum ``buffers`` are empty without momentum; the first run sets them to the undamped
-    gradients.
+    Args:
+        lists: ``[grads, params, buffers]``, buffers only with momentum; at least one of each.
+        rule: The hyperparameters.
+        skip: 0-d flag, 1 to change nothing.
+        first_run: Whether buffers become the undamped gradients.
     """
-    if not params:
+    kept = [buffer for buffers in lists[2:] for buffer in buffers]
+    late = rule.decay_after_momentum and rule.weight_decay
+    fused = foreach.has_fused("fused_sgd_", lists[0][0].device)
+    if late or not fused or any(map(is_low_precision, kept)):
+        with working(lists, skip) as wide:
+            _plain(*wide, rule=rule, first_run=first_run, stored=[each.dtype for each in kept])
         return
-    buffers = buffers if rule.momentum else ()
-    lists = working(params, grads, *((buffers,) if buffers else ()))
-    fused = foreach.has_fused("fused_sgd_", params[0].device)
-    late_decay = rule.decay_after_momentum and rule.weight_decay
-    if fused and not late_decay and not any(map(is_low_precision, buffers)):
-        _fused(lists, rule, first_run, gate)
-    else:
-        _foreach(*lists, rule=rule, first_run=first_run, gate=gate, stored=buffers)
-    store(params, lists[0])
-    if buffers:
-        store(buffers, lists[2])
+    with working(lists) as wide:
+        for (grads, params, *buffers), _ in foreach.group(wide).values():
+            foreach.fused_sgd_(
+                params,
+                grads,
+                buffers[0] if buffers else [],
+                weight_decay=rule.weight_decay,
+                momentum=rule.momentum,
+                lr=rule.lr,
+                dampening=rule.dampening,
+                nesterov=rule.nesterov,
+                maximize=False,
+                is_first_step=first_run,
+                grad_scale=None,
+                found_inf=skip,
+            )
 
 
-def _fused(lists: Sequence[list[Tensor]], rule: SGDRule, first_run: bool, gate: Gate) -> None:
-    for params, grads, *buffers in same_dtype(*lists):
-        foreach.fused_sgd_(
-            params,
-            grads,
-            buffers[0] if buffers else [],
-            weight_decay=rule.weight_decay,
-            momentum=rule.momentum,
-            lr=rule.lr,
-            dampening=rule.dampening,
-            nesterov=rule.nesterov,
-            maximize=False,
-            is_first_step=first_run,
-            grad_scale=None,
-            found_inf=gate.skip,
-        )
-
-
-def _foreach(
-    params: list[Tensor],
+def _plain(
     grads: list[Tensor],
+    params: list[Tensor],
     buffers: Sequence[Tensor] = (),
     *,
     rule: SGDRule,
     first_run: bool,
-    gate: Gate,
-    stored: Sequence[Tensor],
+    stored: list[torch.dtype],
 ) -> None:
-    """The same step on foreach kernels; ``stored`` are the buffers in the dtype they are kept."""
+    """The same step on foreach kernels; ``stored`` are the dtypes that buffers are kept in."""
     updates = grads
     if rule.weight_decay and not rule.decay_after_momentum:
         updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
-    updates = gate.gradients(updates)
     if buffers:
         buffers = list(buffers)
         if first_run:
-            torch._foreach_copy_(buffers, gate.select(buffers, updates))
+            torch._foreach_copy_(buffers, updates)
         else:
-            torch._foreach_mul_(buffers, gate.coefficient(rule.momentum, 1.0))
+            torch._foreach_mul_(buffers, rule.momentum)
             torch._foreach_add_(buffers, updates, alpha=1.0 - rule.dampening)
-        store(stored, buffers)
-        store(buffers, stored)
+        store(buffers, [b.to(dtype) for b, dtype in zip(buffers, stored, strict=True)])
         ahead = torch._foreach_add(updates, buffers, alpha=rule.momentum) if rule.nesterov else ()
         updates = list(ahead or buffers)
     if rule.weight_decay and rule.decay_after_momentum:
         updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
-    gate.descend_(params, updates, rule.lr)
+    descend_(params, updates, rule.lr)

@@ -8,17 +8,27 @@ do in registers. This also makes a skipped step exact, as 16-bit values survive 
 Note [Strides]
 torch's fused CPU kernels ignore strides: they would silently apply a transposed gradient to the
 wrong elements (measured on torch 2.13). So all tensors of one position get the same layout.
+
+Note [Skipped steps]
+A loss scaler turns a step off by a flag on the device, which the host never reads. torch's fused
+kernels take the flag themselves. Every other rule runs on copies, and the flag chooses for each
+element what is written: the new value or the old one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex._torch import foreach
+from apex._torch.dtensor import local, locals_of
+
+_WIDE = {torch.float32}, {torch.float64}
+_dtype = operator.attrgetter("dtype")
+_is_contiguous = operator.methodcaller("is_contiguous")
 
 
 def math_dtype(*tensors: Tensor) -> torch.dtype:
@@ -27,64 +37,65 @@ def math_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def working(*lists: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
-    """Returns the lists with every tensor in its position's dtype and layout.
+@contextlib.contextmanager
+def working(
+    lists: Sequence[Sequence[Tensor]], skip: Tensor | None = None
+) -> Iterator[list[list[Tensor]]]:
+    """Yields ``[grads, params, *states]`` to compute in; then writes all but the gradients back.
 
-    Tensors that match already are returned themselves, others as copies; :func:`store` writes
-    results back.
+    Tensors in their position's dtype and layout are yielded themselves, others as copies. With a
+    flag that skips the step, all that changes is a copy.
     """
-    results = tuple(list(tensors) for tensors in lists)
-    copies: list[Tensor] = []
+    results = [list(tensors) for tensors in lists]
     sources: list[Tensor] = []
+    copies: list[Tensor] = []
     for index, position in enumerate(zip(*lists, strict=True)):
-        if _is_ready(position):
+        plain = {*map(_dtype, position)} in _WIDE and all(map(_is_contiguous, position))
+        if plain and skip is None:
             continue
         dtype, layout = math_dtype(*position), _shared_layout(position)
         for tensor, result in zip(position, results, strict=True):
-            if layout is not None and tensor.dtype is dtype:
+            kept = skip is None or result is results[0]
+            if kept and layout is not None and tensor.dtype is dtype:
                 continue
             memory = layout or torch.contiguous_format
             result[index] = torch.empty_like(tensor, dtype=dtype, memory_format=memory)
             copies.append(result[index])
             sources.append(tensor)
-    if copies:
-        torch._foreach_copy_(copies, sources)
-    return results
+    store(copies, sources)
+    yield results
+    for targets, values in zip(lists[1:], results[1:], strict=True):
+        store(targets, values, skip)
 
 
-def store(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Writes rounded ``values`` into ``targets``, where they are not the same tensors."""
-    pairs = [(t, v) for t, v in zip(targets, values, strict=True) if t is not v]
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
+def store(targets: Sequence[Tensor], values: Sequence[Tensor], skip: Tensor | None = None) -> None:
+    """Writes rounded ``values`` into ``targets``, where they are not the same tensors.
 
-
-def same_dtype(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Yields the lists in parts of one dtype, as fused kernels require.
-
-    All lists must have the same dtype at each position.
+    Where ``skip``, 0-d, is set, the targets stay.
     """
-    dtypes = {tensor.dtype for tensor in lists[0]}
-    if len(dtypes) == 1:
-        yield list(lists)
-        return
-    groups: Any = foreach.group(lists)
-    for parts, _ in groups.values():
-        yield parts
+    pairs = [(t, v) for t, v in zip(targets, values, strict=True) if t is not v]
+    olds, news = (locals_of([pair[side] for pair in pairs]) for side in (0, 1))
+    if skip is None and pairs:
+        torch._foreach_copy_(olds, news)
+    elif skip is not None:
+        skipped = skip != 0
+        for old, new in zip(olds, news, strict=True):
+            torch.where(skipped, old, new.to(old.dtype), out=old)
 
 
-def _is_ready(position: tuple[Tensor, ...]) -> bool:
-    """Returns whether all are contiguous and all fp32 or all fp64: the fast path."""
-    dtype = position[0].dtype
-    if dtype is not torch.float32 and dtype is not torch.float64:
-        return False
-    for tensor in position:  # noqa: SIM110 - a generator would cost more than the check
-        if tensor.dtype is not dtype or not tensor.is_contiguous():
-            return False
-    return True
+def scale_(grads: Sequence[Tensor], factor: Tensor, skip: Tensor | None = None) -> list[Tensor]:
+    """Multiplies gradients by 0-d ``factor`` in place; returns them before rounding.
+
+    Where ``skip``, 0-d, is set, they stay.
+    """
+    wide = [grad.to(math_dtype(grad)) for grad in grads]
+    factor = factor if skip is None else torch.where(skip != 0, 1.0, factor)
+    torch._foreach_mul_(locals_of(wide), local(factor))
+    store(grads, wide)
+    return wide
 
 
-def _shared_layout(position: tuple[Tensor, ...]) -> torch.memory_format | None:
+def _shared_layout(position: Sequence[Tensor]) -> torch.memory_format | None:
     """Returns the layout that all tensors share; ``None`` if there is none."""
     for layout in (torch.contiguous_format, torch.channels_last):
         if all(tensor.is_contiguous(memory_format=layout) for tensor in position):

@@ -9,7 +9,6 @@ from torch.optim.optimizer import ParamsT
 
 from apex import optimizers
 from apex._core.foreach.adam import AdamRule, corrected_rate
-from apex._core.foreach.gate import Scalar
 from apex.contrib.optimizers.explicit import ExplicitOptimizer
 from apex.optimizers.fused_optimizer import Batch
 
@@ -67,8 +66,8 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):
             **own,  # type: ignore[arg-type]
         )
 
-    def rule(self, batch: Batch, step: Scalar) -> AdamRule:
+    def rule(self, batch: Batch) -> AdamRule:
         """Returns the hyperparameters of a batch's step."""
-        rule = super().rule(batch, step)
-        rate = corrected_rate(rule.lr, batch.group["betas"], step)
-        return replace(rule, lr=rate if rule.bias_correction else rule.lr, bias_correction=False)
+        rule = super().rule(batch)
+        rate = corrected_rate(rule.lr, rule.betas, batch.step) if rule.bias_correction else rule.lr
+        return replace(rule, lr=rate, bias_correction=False)

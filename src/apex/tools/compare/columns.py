@@ -16,7 +16,6 @@ class Column(NamedTuple):
 
 COLUMNS = {
     "level": Column("level", "O0 to O5 of amp, and torch's own ways", True, True),
-    "compute": Column("compute", "narrowest dtype of any module's output", is_left=True),
     "time": Column("ms / step", "median of steps that the levels take in turns", True),
     "speed": Column("speed", "median over these rounds of fp32's time divided by its own", True),
     "memory": Column("memory", "peak on CUDA; elsewhere bytes stored and saved for backward", True),

@@ -12,10 +12,7 @@ from apex.tools.compare.results import BASELINE, Comparison, Result
 from apex.tools.compare.table import NOTHING, Row, footnote, rows
 
 GAIN_COLUMNS = ("level", "time", "speed", "memory", "stored", "saved", "verdict")
-TRAINING_COLUMNS = (
-    *("level", "compute", "loss", "evaluation", "distance"),
-    *("skipped", "frozen"),
-)
+TRAINING_COLUMNS = ("level", "loss", "evaluation", "distance", "skipped", "frozen")
 
 _DECAY = 0.8
 """Of a running mean, per step."""

@@ -25,6 +25,7 @@ class Level:
         meaning: Short description.
         autocast: Whether it trains with ``torch.autocast``, in fp16 with a ``GradScaler``, instead
             of ``amp.initialize``.
+        casts: Whether operators cast their inputs.
         options: Arguments of ``amp.initialize`` beside the name.
         fp32_weights: Whether the model's weights stay fp32.
         advised: Whether it may be recommended; the others are only compared with.
@@ -34,6 +35,7 @@ class Level:
     dtype: torch.dtype
     meaning: str
     autocast: bool = False
+    casts: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     fp32_weights: bool = True
     advised: bool = True
@@ -47,6 +49,7 @@ class Level:
 BASELINE = "O0"
 _HALF, _BF16 = torch.float16, torch.bfloat16
 _PLAIN = {"opt_level": "O5", "master_weights": False, "keep_batchnorm_fp32": False}
+_TORCH: Any = {"autocast": True, "casts": True}
 _LOW: Any = {"fp32_weights": False}
 _BARE: Any = {"fp32_weights": False, "advised": False}
 
@@ -54,13 +57,13 @@ LEVELS: Mapping[str, Level] = {
     level.name: level
     for level in (
         Level(BASELINE, torch.float32, "fp32 throughout", advised=False),
-        Level("O1", _HALF, "fp16 where it is safe, fp32 weights"),
+        Level("O1", _HALF, "fp16 where it is safe, fp32 weights", casts=True),
         Level("O2", _HALF, "fp16 model, fp32 batch norm and masters", **_LOW),
         Level("O3", _HALF, "fp16 throughout, no masters", **_BARE),
-        Level("O4", _BF16, "bf16 where it is safe, fp32 weights"),
+        Level("O4", _BF16, "bf16 where it is safe, fp32 weights", casts=True),
         Level("O5", _BF16, "bf16 model, fp32 batch norm and masters", **_LOW),
-        Level("autocast-fp16", _HALF, "torch.autocast and GradScaler", autocast=True),
-        Level("autocast-bf16", _BF16, "torch.autocast", autocast=True),
+        Level("autocast-fp16", _HALF, "torch.autocast and GradScaler", **_TORCH),
+        Level("autocast-bf16", _BF16, "torch.autocast", **_TORCH),
         Level("bf16", _BF16, "bf16 throughout, no masters", options=_PLAIN, **_BARE),
     )
 }
@@ -116,7 +119,6 @@ class Training:
         frozen: Largest share of the weights whose nonzero update was lost to rounding, over a few
             steps; ``None`` if it cannot be measured.
         saved_bytes: Bytes that autograd saved for the first backward pass, not counting weights.
-        compute_dtype: The narrowest floating dtype of any module's output in the first pass.
         peak_bytes: Peak memory allocated on CUDA; ``None`` elsewhere.
         distance: Norm of the difference of the final weights from fp32's after as many steps,
             relative to fp32's norm.
@@ -128,7 +130,6 @@ class Training:
     stored: Stored
     frozen: float | None = None
     saved_bytes: int = 0
-    compute_dtype: torch.dtype | None = None
     peak_bytes: int | None = None
     distance: float | None = None
     evaluation: float | None = None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 
-from apex._core import dtypes
-from apex.debug.common import aligned, short
+from apex.debug.common import aligned
 from apex.tools.compare.columns import COLUMNS
 from apex.tools.compare.results import Comparison, Result
 from apex.tools.compare.training import end_loss
@@ -85,7 +84,6 @@ def _row(result: Result, comparison: Comparison) -> Row:
     row = {
         **dict.fromkeys(COLUMNS, NOTHING),
         "level": result.name + " *" * result.emulated,
-        "compute": "failed",
         "time": NOTHING if timing is None else three_digits(timing.median),
         "speed": NOTHING if speed is None or comparison.load.busy else f"{speed.median:.2f}x",
         "memory": megabytes(memory) if memory else NOTHING,
@@ -94,7 +92,6 @@ def _row(result: Result, comparison: Comparison) -> Row:
     if record is not None:
         loss = end_loss(record.losses)
         row |= {
-            "compute": short(dtypes.name(record.compute_dtype or result.level.dtype)),
             "saved": megabytes(record.saved_bytes),
             "stored": f"{record.stored.per_param:.1f}",
             "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",

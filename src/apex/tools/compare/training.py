@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean
@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from apex import amp
 from apex._core import tree
 from apex._core.arguments import kind
-from apex._engine.autocast.region import CastRegion
-from apex._engine.optimizer.optimizer_class import binding_of
 from apex.debug import frozen_updates
-from apex.debug.common import Storages
 from apex.integrations import scales
 from apex.tools.compare.results import Level, Stored, Training
 from apex.tools.compare.target import Experiment
@@ -38,6 +36,50 @@ LAST_STEPS = 10
 State = Mapping[str, Tensor]
 
 
+class Trainer:
+    """Trains a model that is prepared for one level.
+
+    Several levels are alive at once while they are timed, and the ambient casts of one would apply
+    to the others' losses. So casts are off but in ``run``, which turns its own level's on.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
+        self._loss, self._level, self._device = experiment.loss, level, device
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Returns a function's result under the level's casts."""
+        dtype = self._level.dtype if self._level.casts else None
+        enabled = dtype is not None
+        with torch.autocast(self._device.type, dtype, enabled=enabled, cache_enabled=True):
+            return function(*args)
+
+    def backward(self, batch: Any) -> Tensor:
+        """Returns the loss (0-d, detached) after its backward pass."""
+        with amp.disable_casts():
+            loss: Tensor = self.run(self._loss, self.model, batch)
+            self._backward(loss)
+        return loss.detach()
+
+    def step(self) -> None:
+        """Steps unless a gradient overflowed, and clears the gradients."""
+        with amp.disable_casts():
+            self._step()
+        self.optimizer.zero_grad()
+
+    def loss_scale(self) -> float:
+        """Returns the present loss scale."""
+        raise NotImplementedError
+
+    def _backward(self, loss: Tensor) -> None:
+        raise NotImplementedError
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+
 def prepare(
     level: Level, experiment: Experiment, device: torch.device, *, loss_scale: float = INITIAL_SCALE
 ) -> Trainer:
@@ -46,20 +88,17 @@ def prepare(
     A dynamic scale starts at ``loss_scale``.
     """
     experiment.model.to(device)
-    if level.autocast:
-        return _AutocastTrainer(level, experiment, device, loss_scale)
-    return _AmpTrainer(level, experiment, loss_scale)
+    kind = _AutocastTrainer if level.autocast else _AmpTrainer
+    return kind(level, experiment, device, loss_scale)
 
 
-class _AmpTrainer:
-    """Trains with ``amp.initialize`` and ``amp.scale_loss``.
+class _AmpTrainer(Trainer):
+    """Trains with ``amp.initialize`` and ``amp.scale_loss``."""
 
-    ``backward`` returns the loss (0-d, detached), ``run`` a function's result under the level's
-    casts; ``step`` steps unless a gradient overflowed, and clears the gradients.
-    """
-
-    def __init__(self, level: Level, experiment: Experiment, loss_scale: float) -> None:
-        self._loss = experiment.loss
+    def __init__(
+        self, level: Level, experiment: Experiment, device: torch.device, loss_scale: float
+    ) -> None:
+        super().__init__(level, experiment, device)
         options = {"opt_level": level.name, **level.options}
         with _quiet():
             self.model, self.optimizer = amp.initialize(
@@ -68,31 +107,16 @@ class _AmpTrainer:
         if self.loss_scale() not in (1.0, loss_scale):
             entry = {"loss_scale": loss_scale, "unskipped": 0}
             scales.load_state_dict(self.optimizer, {"loss_scaler0": entry})
-        # Several levels are alive at once while they are timed. Their ambient casts would apply to
-        # one another's losses, so each forward enters the casts of its own session instead.
-        binding: Any = binding_of(self.optimizer)
-        self._region = binding.owner.region
-        if isinstance(self._region, CastRegion):
-            self._region.leave_ambient()
-
-    def backward(self, batch: Any) -> Tensor:
-        loss: Tensor = self.run(self._loss, self.model, batch)
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def unscale(self) -> None:
-        """Does nothing: ``scale_loss`` already unscaled them."""
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def loss_scale(self) -> float:
         return float(scales.state_dict(self.optimizer)["loss_scaler0"]["loss_scale"])
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._region.run(function, *args)
+    def _backward(self, loss: Tensor) -> None:
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()  # type: ignore[no-untyped-call]
+
+    def _step(self) -> None:
+        self.optimizer.step()
 
 
 @contextmanager
@@ -108,41 +132,26 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-class _AutocastTrainer:
+class _AutocastTrainer(Trainer):
     """Trains with ``torch.autocast`` and, in fp16, with ``GradScaler``."""
 
     def __init__(
         self, level: Level, experiment: Experiment, device: torch.device, loss_scale: float
     ) -> None:
-        self._loss = experiment.loss
+        super().__init__(level, experiment, device)
         self.model, self.optimizer = experiment.model, experiment.optimizer
-        self._dtype, self._device = level.dtype, device
         scaled = level.dtype is torch.float16
         self._scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale, enabled=scaled)
-
-    def backward(self, batch: Any) -> Tensor:
-        loss: Tensor = self.run(self._loss, self.model, batch)
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def unscale(self) -> None:
-        self._scaler.unscale_(self.optimizer)
-
-    def step(self) -> None:
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-        self.optimizer.zero_grad()
 
     def loss_scale(self) -> float:
         return float(self._scaler.get_scale())
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        with torch.autocast(self._device.type, self._dtype):
-            return function(*args)
+    def _backward(self, loss: Tensor) -> None:
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-
-Trainer = _AmpTrainer | _AutocastTrainer
-"""Trains a model that is prepared for one level."""
+    def _step(self) -> None:
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -175,9 +184,9 @@ def train(
     weights: dict[int, State] = {}
     count = min(FROZEN_SAMPLES, len(batches))
     sampled = {round(len(batches) * at / count) for at in range(1, count + 1)}
-    saved, seen = Storages(trainer.model.parameters()), set[torch.dtype]()
+    saved: dict[int, int] = {}
     for step, batch in enumerate(batches, start=1):
-        with _counted(trainer.model, saved, seen) if step == 1 else nullcontext():
+        with saved_for_backward(saved) if step == 1 else nullcontext():
             loss = trainer.backward(to_device(batch, device))
         losses.append(float(loss))  # sync: every loss is shown
         if step in sampled:
@@ -192,8 +201,7 @@ def train(
         loss_scales=tuple(loss_scales),
         stored=stored(trainer.model, trainer.optimizer),
         frozen=max(frozen, default=None),
-        saved_bytes=saved.total,
-        compute_dtype=min(seen, key=lambda dtype: (dtype.itemsize, str(dtype)), default=None),
+        saved_bytes=_new_bytes(saved, storages(trainer.model.parameters())),
         peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
     )
     return record, weights
@@ -224,15 +232,34 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     """Returns the bytes of parameters, masters and optimizer state; shared storage counts once."""
-    storages = Storages()
+    weights, masters = storages(model.parameters()), storages(amp.master_params(optimizer))
+    state = storages(t for entry in optimizer.state.values() for t in tree.tensors(entry))
     return Stored(
         params=sum(param.numel() for param in model.parameters()),
-        model=storages.add(model.parameters()),
-        masters=storages.add(amp.master_params(optimizer)),
-        optimizer=storages.add(
-            tensor for entry in optimizer.state.values() for tensor in tree.tensors(entry)
-        ),
+        model=sum(weights.values()),
+        masters=_new_bytes(masters, weights),
+        optimizer=_new_bytes(state, weights | masters),
     )
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Returns the bytes of the tensors' storages by address."""
+    found = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def _new_bytes(found: Mapping[int, int], known: Mapping[int, int]) -> int:
+    return sum(size for address, size in found.items() if address not in known)
+
+
+def saved_for_backward(found: dict[int, int]) -> saved_tensors_hooks:
+    """Returns a context that adds the storages that autograd saves inside to ``found``."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.update(storages([tensor]))
+        return tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def last(losses: Sequence[float]) -> Sequence[float]:
@@ -269,7 +296,6 @@ def _square(value: Tensor) -> float:
 
 def _count_frozen(trainer: Trainer) -> list[float]:
     """Steps; returns the share of frozen updates, for optimizers that allow counting them."""
-    trainer.unscale()
     with ExitStack() as stack:
         try:
             updates = stack.enter_context(frozen_updates(trainer.optimizer))
@@ -277,21 +303,3 @@ def _count_frozen(trainer: Trainer) -> list[float]:
             updates = None
         trainer.step()
     return [updates.frozen / updates.wanted] if updates is not None and updates.wanted else []
-
-
-@contextmanager
-def _counted(model: nn.Module, storages: Storages, dtypes: set[torch.dtype]) -> Iterator[None]:
-    """Adds what autograd saves inside to ``storages``, and the outputs' dtypes to ``dtypes``."""
-
-    def note(_: nn.Module, __: object, output: Any) -> None:
-        dtypes.update(t.dtype for t in tree.tensors(output) if t.is_floating_point())
-
-    # The output of the model itself may have been cast for the caller.
-    inner = [m for m in model.modules() if m is not model and not [*m.children()]] or [model]
-    handles = [module.register_forward_hook(note) for module in inner]
-    try:
-        with storages.of_saved_tensors():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()

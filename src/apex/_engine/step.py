@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from apex._engine import masters
+from apex._engine import block_step, masters
 from apex._engine.autocast.blocks import UncastBlock
+from apex._engine.block_step import BlockStep, fused_kind
 from apex._engine.mistakes import inspect_step
-from apex._engine.optimizer import block_step
-from apex._engine.optimizer.block_step import BlockStep, fused_kind
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
-    from apex._engine.optimizer.binding import Binding
+    from apex._engine.binding import Binding
 
 Run = Callable[..., Any]
 """The optimizer's own step; takes a closure or nothing."""

@@ -13,7 +13,7 @@ from apex._engine.masters import Pair, take
 from apex._torch import dtensor, parameters
 
 if TYPE_CHECKING:
-    from apex._engine.optimizer.binding import Binding
+    from apex._engine.binding import Binding
 
 _CHUNK = 2**24
 """Elements of which fp32 copies exist beside a sum."""

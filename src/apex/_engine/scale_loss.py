@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from apex._engine.autocast.blocks import PassCasts
+from apex._engine.gradients import PassGradients
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
-from apex._engine.optimizer.gradients import PassGradients
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
 
 if TYPE_CHECKING:
     from apex._core.op_table import CastSpec
+    from apex._engine.binding import Binding
     from apex._engine.events import ScaleUpdate
-    from apex._engine.optimizer.binding import Binding
     from apex._engine.scaler import Scaler
 
 

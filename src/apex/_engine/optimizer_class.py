@@ -15,11 +15,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
+from apex._engine import step as stepping
+from apex._engine.binding import Binding
+from apex._engine.exchange import optimizers_in
 from apex._engine.masters import PREPARED
 from apex._engine.mistakes import BLOCK
-from apex._engine.optimizer import step as stepping
-from apex._engine.optimizer.binding import Binding
-from apex._engine.optimizer.exchange import optimizers_in
 from apex._engine.undo import all_or_nothing
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame

@@ -31,7 +31,7 @@ from apex._torch import dispatch_modes, parameters
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.optimizer.binding import Binding
+    from apex._engine.binding import Binding
 
 enabled = True
 """Whether steps may go block by block; tests turn it off."""

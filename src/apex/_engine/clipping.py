@@ -17,7 +17,7 @@ from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.optimizer.binding import Binding
+    from apex._engine.binding import Binding
 
 _PIECE = 2**19
 """Elements whose norm is taken at once: torch may copy them to fp32 for it."""

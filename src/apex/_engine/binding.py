@@ -17,10 +17,10 @@ from apex._core import dtypes, finite
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import masters
 from apex._engine.events import Iteration
+from apex._engine.exchange import exchange
+from apex._engine.gradients import PassGradients
 from apex._engine.masters import LazyMaster, Master, Masters, Pair
 from apex._engine.mistakes import Mistakes
-from apex._engine.optimizer.exchange import exchange
-from apex._engine.optimizer.gradients import PassGradients
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
 from apex._torch import parameters

@@ -1,0 +1,54 @@
+"""Numbers of a rule that are on the host or on the device; using them never waits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from apex._torch.copies import moved
+
+Scalar = float | Tensor
+"""A host number, or a 0-d tensor on the device of the parameters."""
+
+
+def skip_flag(flag: Tensor | None, device: torch.device) -> Tensor | None:
+    """Returns a one-element tensor of any device as 0-d fp32 there: 1 to skip, 0 to step."""
+    return None if flag is None else (moved(flag, device).reshape(()) != 0).to(torch.float32)
+
+
+def bias_correction(beta: float, step: Scalar) -> Scalar:
+    """Returns ``1 - beta ** step`` for a host or device step count.
+
+    Uses ``expm1`` on the device: in fp32, the plain form loses four digits at ``beta=0.999``.
+    """
+    if not isinstance(step, Tensor):
+        return float(1.0 - beta**step)
+    if beta == 0.0:
+        return 1.0
+    return -torch.expm1(step.reshape(()).to(torch.float32) * math.log(beta))
+
+
+def descend_(params: list[Tensor], updates: list[Tensor], rate: Scalar) -> None:
+    """Subtracts ``rate`` times the updates from the parameters, in place."""
+    if isinstance(rate, Tensor):
+        torch._foreach_sub_(params, torch._foreach_mul(updates, rate))
+    else:
+        torch._foreach_add_(params, updates, alpha=-rate)  # allocates nothing
+
+
+def as_tensor(value: Scalar, device: torch.device) -> Tensor:
+    """Returns a number or a one-element tensor as 0-d fp32 on ``device``.
+
+    Waits only where :func:`moved` does.
+    """
+    if isinstance(value, Tensor):
+        return moved(value, device, torch.float32).reshape(())
+    # torch.as_tensor would copy from the host and wait for the copy.
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def as_scalar(value: Scalar, device: torch.device) -> Scalar:
+    """Returns a host number unchanged, a one-element tensor as 0-d on ``device``."""
+    return moved(value, device).reshape(()) if isinstance(value, Tensor) else value

@@ -1,1 +1,0 @@
-"""amp's part of an optimizer: masters, the gradients of a pass, the step."""
