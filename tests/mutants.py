@@ -69,9 +69,9 @@ MUTANTS = [
     ),
     Mutant(
         "a table row dropped",
-        f"{CORE}/op_names.py",
-        '("softmax.int",)',
-        "()",
+        f"{CORE}/op_rows.py",
+        "rms_norm softmax.int",
+        "rms_norm",
         "tests/casts/test_outcomes.py tests/casts/test_table.py",
     ),
     Mutant(

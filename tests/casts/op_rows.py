@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from apex._core.op_names import in_place
 from apex._core.op_table import OpTable
 from apex._torch import dispatcher
 from tests.casts.op_calls import floats, signs
@@ -32,6 +31,11 @@ _CONVOLUTIONS = {
 }
 _LOG_PROBS = F.log_softmax(floats(4, 2, 3), 2)
 _LABELS, _TIMES, _LENGTHS = torch.tensor([[1, 2], [2, 1]]), [4, 4], [2, 2]
+
+
+def _in_place(row: str) -> str:
+    name, dot, overload = row.partition(".")
+    return f"{name}_{dot}{overload}"
 
 
 def _resized(row: str) -> tuple[Any, ...]:
@@ -179,7 +183,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "linalg_multi_dot": ([_square, _tall, _x],),
     **dict.fromkeys(("linalg_vecdot", "cdist", "complex", "polar"), (_x, _y)),
     **_WRITES,
-    **{in_place(row): args for row, args in _WRITES.items()},
+    **{_in_place(row): args for row, args in _WRITES.items()},
     **_SPARSE,
     "fused_moving_avg_obs_fake_quant": (
         *(_x, torch.tensor([1]), torch.tensor([1]), torch.zeros(1), torch.ones(1)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex._core.op_names import IN_PLACE_WRITES, WRITES
+from apex._core.op_rows import INTO_PRODUCTS
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.region import CastRegion
 from tests.casts.op_calls import HOLDERS, Call, calls, convert, tensor_dtypes
@@ -132,8 +132,7 @@ def ops_of(category: str) -> list[str]:
     return [op for op, own in OpTable.default().rows.items() if own == category]
 
 
-_WRITES = {op for ops in (WRITES, IN_PLACE_WRITES) for own in ops.values() for op in own}
-_PRODUCTS = [op for op in ops_of("destination") if op not in {"square_", *_WRITES}]
+_PRODUCTS = INTO_PRODUCTS.split()
 
 
 @DEVICES

@@ -10,18 +10,12 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from apex._core.op_names import NAMES, WITHOUT_BF16
-from apex._core.op_table import (
-    NATIVE_DIFFERENCES,
-    CastSpec,
-    OpTable,
-)
+from apex._core.op_rows import NATIVE_DIFFERENCES, WITHOUT_BF16
+from apex._core.op_table import OpTable, operators
 from apex._engine.autocast import kernels
-from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher
 from tests.casts.op_calls import HOLDERS, Call, calls, convert, floats, tensor_dtypes
 from tests.casts.op_rows import arguments, rows
@@ -87,9 +81,9 @@ def results(call, device):
 
 def native_calls(device):
     """Yields calls of one operator that torch casts itself, and that operator."""
-    linalg = {"tensordot": ("tensordot",), "matrix_norm": ("linalg_matrix_norm",)}
     for call in [*calls(), *MORE]:
-        ops = NAMES.get(call.namespace, linalg).get(call.name) or linalg.get(call.name, ())
+        linalg = call.namespace == "torch.linalg"
+        ops = ("linalg_matrix_norm",) if linalg else operators(call.namespace, call.name)
         native = [op for op in ops if dispatcher.has_operator(f"aten::{op}")]
         native = [op for op in native if kernels.native_category(op, device)]
         if native and call.namespace != "torch.Tensor" and runs(call, device):
@@ -147,59 +141,26 @@ def test_what_torch_casts_on_one_device_is_cast_on_all_or_listed(device):
     assert not listed & {*ROWS}
 
 
-@pytest.mark.parametrize("row", [row for row in rows() if row in WITHOUT_BF16])
+@pytest.mark.parametrize("row", [row for row in rows() if row in WITHOUT_BF16.split()])
 def test_what_is_fp32_for_want_of_a_kernel_has_none(row):
     for args, kwargs in arguments(row):
         with pytest.raises(RuntimeError):  # NotImplementedError included
             dispatcher.overload(row)(*convert(args, LOW), **kwargs)
 
 
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 # Without MPS: that torch's fake tensors of it do not run what our rows make of a softmax.
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("torchs", [True, False], ids=["own", "before-2.9"])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
-def test_what_torch_before_2_9_cannot_hand_out_is_restated(device):
+def test_without_a_session_a_kernel_does_what_torchs_does(device, torchs, monkeypatch):
+    if not torchs:
+        monkeypatch.setattr(dispatcher, "own_kernel", lambda op, device: None)
     for call, op in native_calls(device):
         if device != "cpu" and call.name in NOT_FAKED:
             continue
         with torch.library._scoped_library("aten", "IMPL") as library:
-            kernel, key = kernels.restated(op, device), dispatcher.AUTOCAST_KEYS[device]
+            kernel, key = kernels._build(op, device), dispatcher.AUTOCAST_KEYS[device]
             library.impl(op, kernel, key, with_keyset=True)
             with native_autocast(device):
                 found = results(call, device)
         assert found == WANTED[kernels.native_category(op, device)][: len(found)], (call.name, op)
-
-
-def test_under_a_region_cuda_follows_the_table_where_torchs_kernels_do_not():
-    region = CastRegion(CastSpec(LOW, ("cuda",), OpTable.default()))  # noqa: F841 - lives
-    categories = {"banned": "fp32", "refuses": "fp32"}
-    for call in [*calls(), *MORE]:
-        ops = NAMES.get(call.namespace, {}).get(call.name, ()) or ("linalg_matrix_norm",)
-        if call.namespace == "torch.Tensor" or call.name in NOT_FAKED or ops[0] not in ROWS:
-            continue
-        if not runs(call, "cuda"):
-            continue
-        if call.name == "__ipow__" or (call.category and not NAMES[call.namespace].get(call.name)):
-            continue
-        with native_autocast("cuda"):
-            found = results(call, "cuda")
-        category = categories.get(ROWS[ops[0]], ROWS[ops[0]])
-        assert found == WANTED[category][: len(found)], (call.name, found)
-
-
-def test_cross_entropy_takes_its_softmax_in_fp32():
-    """Its log_softmax is asked for the input's own dtype, which autocast honours."""
-    region, _other = (CastRegion(CastSpec(LOW, (d,), OpTable.default())) for d in ("cpu", "cuda"))
-    logits, target = torch.randn(4, 10).to(LOW) * 10, torch.arange(4)
-    got = region.run(F.cross_entropy, logits, target)
-    assert torch.equal(got, F.cross_entropy(logits.float(), target))
-    seen = []
-
-    class Softmaxes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten._log_softmax.default:
-                seen.append(args[0].dtype)
-            return func(*args, **(kwargs or {}))
-
-    with FakeTensorMode(allow_non_fake_inputs=True), Softmaxes(), native_autocast("cuda"):
-        F.cross_entropy(*fake((logits, target), "cuda"))
-    assert seen == [FP32]

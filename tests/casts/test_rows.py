@@ -14,12 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from apex._core.op_table import (
-    DEVICE_LIMITS,
-    NATIVE_DIFFERENCES,
-    CastSpec,
-    OpTable,
-)
+from apex._core.op_rows import DEVICE_LIMITS, NATIVE_DIFFERENCES
+from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.kernels import native_category
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher

@@ -1,19 +1,20 @@
 """Which operators run in low precision, fp32 or their widest input dtype, on every device.
 
-Each row is an aten operator that ``torch.autocast`` sees; :mod:`.op_names` has their functions.
+Each row is an aten operator that ``torch.autocast`` sees; :mod:`.op_rows` has the data.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
-from apex._core import op_names
-from apex._core.op_names import NAMES, Names
+from apex._core import op_rows
+from apex._torch import dispatcher
 
 Category = Literal[
     "low_precision",
@@ -36,95 +37,53 @@ NotImplementedError (``x **= 2`` makes a new fp32 tensor).
 ``recurrent``: input, state and weights of a whole RNN to the region's dtype.
 """
 
-# torch calls ``pow_`` for the last, whose row would refuse 16 bits.
-_INTO_SELF = (
-    *("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_", "square_"),
-    *(f"{product}.out" for product in op_names.PRODUCTS if product != "prelu"),
-)
-
-_INPLACE_FP32 = (
-    *(f"{name}_" for name in op_names.UNARY),
-    *("pow_.Scalar", "pow_.Tensor", "cumprod_", "cumsum_", "renorm_"),
-)
-
-FP16_RANGE: frozenset[str] = frozenset({"gelu"})
-"""fp32 rows that only guard the range of fp16; bf16, which has that of fp32, needs none (O4).
-
-In bf16 such an operator and its gradient lose one rounding and no more, and no ``torch.autocast``
-runs it in fp32. ``tests/support/reference/op_errors.py`` measures both for every fp32 row.
-"""
-
-COVERED_INSIDE: frozenset[str] = frozenset(
-    {"conv1d.padding", "conv2d.padding", "conv3d.padding", "nll_loss_nd"}
-)
-"""Operators that torch composes from other rows of the table.
-
-Where a device lacks an autocast kernel for one of them, amp adds none: the inner rows give the same
-result, and another kernel would only cost time. ``cross_entropy_loss`` is not among them: it
-passes ``log_softmax`` its input's dtype, which the inner row would keep.
-"""
-
-SPARSE_OPERANDS: frozenset[str] = frozenset({"matmul", "mm", "addmm", "mv", "bmm"})
-"""Products that torch casts itself, but takes to 16 bits for which its sparse kernels are missing.
-
-``linear`` is not among them: another kernel would cost 5 us in every linear layer.
-"""
-
-_WRITES = dict.fromkeys(("index_copy", "index_put", "scatter_add"), "promote")
-_NATIVE_ON_ACCELERATORS: Mapping[str, str] = {
-    **_WRITES,
-    "binary_cross_entropy": "raises",
-    "grid_sampler": "promote",
-    "tensordot": "promote",
-    "linalg_matrix_norm": "refuses",
-    "linalg_matrix_norm.str_ord": "refuses",
-}
-_NATIVE_ON_CPU: Mapping[str, str] = {
-    **_WRITES,
-    "binary_cross_entropy": "fp32",
-    **dict.fromkeys(("cat", "stack"), "promote"),
-    **dict.fromkeys(
-        (
-            *("adaptive_max_pool3d", "max_pool3d", "max_unpool2d", "max_unpool3d"),
-            *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
-            *("replication_pad3d", "fake_quantize_per_tensor_affine"),
-        ),
-        "fp32",
-    ),
+_ROWS: Mapping[Category, str] = {
+    "low_precision": op_rows.LOW_PRECISION,
+    "fp32": op_rows.FP32,
+    "promote": op_rows.PROMOTE,
+    "banned": op_rows.BANNED,
+    "destination": op_rows.DESTINATION,
+    "fp32_inplace": op_rows.FP32_INPLACE,
+    "recurrent": op_rows.RECURRENT,
 }
 
-NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
-    "cpu": _NATIVE_ON_CPU,
-    "cuda": _NATIVE_ON_ACCELERATORS,
-    "xpu": _NATIVE_ON_ACCELERATORS,
-    "mps": {**_WRITES, "grid_sampler": "promote", "tensordot": "promote"},
-}
-"""Categories of torch's own autocast, by device type, where they differ from the table.
-
-``raises``: on any input. ``refuses``: raises on 16-bit input, which its kernel does not cast.
-torch's autocast kernels that are not listed here follow the table (torch 2.13).
-
-Some of the CPU's have no row. torch promotes the arguments of ``cat`` and ``stack`` itself; its
-autocast does the same, but raises for the 16-bit dtype that is not its own. The others keep their
-input's dtype on every other device; what they compute is exact in it.
-"""
-
-DEVICE_LIMITS: Mapping[str, Mapping[str, Category]] = {"mps": {"conv_transpose3d.input": "fp32"}}
-"""Rows that a device has no 16-bit kernel for, by device type, and what runs there instead.
-
-torch's own autocast does the same from torch 2.9 on.
-"""
+_PYTHON_2 = ("__div__", "__rdiv__", "__idiv__")  # apex's lists have them, newer torch has not
+_ARITHMETIC = {"truediv": "div", **{name: name for name in ("add", "sub", "mul", "div")}}
 
 
-def _ops(*groups: Names | Iterable[str]) -> list[str]:
-    """Returns the operators of the groups in order."""
-    found: list[str] = []
-    for group in groups:
-        if isinstance(group, Mapping):
-            found.extend(op for ops in group.values() for op in ops)
-        else:
-            found.extend(group)
-    return found
+def operators(namespace: str, name: str) -> tuple[str, ...]:
+    """Returns the aten operators of a name of torch; none of a function that is Python.
+
+    Raises:
+        ValueError: If torch has no such function.
+    """
+    holders = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": Tensor}
+    if namespace not in holders:
+        raise ValueError(
+            f"Unknown namespace {namespace!r} of amp.lists: use one of {', '.join(holders)}."
+        )
+    if name in op_rows.OPERATORS:
+        return tuple(op_rows.OPERATORS[name].split())
+    if not callable(getattr(holders[namespace], name, None)) and name not in _PYTHON_2:
+        raise ValueError(
+            f"amp.lists cannot cast {namespace}.{name}: torch has no such function. Correct the "
+            "name, or register a function of another module: amp.register_float_function(module, "
+            "name)."
+        )
+    if namespace == "torch.nn.functional" and not dispatcher.is_builtin(name):
+        return ()
+    return dispatcher.overloads_of(_operator_of_method(name))
+
+
+def _operator_of_method(name: str) -> str:
+    """Returns the operator of a method such as ``__radd__``, or the name itself."""
+    if not name.startswith("__"):
+        return name
+    own = name.strip("_")
+    if own == "ipow" or own[1:] in _ARITHMETIC:
+        after = _ARITHMETIC.get(own[1:], own[1:])
+        return f"{after}_" if own.startswith("i") else after
+    return {**_ARITHMETIC, "rmatmul": "matmul"}.get(own, own)
 
 
 @dataclass(frozen=True)
@@ -159,41 +118,13 @@ class OpTable:
     @functools.cache
     def default(cls) -> OpTable:
         """Returns the one table of apex's lists and newer operators."""
-        functional = NAMES["torch.nn.functional"]
-        low = _ops(
-            op_names.CONVOLUTIONS,
-            op_names.PRODUCTS,
-            op_names.CELLS,
-            ("linear", "einsum", "tensordot", "scaled_dot_product_attention", "convolution"),
-            ("linalg_multi_dot", "linalg_vecdot"),
-        )
-        fp32 = _ops(
-            op_names.UNARY,
-            op_names.POW,
-            op_names.REDUCTIONS,
-            op_names.MATRICES,
-            op_names.FUNCTIONAL_FP32,
-            op_names.TORCH_FP32,
-            op_names.WITHOUT_BF16,
-            op_names.QUANTIZATION,
-            op_names.SPARSE,
-        )
-        groups: dict[Category, Iterable[str]] = {
-            "low_precision": low,
-            "fp32": fp32,
-            "promote": _ops(op_names.PROMOTE),
-            "banned": functional["binary_cross_entropy"],
-            "destination": _ops(_INTO_SELF, op_names.WRITES, op_names.IN_PLACE_WRITES),
-            "fp32_inplace": _INPLACE_FP32,
-            "recurrent": _ops(op_names.RECURRENT),
-        }
-        return cls({op: category for category, ops in groups.items() for op in ops})
+        return cls({op: category for category, ops in _ROWS.items() for op in ops.split()})
 
     def for_dtype(self, dtype: torch.dtype) -> OpTable:
         """Returns the table without the rows that the region's dtype does not need."""
         if dtype is not torch.bfloat16:
             return self
-        return OpTable({op: row for op, row in self.rows.items() if op not in FP16_RANGE})
+        return OpTable({op: row for op, row in self.rows.items() if op not in op_rows.FP16_RANGE})
 
     def without(self, namespace: str, name: str) -> OpTable:
         """Returns the table without the rows of ``name``, whose operators then follow torch.
@@ -201,7 +132,7 @@ class OpTable:
         A function and a method of the same name share their operators, so both lose their rows.
         Names that torch itself promotes (``add``, ``cat``) have no rows.
         """
-        removed = op_names.operators(namespace, name)
+        removed = operators(namespace, name)
         return OpTable({op: category for op, category in self.rows.items() if op not in removed})
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
@@ -216,7 +147,7 @@ class OpTable:
             raise ValueError(
                 f"Unknown op category {category!r}: use one of {', '.join(get_args(Category))}."
             )
-        ops = op_names.operators(namespace, name)
+        ops = operators(namespace, name)
         if not ops:
             raise ValueError(
                 f"amp.lists cannot make {namespace}.{name} {category}: it has no operator of its "

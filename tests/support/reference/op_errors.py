@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from apex._core.op_names import NAMES, WITHOUT_BF16
-from apex._core.op_table import COVERED_INSIDE, OpTable
+from apex._core.op_rows import COVERED_INSIDE, OPERATORS, WITHOUT_BF16
+from apex._core.op_table import OpTable, operators
 from apex._engine.autocast import kernels
 from apex._torch import dispatcher
 
@@ -75,18 +75,26 @@ OTHERS = (
 """Fake quantization and products of sparse tensors: fp32 for want of a kernel."""
 
 
+PUBLIC = ("softmax", "nll_loss", "pow")
+"""Functions that share an operator with another."""
+
+
 def names() -> dict[str, tuple[str, ...]]:
     """Returns the names in fp32 at O1 that have kernels in bf16, with this torch's operators."""
     rows = OpTable.default().rows
-    found = {**NAMES["torch"], **NAMES["torch.nn.functional"]}
+    inside = {op.partition(".")[0] for ops in OPERATORS.values() for op in ops.split()} - {*PUBLIC}
+    known = {op: op.partition(".")[0] for op in rows if dispatcher.has_operator(f"aten::{op}")}
+    low = {*WITHOUT_BF16.split(), *OTHERS}
+    found = {name for op, name in known.items() if rows[op] in CATEGORIES and not {op, name} & low}
+    found = found - inside | {name for name, ops in OPERATORS.items() if not {*ops.split()} & low}
     return {
-        name: known
-        for name, ops in sorted(found.items())
-        if (known := tuple(op for op in ops if dispatcher.has_operator(f"aten::{op}")))
-        and {rows[op] for op in known} <= {*CATEGORIES}
-        and not {*known} & {*WITHOUT_BF16}
-        and name not in OTHERS
+        name: tuple(op for op in operators(_namespace(name), name) if op in known)
+        for name in sorted(found - {"__rpow__"})
     }
+
+
+def _namespace(name: str) -> str:
+    return "torch.nn.functional" if hasattr(F, name) else "torch"
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from apex._core.op_table import FP16_RANGE
+from apex._core.op_rows import FP16_RANGE
 from tests.support.reference import op_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")

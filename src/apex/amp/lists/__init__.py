@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from apex._core import op_names
 from apex._core.arguments import shown
-from apex._core.op_table import Category, OpTable
+from apex._core.op_table import Category, OpTable, operators
 from apex._engine.autocast.user_functions import Kind
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
@@ -53,7 +52,7 @@ def op_table(dtype: torch.dtype) -> OpTable:
     for namespace, _, name in _changes(removed=True):
         table = table.without(namespace, name)
     for namespace, category, name in _changes(removed=False):
-        if op_names.operators(namespace, name) or category not in _KINDS:
+        if operators(namespace, name) or category not in _KINDS:
             table = table.with_(namespace, name, category)
     return table
 
@@ -66,7 +65,7 @@ def python_functions() -> list[tuple[Any, str, Kind]]:
     return [
         (_MODULES[namespace].MODULE, name, _KINDS[category])
         for namespace, category, name in _changes(removed=False)
-        if category in _KINDS and not op_names.operators(namespace, name)
+        if category in _KINDS and not operators(namespace, name)
     ]
 
 

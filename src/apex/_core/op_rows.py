@@ -1,0 +1,181 @@
+"""The rows of the op table and what torch's autocast does differently, as data.
+
+A row names an aten operator, and its overload if it is not the default one. The functions are those
+of apex's lists (``amp.lists``); newer functions of the same families are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PRODUCTS = "addmm addmv addr matmul mm mv addbmm baddbmm bmm"
+
+LOW_PRECISION = f"""
+{PRODUCTS} prelu linear einsum tensordot scaled_dot_product_attention linalg_multi_dot
+linalg_vecdot convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
+conv_transpose1d conv_transpose2d.input conv_transpose3d.input conv_tbc lstm_cell gru_cell
+rnn_tanh_cell rnn_relu_cell
+"""
+
+RECURRENT = """
+lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
+"""
+
+UNARY = """
+acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan cumprod cumsum renorm
+"""
+
+NORM = """
+linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim
+norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype nuclear_norm nuclear_norm.dim frobenius_norm.dim
+"""  # torch.norm calls those of linalg; saved programs call the others
+
+PINVERSE = """
+linalg_pinv linalg_pinv.rcond_tensor linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
+"""
+
+RESIZES = """
+upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec
+upsample_nearest3d upsample_nearest3d.vec upsample_linear1d upsample_linear1d.vec
+upsample_bilinear2d upsample_bilinear2d.vec upsample_trilinear3d upsample_trilinear3d.vec
+upsample_bicubic2d upsample_bicubic2d.vec _upsample_nearest_exact1d _upsample_nearest_exact1d.vec
+_upsample_nearest_exact2d _upsample_nearest_exact2d.vec _upsample_nearest_exact3d
+_upsample_nearest_exact3d.vec _upsample_bilinear2d_aa _upsample_bilinear2d_aa.vec
+_upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec _upsample_lanczos2d_aa _upsample_lanczos2d_aa.vec
+"""
+
+WITHOUT_BF16 = """
+cholesky cholesky_inverse cholesky_solve geqrf inverse orgqr ormqr qr svd triangular_solve
+quantile quantile.scalar nanquantile nanquantile.scalar stft stft.center
+complex polar view_as_complex
+linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_det linalg_eig linalg_eigh
+linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex
+linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor
+linalg_lu_factor_ex linalg_lu_solve linalg_matrix_rank linalg_matrix_rank.tol_tensor
+linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_sqrth
+linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd
+linalg_svdvals linalg_tensorinv linalg_tensorsolve
+fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
+fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
+"""
+"""fp32 rows that have no kernel in bf16, and most none in fp16."""
+
+FP32 = f"""
+{UNARY} {NORM} {RESIZES} {WITHOUT_BF16}
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar dist logsumexp trace prod prod.dim_int
+std std.dim std.correction std_mean std_mean.dim std_mean.correction sum sum.dim_IntList
+var var.dim var.correction var_mean var_mean.dim var_mean.correction
+softplus gelu layer_norm group_norm rms_norm softmax.int log_softmax.int grid_sampler
+cosine_similarity cdist pdist poisson_nll_loss cosine_embedding_loss hinge_embedding_loss kl_div
+l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multi_margin_loss smooth_l1_loss
+huber_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits
+cross_entropy_loss nll_loss_nd nll_loss nll_loss2d ctc_loss.IntList ctc_loss.Tensor
+fused_moving_avg_obs_fake_quant
+smm hspmm sspaddmm _sparse_mm _sparse_mm.reduce _sparse_addmm sparse_sampled_addmm
+{PINVERSE} linalg_matrix_exp cov corrcoef
+"""  # torch composes the last line, formulas of gradients included, of matrix products
+
+PROMOTE = "addcdiv addcmul atan2 cross bilinear dot vdot equal lerp.Scalar lerp.Tensor"
+
+BANNED = "binary_cross_entropy"
+
+WRITES = """
+index_add index_copy index_put index_reduce masked_scatter put scatter_add scatter.src
+scatter.reduce scatter_reduce.two
+"""
+"""Operators that write one tensor into another, which torch wants of the same dtype."""
+
+IN_PLACE_WRITES = """
+index_add_ index_copy_ index_put_ index_reduce_ masked_scatter_ put_ scatter_add_ scatter_.src
+scatter_.reduce scatter_reduce_.two lerp_.Scalar lerp_.Tensor
+"""
+
+INTO_PRODUCTS = f"""
+addmm_ addmv_ addr_ addbmm_ baddbmm_ {" ".join(f"{name}.out" for name in PRODUCTS.split())}
+"""
+
+DESTINATION = f"{INTO_PRODUCTS} {WRITES} {IN_PLACE_WRITES} square_"
+"""torch calls ``pow_`` for the last, whose row would refuse 16 bits."""
+
+FP32_INPLACE = f"{' '.join(f'{name}_' for name in UNARY.split())} pow_.Scalar pow_.Tensor"
+
+OPERATORS: Mapping[str, str] = {
+    "norm": NORM,
+    "interpolate": RESIZES,
+    "softmin": "softmax.int",
+    "grid_sample": "grid_sampler",
+    "cross_entropy": "cross_entropy_loss",
+    "nll_loss": "nll_loss_nd nll_loss nll_loss2d",
+    "matrix_exp": "linalg_matrix_exp",
+    "pinverse": PINVERSE,
+    "det": "linalg_det",
+    "lu_solve": "linalg_lu_solve",
+    "logdet": "linalg_slogdet",
+    "slogdet": "linalg_slogdet",
+    "__rpow__": "pow.Scalar pow.Tensor_Tensor",
+}
+"""The operators of functions that dispatch to none of their own name."""
+
+FP16_RANGE: frozenset[str] = frozenset({"gelu"})
+"""fp32 rows that only guard the range of fp16; bf16, which has that of fp32, needs none (O4).
+
+In bf16 such an operator and its gradient lose one rounding and no more, and no ``torch.autocast``
+runs it in fp32. ``tests/support/reference/op_errors.py`` measures both for every fp32 row.
+"""
+
+COVERED_INSIDE: frozenset[str] = frozenset(
+    {"conv1d.padding", "conv2d.padding", "conv3d.padding", "nll_loss_nd"}
+)
+"""Operators that torch composes from other rows of the table.
+
+Where a device lacks an autocast kernel for one of them, amp adds none: the inner rows give the same
+result, and another kernel would only cost time. ``cross_entropy_loss`` is not among them: it
+passes ``log_softmax`` its input's dtype, which the inner row would keep.
+"""
+
+SPARSE_OPERANDS: frozenset[str] = frozenset({"matmul", "mm", "addmm", "mv", "bmm"})
+"""Products that torch casts itself, but takes to 16 bits for which its sparse kernels are missing.
+
+``linear`` is not among them: another kernel would cost 5 us in every linear layer.
+"""
+
+_WRITTEN = dict.fromkeys(("index_copy", "index_put", "scatter_add"), "promote")
+_ON_ACCELERATORS: Mapping[str, str] = {
+    **_WRITTEN,
+    "binary_cross_entropy": "raises",
+    "grid_sampler": "promote",
+    "tensordot": "promote",
+    "linalg_matrix_norm": "refuses",
+    "linalg_matrix_norm.str_ord": "refuses",
+}
+_KEPT_ON_ACCELERATORS = """
+binary_cross_entropy adaptive_max_pool3d max_pool3d max_unpool2d max_unpool3d reflection_pad1d
+reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+fake_quantize_per_tensor_affine
+"""
+
+NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
+    "cpu": {
+        **_WRITTEN,
+        **dict.fromkeys(("cat", "stack"), "promote"),
+        **dict.fromkeys(_KEPT_ON_ACCELERATORS.split(), "fp32"),
+    },
+    "cuda": _ON_ACCELERATORS,
+    "xpu": _ON_ACCELERATORS,
+    "mps": {**_WRITTEN, "grid_sampler": "promote", "tensordot": "promote"},
+}
+"""Categories of torch's own autocast, by device type, where they differ from the table.
+
+``raises``: on any input. ``refuses``: raises on 16-bit input, which its kernel does not cast.
+torch's autocast kernels that are not listed here follow the table (torch 2.13).
+
+Some of the CPU's have no row. torch promotes the arguments of ``cat`` and ``stack`` itself; its
+autocast does the same, but raises for the 16-bit dtype that is not its own. The others keep their
+input's dtype on every other device; what they compute is exact in it.
+"""
+
+DEVICE_LIMITS: Mapping[str, Mapping[str, str]] = {"mps": {"conv_transpose3d.input": "fp32"}}
+"""Rows that a device has no 16-bit kernel for, by device type, and what runs there instead.
+
+torch's own autocast does the same from torch 2.9 on.
+"""
