@@ -14,7 +14,6 @@ from apex._engine import model as conversion
 from apex._engine.model import ModelPlan, sharding
 from apex._engine.optimizer_class import binding_of
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizers import unwrap
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
@@ -45,18 +44,6 @@ def model_list(models: object, *, cast: bool = False) -> list[nn.Module]:
                 "for a torch.nn.Module. Pass the module inside it, or use opt_level O1 or O4."
             )
     return [m if issubclass(type(m), nn.Module) else next(iter(m.modules())) for m in several]
-
-
-def optimizer_list(optimizers: object) -> list[Optimizer]:
-    """Returns the optimizers as a list, without wrappers such as LARC; empty for None.
-
-    Raises:
-        TypeError: If one is not an optimizer.
-    """
-    if optimizers is None:
-        return []
-    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    return [unwrap(optimizer) for optimizer in several]
 
 
 def rules(name: str, given: object) -> tuple[Any, ...]:

@@ -110,7 +110,7 @@ class ModelState:
         Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
         """
         before = self.plan.param_dtype or torch.float32
-        now = fn(torch.empty(0, dtype=before)).dtype
+        now = fn(torch.empty(0, dtype=before, device="cpu")).dtype
         if now is before:
             return apply(lambda tensor: _unless_lower(tensor, fn(tensor)))
         if self.plan.casts_down:
