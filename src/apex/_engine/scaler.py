@@ -49,7 +49,7 @@ class Scaler(ABC):
 
     def __init__(self, first: float, rule: ScaleRule, loss_id: int) -> None:
         """Starts at ``first`` (multiplier), on the CPU."""
-        self._bind(torch.tensor([first, 0.0], dtype=torch.float32))
+        self._bind(torch.tensor([first, 0.0], dtype=torch.float32, device="cpu"))
         self.rule = rule
         self.loss_id = loss_id
         self.block_on_read = False
@@ -239,7 +239,7 @@ class DynamicScaler(Scaler):
         """
         first = min(max(checked_static(initial), rule.least), rule.greatest)
         super().__init__(first, rule, loss_id)
-        self.clean_steps = torch.tensor(0, dtype=torch.int32)
+        self.clean_steps = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._readback: Readback[int] = Readback()
         self._skipped_in_row = 0
 
