@@ -113,7 +113,6 @@ def test_the_kinds_of_parts_in_files_are_frozen():
         "optimizer",
         "output_cast",
         "plan",
-        "proxy",
         "split",
         "stochastic",
         "tracked_pair",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fused_adam_cuda
 from apex import optimizers
 from apex.contrib import optimizers as contrib
 from tests.support import optimizers as cases
@@ -212,6 +213,28 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
     assert all(p.grad is grad for p, grad in zip(masters, own, strict=True))
     with pytest.raises(ValueError, match=r"grads of \[2\] tensors per group"):
         kind(masters, lr=0.05).step(grads=cases.gradients(masters, 0)[:2])
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("correct", [0, 1])
+def test_fused_adam_cuda_is_its_plain_loop(mode, correct):
+    for dtype in (FP32, BF16):
+        p, m, v, g = torch.randn(4, 3, 5).unbind()
+        v = v.abs()
+        reference = cases.LegacyAdam(
+            [p.double()], lr=0.1, betas=(0.8, 0.9), eps=1e-4, inside=mode == 0, weight_decay=0.1,
+            bias_correction=bool(correct),
+        )  # fmt: skip
+        reference.count, reference.state = 2, [{"m": m.double(), "v": v.double()}]
+        out, given = torch.zeros(3, 5, dtype=dtype), (g * 8).to(dtype)
+        reference.step([given.double() / 8])
+        args = (0.1, 0.8, 0.9, 1e-4, 8.0, 3, mode, correct, 0.1)
+        fused_adam_cuda.adam(p, out, m, v, given, *args)
+        wanted = reference.params[0], reference.state[0]["m"], reference.state[0]["v"]
+        found = [each.double() for each in (p, m, v)]
+        torch.testing.assert_close(found, list(wanted), rtol=1e-6, atol=1e-6)
+        assert torch.equal(out, p.to(dtype))
+        assert torch.equal(given, (g * 8).to(dtype))
 
 
 # -- optimizers that keep fp32 masters themselves ------------------------------------------------
