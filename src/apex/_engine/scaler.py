@@ -49,7 +49,7 @@ class Scaler(ABC):
 
     def __init__(self, first: float, rule: ScaleRule, loss_id: int) -> None:
         """Starts at ``first`` (multiplier), on the CPU."""
-        self._bind(torch.tensor([first, 0.0], dtype=torch.float32))
+        self._bind(torch.tensor([first, 0.0], dtype=torch.float32, device="cpu"))
         self.rule = rule
         self.loss_id = loss_id
         self.block_on_read = False
@@ -238,7 +238,7 @@ class DynamicScaler(Scaler):
         if initial is None:
             initial = min(max(INITIAL_SCALE, rule.least), rule.greatest)
         super().__init__(checked_static(initial), rule, loss_id)
-        self.clean_steps = torch.tensor(0, dtype=torch.int32)
+        self.clean_steps = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._in_range = rule.least <= initial <= rule.greatest
         self._readback: Readback[Sequence[Iteration]] = Readback()
         self._skipping: dict[int, Iteration] = {}
