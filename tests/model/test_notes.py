@@ -286,7 +286,7 @@ HALVES = {
 
 
 @pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", ["O1", "O4"])
 def test_16_bit_weights_after_initialize_are_told_once(caplog, level, name):
     cast, dtype = HALVES[name]
     model, optimizer = trained(nn.Linear(4, 4), level=level, loss_scale=1.0)
@@ -328,7 +328,7 @@ class Encoder(nn.Module):
 @pytest.mark.parametrize("method", ["encode", "features"])
 def test_other_methods_get_the_note_that_forward_gets(level, method):
     model = converted(Encoder(), level)
-    with pytest.raises(RuntimeError, match=r"another method gets, is not. Cast it") as raised:
+    with pytest.raises(RuntimeError, match=r"another method gets, is not cast\. Cast it") as raised:
         getattr(model, method)(torch.ones(2, 4))
     assert str(raised.value).count("amp prepared") == 1
     assert getattr(model, method)(torch.ones(2, 4, dtype=model.weight_dtype())).shape == (2, 4)

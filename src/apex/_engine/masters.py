@@ -383,6 +383,8 @@ class Masters:
         pair = self._by_param.get(id(param))
         if pair is None:
             return self._kept_value(param)
+        if pair.master_written:
+            write_back([pair])
         if not pair.keeps:
             follow([pair])
         return pair.master

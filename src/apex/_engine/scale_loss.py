@@ -180,19 +180,15 @@ class BackwardPass:
         """Unscales the gradients; after an exception, restores the earlier ones."""
         self._casts.close()
         inspection, self._inspection = self._inspection, None
-        try:
-            if error is not None:
-                self._abort()
-                return
-            if inspection is not None:
-                inspection.end_of_gradients(delayed=self._delay_unscale)
-            if not self._delay_unscale:
-                self.finish()
-            elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
-                self._state = _State.DELAYED
-        finally:
-            if inspection is not None:
-                inspection.close()
+        if error is not None:
+            self._abort()
+            return
+        if inspection is not None:
+            inspection.end_of_gradients(delayed=self._delay_unscale)
+        if not self._delay_unscale:
+            self.finish()
+        elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
+            self._state = _State.DELAYED
         if inspection is not None:
             inspection.warn()
 
@@ -240,7 +236,7 @@ class BackwardPass:
                 if id(binding) not in left:
                     binding.note_overflow(scaler.found_inf)
         if moves:
-            scaler.update([binding.iteration for binding in bindings], own=own is not None)
+            scaler.update(len(bindings), own=own is not None)
 
     def _abort(self) -> None:
         """Drops the gradients of the pass; one that continues others leaves what it added."""

@@ -31,7 +31,7 @@ from apex._engine.communication import Communicator, note_compiled_run
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import LazyMaster, Master, Masters
 from apex._engine.mistakes import Mistake, Mistakes
-from apex._engine.model import ModelPlan, sharding
+from apex._engine.model import ModelPlan
 from apex._engine.optimizer_class import AmpOptimizer
 from apex._engine.scale_loss import BackwardPass
 from apex._engine.scaler import Scaler, scaler_for
@@ -101,7 +101,6 @@ class Session:
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers)
         self._shards: list[weakref.ref[object]] = []
-        self._prepared: frozenset[int] = frozenset()
         self._versions: dict[int, int] = {}  # of 16-bit weights, at first
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
@@ -142,19 +141,16 @@ class Session:
                 params = chain.from_iterable(model.parameters() for model in models)
                 self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
             restoring.match_states(optimizers, old_dtypes)
-            self._models.update(map(conversion.module_behind, models))
-            tensors = (named_tensors(model).values() for model in models)
-            self._prepared = frozenset(map(id, chain.from_iterable(tensors)))
+            self._models.update(models)
             groups = (group for model in models for group in fsdp.param_groups(model))
             self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        module = conversion.module_behind(model)
-        before = conversion.floating_tensors(module)
+        before = conversion.floating_tensors(model)
         undo.push(conversion.undo_convert, model)
-        conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
-        undo.push(self.masters.release, module)
-        self._make_masters(module, before, trains=trains)
+        conversion.convert(model, plan, self.region, self, undo)
+        undo.push(self.masters.release, model)
+        self._make_masters(model, before, trains=trains)
 
     def _make_masters(
         self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
@@ -269,8 +265,6 @@ class Session:
         sends = list(map(_sends, bindings))  # of each, as ranks may communicate here
         delays = delay_unscale or not all(sends)
         for owner in owners:
-            if owner._prepared:
-                owner._check_sharding(bindings)
             delays = delays or (bool(owner._shards) and owner._defers_reduction())
             for other, shares in owner.others(bindings):
                 (flagged if shares else others).append(other)
@@ -288,11 +282,6 @@ class Session:
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
         )
-
-    def _check_sharding(self, bindings: Sequence[Binding]) -> None:
-        trained = [p for b in bindings for p in b.trained() if id(p) in self._prepared]
-        sharding.check_order(self._models, trained)
-        self._prepared = frozenset()
 
     def _defers_reduction(self) -> bool:
         return fsdp.defers_reduction(ref() for ref in self._shards)
@@ -350,12 +339,6 @@ class Session:
     def write_back(self) -> None:
         if self.policy.master_weights:
             self.masters.write_back()
-
-    def take_grads(self) -> None:
-        """Moves gradients from the models to the masters, before weights change their dtype."""
-        for pair in self.masters.all():
-            masters.take([pair])
-            pair.model.grad = None
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)

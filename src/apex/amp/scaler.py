@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -20,6 +20,9 @@ __getattr__ = _unavailable.names_instead(
     __name__,
     {"axpby_check_overflow_python": _LOOP, "scale_check_overflow_python": _LOOP},
 )
+
+
+_OF_RULE = "_scale_seq_len", "_min_loss_scale", "_max_loss_scale"
 
 
 def _of_rule(name: str) -> Any:
@@ -74,9 +77,7 @@ class LossScaler:
             scale_factor, scale_window, floor=min_loss_scale, ceiling=max_loss_scale
         )
         scale = as_loss_scale("loss_scale", loss_scale)
-        # The default is clamped to the bounds; a value that the caller chose is not.
-        initial = None if init_scale == INITIAL_SCALE else init_scale
-        self._view(scaler_for(scale, rule, initial=initial))
+        self._view(scaler_for(scale, rule, initial=init_scale))
 
     @classmethod
     def over(cls, scaler: Scaler) -> LossScaler:
@@ -87,20 +88,22 @@ class LossScaler:
 
     def _view(self, scaler: Scaler) -> None:
         self._scaler = scaler
-        self._assigned_flag: Tensor | None = None
         scaler.view = self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies the values into an independent scaler; waits for the device."""
-        rule, scale = self._scaler.rule, self._scaler.read_scale()
-        if not self.dynamic:
-            return type(self), (scale,)
-        bounds = rule.growth_interval, rule.floor, rule.ceiling
-        return type(self), ("dynamic", scale, rule.growth_factor, *bounds), self._unskipped
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the values under apex's names, for an independent copy; waits for the device."""
+        names = ("dynamic", "_loss_scale", "_unskipped", *_OF_RULE)
+        return {name: getattr(self, name) for name in names} | {
+            "scale_factor": self._scaler.rule.growth_factor
+        }
 
-    def __setstate__(self, unskipped: int) -> None:
-        """Restores the count of clean steps, which the constructor does not take."""
-        self._unskipped = unskipped
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Takes the values of a file, also of apex's own scaler."""
+        window, least, most = (state[name] for name in _OF_RULE)
+        factor, scale = state.get("scale_factor", 2.0), state["_loss_scale"]
+        rule = ScaleRule.symmetric(factor, window, floor=least, ceiling=most)
+        self._view(scaler_for("dynamic" if state["dynamic"] else scale, rule, initial=scale))
+        self._unskipped = state["_unskipped"]
 
     @property
     def dynamic(self) -> bool:
@@ -123,31 +126,24 @@ class LossScaler:
     _min_loss_scale = _of_rule("floor")
     _max_loss_scale = _of_rule("ceiling")
 
-    @property
-    def _has_overflow(self) -> bool:
-        return self._scaler.read_found_inf()
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self._assigned_flag = None
-        self._scaler.found_inf.fill_(float(value))
+    _has_overflow = property(
+        lambda self: self._scaler.read_found_inf(),
+        lambda self, value: self._scaler.found_inf.fill_(float(value)),
+    )
 
     @property
     def _overflow_buf(self) -> Tensor:
-        assigned = self._assigned_flag
-        return self._scaler.found_inf.reshape(1) if assigned is None else assigned
+        return self._scaler.found_inf.reshape(1)
 
     @_overflow_buf.setter
     def _overflow_buf(self, flag: Any) -> None:
         if not isinstance(flag, Tensor) or flag.numel() != 1:
             raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor with one element.")
-        self._assigned_flag = flag
+        self._scaler.found_inf.copy_(flag.reshape(()))
 
     def clear_overflow_state(self) -> None:
-        """Clears the overflow flag, and a tensor that the script assigned as ``_overflow_buf``."""
+        """Clears the overflow flag."""
         self._scaler.found_inf.zero_()
-        if self._assigned_flag is not None:
-            self._assigned_flag.zero_()
 
     @torch.no_grad()
     def unscale(
@@ -212,25 +208,22 @@ class LossScaler:
         b: float,
     ) -> None:
         """Writes ``a * model_grads + b * stashed_master_grads`` into ``master_grads``."""
-        scales = 1.0 / a, 1.0, 1.0
         stashed = [grad * b for grad in stashed_master_grads]
-        self.unscale_with_stashed(model_grads, stashed, master_grads, scales)
+        self.unscale_with_stashed(model_grads, stashed, master_grads, (1.0 / a, 1.0, 1.0))
 
     def update_scale(self) -> bool:
         """Updates the scale by the overflow flag; returns whether to skip the step.
 
-        The flag is that of the last pass, or the tensor that the script assigned as
-        ``_overflow_buf``. Waits for the device if the scale is dynamic.
+        The flag is that of the last pass, or what the script wrote to ``_overflow_buf``. Waits for
+        the device if the scale is dynamic.
         """
-        if self.dynamic and self._assigned_flag is not None:
-            self._scaler.found_inf.copy_(self._assigned_flag.reshape(()))
         overflow = self.dynamic and self._scaler.read_found_inf()
-        self._scaler.update(())
+        self._scaler.update(0)
         self._scaler.read_updates()
         return overflow
 
 
-_ORIGINAL = {"unscale": LossScaler.unscale, "update_scale": LossScaler.update_scale}
+_REPLACEABLE = {name: getattr(LossScaler, name) for name in ("unscale", "update_scale")}
 
 
 def own_update(scaler: Scaler) -> Callable[[], object] | None:
@@ -241,22 +234,18 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
     ``unscale`` gets empty lists.
     """
     known: Any = scaler.view or LossScaler
-    found = {name: getattr(known, name) for name in _ORIGINAL}
+    found = {name: getattr(known, name) for name in _REPLACEABLE}
     own = [
-        name
-        for name in _ORIGINAL
-        if getattr(found[name], "__func__", found[name]) is not _ORIGINAL[name]
+        name for name, fn in found.items() if getattr(fn, "__func__", fn) is not _REPLACEABLE[name]
     ]
-    if not own:
-        return None
-    view = LossScaler.over(scaler)
+    view: Any = LossScaler.over(scaler) if own else None
 
-    def update() -> bool:
+    def update() -> object:
         if "unscale" in own:
             view.unscale((), ())
         return view.update_scale()
 
-    return update
+    return update if own else None
 
 
 class LossScalers(MutableSequence[LossScaler]):

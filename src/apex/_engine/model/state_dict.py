@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -23,6 +22,9 @@ from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
 _log = logging.getLogger("apex")
+
+Entries = MutableMapping[str, Any]
+"""A state dict."""
 
 
 class MasterLink:
@@ -36,9 +38,8 @@ class MasterLink:
         """Connects to ``masters``; ``None`` if there are none."""
         self._masters = masters
         self._origin: weakref.ref[MasterSource] | None = None
-        self._keys: dict[int, tuple[str, int]] = {}
-        self._destination: weakref.ref[object] | None = None
-        self._entry: Tensor | None = None
+        self._made: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        self._latest: Tensor | None = None
         self._told = False
 
     @property
@@ -56,43 +57,40 @@ class MasterLink:
         source = self.source
         return source is not None and isinstance(source.master_of(tensor), nn.Parameter)
 
-    def exact(self, tensor: Tensor, entry: Tensor) -> Tensor:
-        """Returns the fp32 values of a tensor of the model, whose own values ``entry`` holds."""
-        source = self.source
-        known = None if source is None else source.master_of(tensor)
-        return exact_value(entry, [known]) if dtypes.is_low_precision(entry) else entry
+    def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
+        """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
 
-    def save(self, destination: MutableMapping[str, Any], key: str, tensor: Tensor) -> None:
+        ``other`` is a master that the link may not know.
+        """
+        known = None if (source := self.source) is None else source.master_of(tensor)
+        return exact_value(entry, [known, other])
+
+    def save(self, destination: Entries, key: str, tensor: Tensor) -> None:
         """Replaces the entry of a tensor by its fp32 values; entries of tied tensors share them."""
-        if self._destination is None or self._destination() is not destination:
-            self.write_back()  # once per call; entries are aliases of the weights
-            self._check_entry()
-            self._keys = {}
-            known = isinstance(destination, OrderedDict)  # others allow no weak reference
-            self._destination = weakref.ref(destination) if known else None
         entry = destination[key]
         if entry is tensor or not isinstance(entry, Tensor):  # with ``keep_vars``
             return
-        now = 0 if tensor.is_inference() else tensor._version
-        first, version = self._keys.get(id(tensor), (key, -1))
-        if version == now and first in destination:
-            destination[key] = destination[first]
+        if not dtypes.is_low_precision(entry):
             return
-        destination[key] = self.exact(tensor, entry)
-        self._keys[id(tensor)] = key, now
-        if self._origin is not None and self._entry is None:
-            self._entry = destination[key]
+        first, made = self._made.get(id(tensor), (key, None))
+        exact = None if made is None else made()
+        if exact is None or destination.get(first) is not exact:
+            exact = self.exact(tensor, entry)
+            self._made[id(tensor)] = key, weakref.ref(exact)
+            if self._origin is not None:
+                self._note_average(exact)
+        destination[key] = exact
 
-    def _check_entry(self) -> None:
-        """Notes once if an average was written into the entries of a copy's latest state dict."""
-        if self._entry is not None and self._entry._version > 0 and not self._told:
+    def _note_average(self, made: Tensor) -> None:
+        """Notes once if an average was written into the latest entry of a copy's state dict."""
+        if self._latest is not None and self._latest._version > 0 and not self._told:
             self._told = True
             _log.warning(
                 "amp: the state_dict of a deep copy of a 16-bit model is written, but its entries "
                 "are fp32 copies: the model does not change. Average an fp32 copy, made by "
                 "amp.restore(copy.deepcopy(model))."
             )
-        self._entry = None
+        self._latest = None if made.is_inference() else made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same source, which the copy does not keep alive."""
@@ -122,26 +120,13 @@ class Fp32Hooks:
         order.move_to_end(handles[-1].id, last=False)
         handles.append(hooks.register_load_state_dict_pre_hook(self.before_loading))
 
-    def __call__(
-        self,
-        module: nn.Module,
-        destination: MutableMapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-    ) -> None:
+    def __call__(self, module: nn.Module, destination: Entries, prefix: str, _: object) -> None:
         """Replaces the module's own entries by the exact fp32 values of its tensors."""
         for key, tensor in own_tensors(module):
             if prefix + key in destination:
                 self._link.save(destination, prefix + key, tensor)
 
-    def before_loading(
-        self,
-        module: nn.Module,
-        loaded: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        *rest: Any,
-    ) -> None:
+    def before_loading(self, module: nn.Module, loaded: Entries, prefix: str, *rest: Any) -> None:
         """Sets the masters of the module's own tensors to the exact values that are loaded.
 
         Where an entry is not loaded after all, the master follows the weight that stays.
@@ -149,15 +134,15 @@ class Fp32Hooks:
         Raises:
             RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
         """
-        if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
+        if isinstance(rest[0], Mapping) and rest[0].get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
                 "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
                 "loading and amp.initialize after."
             )
-        source = self._link.source
-        if source is not None:
-            source.expect(_exact_entries(module, loaded, prefix))
+        if (source := self._link.source) is not None:
+            own = [(tensor, loaded.get(prefix + key)) for key, tensor in own_tensors(module)]
+            source.expect((tensor, entry) for tensor, entry in own if _is_exact(entry, tensor))
 
     def before_saving(self, *_: Any) -> None:
         """Does nothing; files of earlier releases name it, and :meth:`after_loading`."""
@@ -169,16 +154,12 @@ class Fp32Hooks:
         return rebuild, ("fp32_hooks", self._link)
 
 
-def _exact_entries(
-    module: nn.Module, loaded: Mapping[str, Any], prefix: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the module's 16-bit tensors whose entries hold more bits, with these."""
-    for name, tensor in own_tensors(module):
-        entry = loaded.get(prefix + name)
-        if not isinstance(entry, Tensor) or not dtypes.is_low_precision(tensor):
-            continue
-        if tensor.dim() == 0 and entry.shape == (1,):  # torch loads it, too
-            entry = entry.reshape(())
-        is_exact = entry.dtype in dtypes.CASTABLE and entry.dtype is not tensor.dtype
-        if entry.shape == tensor.shape and is_exact:
-            yield tensor, entry
+def _is_exact(entry: object, tensor: Tensor) -> TypeGuard[Tensor]:
+    """Returns whether an entry holds more bits than the 16-bit tensor that it is for."""
+    return (
+        isinstance(entry, Tensor)
+        and dtypes.is_low_precision(tensor)
+        and entry.shape == tensor.shape
+        and entry.dtype in dtypes.CASTABLE
+        and entry.dtype is not tensor.dtype
+    )
