@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from apex._core import tree
 from apex._core.mixins import MIXIN, known_with_mixin, mixin_of, new_class
 from apex._engine.model import messages
-from apex._engine.model.state import STATE, ModelState, module_behind, stash_forward, state_of
+from apex._engine.model.state import STATE, ModelState, stash_forward, state_of
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
 
@@ -105,7 +105,6 @@ class _Overrides:
         new, state = _copied(self, memo), state_of(self)
         made = state_of(new)
         if made is not None and state is not None and state.link.source is not None:
-            state.link.source.note_copy(self, module_behind(new))
             state.writes.note_copy(new)
         return new
 

@@ -164,8 +164,6 @@ class ModelState:
         All or nothing. Masters, optimizers and loss scales stay.
         """
         self.link.write_back()
-        if self.link.source is not None:
-            self.link.source.take_grads()
         with all_or_nothing() as undo:
             undo.push(setattr, self, "plan", self.plan)
             self.plan = self.given
