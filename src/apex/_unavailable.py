@@ -2,14 +2,13 @@
 
 `install` appends a finder to ``sys.meta_path``, so that it only sees modules that nothing else
 provides. The error is a ModuleNotFoundError, and so an ImportError, which libraries with an
-optional import of apex catch.
+optional import of apex catch. `importlib.util.find_spec` raises it, too.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -56,18 +55,17 @@ class UnavailableFinder:
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Returns None for any other module, and to ``importlib.util.find_spec``.
+    ) -> None:
+        """Returns None for any other module.
 
         Raises:
             ModuleNotFoundError: If ``fullname`` is a module of apex that this package lacks.
         """
-        instead = INSTEAD.get(fullname)
-        # A script that only asks whether the module is there (PyProf) gets no error.
-        if instead is None or sys._getframe(2).f_globals.get("__name__") == "importlib.util":
-            return None
-        # No `name`: `from apex import x` would replace an error that names x with its own.
-        raise ModuleNotFoundError(f"{fullname} is not part of this apex: use {instead}.")
+        if fullname in INSTEAD:
+            # No `name`: `from apex import x` would replace an error that names x with its own.
+            raise ModuleNotFoundError(
+                f"{fullname} is not part of this apex: use {INSTEAD[fullname]}."
+            )
 
 
 def names_instead(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:

@@ -83,16 +83,3 @@ def test_the_average_moves_by_less_than_16_bits_hold(level):
     assert not torch.equal(first, history[0][0])
     dtype = model[0].weight.dtype
     assert torch.equal(first.to(dtype), history[0][0].to(dtype))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_an_average_is_saved_and_goes_on(level):
-    average, history, keep = averaged_run(level)
-    resumed = AveragedModel(net(), multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
-    resumed.load_state_dict(average.state_dict())
-    source = net()
-    source.load_state_dict(keep[0].state_dict())
-    for each in (average, resumed):
-        each.update_parameters(source)
-    assert cases.same(dict(average.state_dict()), dict(resumed.state_dict()))
-    assert resumed.n_averaged == len(history) + 1

@@ -1,6 +1,5 @@
 """``amp.state_dict`` and ``amp.load_state_dict``: apex's format, before and after initialize."""
 
-import copy
 import io
 import re
 from collections import OrderedDict
@@ -212,30 +211,3 @@ def test_what_waits_outlives_mistakes_and_disabled_calls(caplog, capsys):
     keep = prepared("O2")
     assert scale() == 512.0
     del keep
-
-
-# -- resuming --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_resumed_run_equals_an_uninterrupted_one(level):
-    def momentum(model):
-        return sgd(model, momentum=0.5)
-
-    model, optimizer = prepared(level, growth_interval=3, optimizer=momentum)
-    train(model, optimizer, steps=2)
-    if level in DYNAMIC:
-        overflow(model, optimizer)
-        optimizer.step()
-    train(model, optimizer, steps=2)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    assert {v.dtype for v in saved[0].values()} <= {torch.float32, torch.int64}
-    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-    expected = train(model, optimizer, steps=5), [*amp.state_dict().values()]
-
-    # A cell that is run again: the first session lives.
-    again = prepared(level, growth_interval=3, optimizer=momentum)
-    for part, state in zip((*again, amp), saved, strict=True):
-        part.load_state_dict(state)
-    assert all(map(torch.equal, masters, amp.master_params(again[1])))
-    assert (train(*again, steps=5), [*amp.state_dict().values()][1:]) == expected

@@ -104,19 +104,6 @@ def test_a_loader_of_another_library_sets_the_masters_to_the_last_bit(level):
     assert cases.same(cases.masters(optimizer), list(new.values()))
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_what_such_a_loader_does_not_load_keeps_its_weight(level):
-    model, optimizer = trained(level)
-    before, weights = cases.masters(optimizer), [p.detach().clone() for p in model.parameters()]
-    model[1].register_load_state_dict_pre_hook(lambda module, state, *rest: state.clear())
-    load_as_mmcv(model[1], random_like(model[1].state_dict()))
-    cases.backward(model, optimizer, *cases.batch(3))
-    assert cases.same(cases.masters(optimizer)[:2], before[:2])
-    assert cases.same(list(model.parameters()), weights)
-    dtype = cases.LEVELS[level].stored
-    assert cases.same([value.to(dtype) for value in cases.masters(optimizer)], weights)
-
-
 @pytest.fixture
 def swaps():
     """Loading exchanges parameters for new ones, the default of a future torch."""

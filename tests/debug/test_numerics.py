@@ -11,15 +11,10 @@ def adam(params):
     return torch.optim.Adam(params, lr=1e-2)
 
 
-def test_a_sound_model_is_true():
+def test_a_sound_model_has_none():
     model, optimizer = prepared("O5", adam)
     train_step(model, optimizer, *batch())
-    found = amp.debug.check_numerics(model, optimizer)
-    assert found
-    assert found.nonfinite == []
-    roles = {item.role for item in found}
-    assert {"parameter", "master", "state exp_avg", "state step"} <= roles
-    assert str(found) == f"All {len(found)} tensors finite."
+    assert amp.debug.check_numerics(model, optimizer) == []
 
 
 def test_each_role_is_told_with_its_counts():
@@ -31,25 +26,21 @@ def test_each_role_is_told_with_its_counts():
     model[2].weight.data[0, 0] = torch.nan
     model[2].weight.data[0, 1] = -torch.inf
     found = amp.debug.check_numerics(model, optimizer)
-    assert not found
-    assert {(i.name, i.role, i.dtype, i.inf, i.nan) for i in found.nonfinite} == {
+    assert {(i.name, i.role, i.dtype, i.inf, i.nan) for i in found} == {
         ("0.weight", "master", "float32", 0, 1),
         ("0.weight", "state exp_avg", "float32", 2, 0),
         ("2.weight", "parameter", "bfloat16", 1, 1),
     }
-    assert "2.weight (parameter, bfloat16): 1 inf, 1 nan of 16" in str(found)
+    assert "2.weight (parameter, bfloat16): 1 inf, 1 nan of 16" in map(str, found)
 
 
 def test_infinities_of_a_mask_are_no_fault_in_a_buffer():
     model = torch.nn.BatchNorm1d(3)
     model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
-    found = amp.debug.check_numerics(model)
-    assert found, str(found)
-    assert {item.name: item.inf for item in found}["mask"] == 3
+    assert amp.debug.check_numerics(model) == []
     model.running_var.fill_(torch.inf)
     model.mask[0, 0] = torch.nan
-    bad = amp.debug.check_numerics(model).nonfinite
-    assert [item.name for item in bad] == ["running_var", "mask"]
+    assert [item.name for item in amp.debug.check_numerics(model)] == ["running_var", "mask"]
 
 
 def test_anything_else_is_refused():

@@ -1,4 +1,4 @@
-"""Wrappers in unusual places: compiled, copied, several of one optimizer; dropped gradients."""
+"""Wrappers in unusual places: compiled, copied, several of one optimizer, joined, too early."""
 
 import contextlib
 import copy
@@ -11,20 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
-from tests.distributed.test_data_parallel import (
-    START_SCALE,
+from tests.distributed.cases import (
     backward,
     batch,
     initialized,
     net,
     prepare,
     state,
+    train_steps,
 )
-from tests.support.training import WITH_MASTERS, masters
+from tests.support.training import WITH_MASTERS
 
 pytestmark = pytest.mark.distributed
 
-DYNAMIC = ("O1", "O2")
 ENTRIES = ("O1", "O2", "O5")
 
 
@@ -59,8 +58,9 @@ def accumulate_eager(rank, level):
     return accumulate(rank, DistributedDataParallel(model), optimizer, model)
 
 
-@pytest.mark.parametrize("where", COMPILED)
-@pytest.mark.parametrize("level", ENTRIES)
+@pytest.mark.parametrize(
+    ("level", "where"), [("O1", "the wrapper"), ("O5", "the wrapper"), ("O5", "inside")]
+)
 def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, level, where):
     first, second = on_two_ranks(accumulate_compiled, level, where)
     assert first == second
@@ -82,27 +82,20 @@ def test_copies_under_a_wrapper_of_their_own_train_as_the_original(on_two_ranks,
     assert first == second == on_two_ranks(accumulate_eager, level)[0]
 
 
-def several(rank, level, count):
+def train_one_optimizer_of_several_wrappers(rank, level):
     with torch.random.fork_rng():
         torch.manual_seed(rank)
-        models = [nn.Linear(4, 4) for _ in range(count)]
+        models = [nn.Linear(4, 4) for _ in range(5)]
     optimizer = torch.optim.SGD(models[-1].parameters(), lr=0.1, momentum=0.9)
     models, optimizer = initialized(level, models, optimizer)
-    return models, optimizer, [DistributedDataParallel(model) for model in models]
-
-
-def chain(parts, optimizer, x):
-    for part in parts:
-        x = torch.tanh(part(x))
-    with amp.scale_loss(x.float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
-def train_one_optimizer_of_several_wrappers(rank, level):
-    models, optimizer, parallel = several(rank, level, 5)
+    wrappers = [DistributedDataParallel(model) for model in models]
     optimizer.add_param_group({"params": [p for model in models[:-1] for p in model.parameters()]})
     for step in range(2):
-        chain(parallel, optimizer, batch(rank, step)[0])
+        x, _ = batch(rank, step)
+        for wrapper in wrappers:
+            x = torch.tanh(wrapper(x))
+        with amp.scale_loss(x.float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return state(nn.ModuleList(models), optimizer)
@@ -112,49 +105,6 @@ def train_one_optimizer_of_several_wrappers(rank, level):
 def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level):
     first, second = on_two_ranks(train_one_optimizer_of_several_wrappers, level)
     assert first == second
-
-
-def train_a_late_group(rank, level):
-    models, optimizer, (early, late) = several(rank, level, 2)
-    chain([lambda x: early(x).detach(), late], optimizer, batch(rank, 0)[0])
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.add_param_group({"params": list(models[0].parameters())})
-    with early.no_sync():
-        chain([early, late], optimizer, batch(rank, 1)[0])
-    chain([early, late], optimizer, batch(rank, 2)[0])
-    optimizer.step()
-    return state(nn.ModuleList(models), optimizer)
-
-
-@pytest.mark.parametrize("level", ENTRIES)
-def test_the_wrapper_of_a_late_group_is_asked_for_no_sync(on_two_ranks, level):
-    first, second = on_two_ranks(train_a_late_group, level)
-    assert first == second
-
-
-# -- gradients that are dropped or zeroed ----------------------------------------------------
-
-
-def drop_by_hand(rank, level):
-    model, optimizer = prepare(level, seed=rank)
-    parallel = DistributedDataParallel(model)
-    x, y = batch(rank, 0)
-    x[0, 0] = float("inf") if rank == 0 else 0.0
-    with parallel.no_sync():
-        backward(parallel, optimizer, x, y)
-    for param in (*model.parameters(), *amp.master_params(optimizer)):
-        param.grad = None
-    backward(parallel, optimizer, *batch(rank, 1))
-    optimizer.step()
-    return state(model, optimizer)
-
-
-@pytest.mark.parametrize("level", DYNAMIC)
-def test_an_overflow_whose_gradients_are_set_to_none_moves_no_scale(on_two_ranks, level):
-    first, second = on_two_ranks(drop_by_hand, level)
-    assert first == second
-    assert first["scales"]["loss_scaler0"] == {"loss_scale": START_SCALE, "unskipped": 1}
 
 
 def zero_in_place(rank, level, views):
@@ -176,58 +126,48 @@ def test_gradients_in_buckets_can_be_zeroed_in_place(on_two_ranks, level):
 # -- after a join ----------------------------------------------------------------------------
 
 
-def train_unevenly(rank, level, **options):
-    model = net(rank)
+class Kept(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines += [record.getMessage()] if "join" in record.getMessage() else []
+
+
+def train_unevenly(rank, level):
+    """Returns what was logged, each rank's scale after the join, and the end.
+
+    The ranks bring their scales together as the docs say.
+    """
+    model = net(rank)  # momentum would part: a join does not share it
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, growth_interval=3, max_loss_scale=2.0**17
+    )
     parallel = DistributedDataParallel(model)
-    with parallel.join():
-        for step in range(2 + 2 * rank):
-            backward(parallel, optimizer, *batch(rank, step))
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, optimizer, parallel
-
-
-def share_scales_after_join(rank, level):
-    options = {"growth_interval": 3, "max_loss_scale": 2.0**17}
-    _, optimizer, parallel = train_unevenly(rank, level, **options)
+    kept = Kept()
+    logging.getLogger("apex").addHandler(kept)
+    try:
+        with parallel.join():
+            train_steps(parallel, optimizer, (batch(rank, step) for step in range(2 + 2 * rank)))
+    finally:
+        logging.getLogger("apex").removeHandler(kept)
     own = amp.state_dict()["loss_scaler0"]["loss_scale"]
     scales = [amp.state_dict()]
     torch.distributed.broadcast_object_list(scales, src=0)
     amp.load_state_dict(scales[0])
-    for step in range(4):
-        backward(parallel, optimizer, *batch(rank, 10 + step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return own, [value.tolist() for value in masters(optimizer)], dict(amp.state_dict())
+    train_steps(parallel, optimizer, (batch(rank, 10 + step) for step in range(4)))
+    return kept.lines, own, state(model, optimizer)
 
 
-@pytest.mark.parametrize("level", DYNAMIC)
-def test_scales_that_parted_in_a_join_are_brought_together_as_the_docs_say(on_two_ranks, level):
-    (own, *first), (other, *second) = on_two_ranks(share_scales_after_join, level)
-    assert own != other
+@pytest.mark.parametrize("level", ENTRIES)
+def test_after_a_join_ranks_are_alike_and_rank_zero_is_told_of_dynamic_scales(on_two_ranks, level):
+    (lines, own, first), (no_lines, other, second) = on_two_ranks(train_unevenly, level)
+    assert len(lines) == (level != "O5")
+    assert no_lines == []
+    assert (own == other) == (level == "O5")
     assert first == second
-
-
-def watch_join(rank, level):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("apex")
-    logger.addHandler(handler)
-    try:
-        train_unevenly(rank, level)
-    finally:
-        logger.removeHandler(handler)
-    return [line for line in lines if "join" in line]
-
-
-@pytest.mark.parametrize(("level", "lines"), [("O1", 1), ("O5", 0)])
-def test_a_join_with_a_dynamic_scale_is_told_once_on_rank_zero(on_two_ranks, level, lines):
-    first, second = on_two_ranks(watch_join, level)
-    assert len(first) == lines
-    assert second == []
 
 
 # -- made too early --------------------------------------------------------------------------

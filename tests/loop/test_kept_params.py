@@ -5,7 +5,9 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import training as t
+
+masters = pytest.mark.parametrize("level", t.WITH_MASTERS)
 
 
 class Rates(Optimizer):
@@ -18,10 +20,9 @@ class Rates(Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-group["lr"] * self.times(param))
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-0.1 * self.times(param))
 
 
 class ByParam(Rates):
@@ -38,6 +39,14 @@ class InASet(Rates):
 
     def times(self, param):
         return 0.1 if param in self.slow else 1.0
+
+
+class InAList(Rates):
+    def keep(self, params):
+        self.flat = params
+
+    def times(self, param):
+        return 1.0 + next(index for index, each in enumerate(self.flat) if each is param)
 
 
 class OwnAttribute(Rates):
@@ -67,41 +76,35 @@ class Container(Optimizer):
         ]
 
 
-class Counting(SGD):
-    """Keeps a number in its state, beside that of its parameters (SPAM)."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1, momentum=0.9)
-        self.state["steps"] = 0
-
-    def step(self, closure=None):
-        self.state["steps"] += 1
-        return super().step(closure)
-
-
 def trained(make, level, **options):
-    model, optimizer = cases.prepared(level, make, **options)
-    for x, y in cases.batches(3):
-        cases.train_step(model, optimizer, x, y)
+    model, optimizer = t.prepared(level, make, **options)
+    for x, y in t.batches(3):
+        t.train_step(model, optimizer, x, y)
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", [ByParam, InASet, OwnAttribute])
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+@pytest.mark.parametrize("kind", [ByParam, InASet, InAList, OwnAttribute])
+@masters
 def test_an_optimizer_finds_masters_where_it_kept_its_parameters(level, kind):
     model, optimizer = trained(kind, level, loss_scale=128.0)
     expected, _ = trained(kind, "O0")
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0.0, atol=2e-3)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0.0, atol=4e-3)
     rates = [optimizer.times(param) for param in amp.master_params(optimizer)]
     amp.restore(model, optimizer)
     assert [optimizer.times(param) for param in model.parameters()] == rates
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_optimizers_inside_another_step_masters(level):
-    model, optimizer = trained(Container, level)
-    other = trained(lambda params: SGD(params, lr=0.1, momentum=0.9), level)
-    assert cases.same(model.state_dict(), other[0].state_dict())
+@masters
+def test_optimizers_inside_another_step_masters_and_skip(level):
+    model, optimizer = t.prepared(level, Container, loss_scale="dynamic")
+    before = t.masters(optimizer)
+    t.train_step(model, optimizer, *t.overflowing())
+    assert t.same(t.masters(optimizer), before)
+    assert not any(each.state for each in optimizer.optimizers)
+    t.train_step(model, optimizer, *t.batch())
+    other = t.prepared(level, lambda p: SGD(p, lr=0.1, momentum=0.9))
+    t.train_step(*other, *t.batch())
+    assert t.same(dict(model.state_dict()), dict(other[0].state_dict()))
     assert all(a is b for a, b in zip(optimizer.inner(), amp.master_params(optimizer), strict=True))
     amp.restore(model, optimizer)
     assert all(a is b for a, b in zip(optimizer.inner(), model.parameters(), strict=True))
@@ -110,44 +113,31 @@ def test_optimizers_inside_another_step_masters(level):
 @pytest.mark.parametrize("arrives", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_optimizers_inside_another_continue_from_their_state(level, arrives):
-    model, alone = cases.net().to(arrives), cases.net().to(arrives)
-    optimizer = Container(model.parameters(), lambda params: Adam(params, lr=0.01))
-    other = Adam(alone.parameters(), lr=0.01)
-    for x, y in cases.batches(2):
-        for each in (optimizer, *optimizer.optimizers, other):
-            each.zero_grad()
-        cases.loss_of(model, x.to(arrives), y).backward()
-        cases.loss_of(alone, x.to(arrives), y).backward()
-        optimizer.step()
-        other.step()
-    for pair in ((model, optimizer), (alone, other)):
+    pairs = []
+    for make in (lambda p: Container(p, lambda own: Adam(own, lr=0.01)), t.OPTIMIZERS["Adam"]):
+        model = t.net().to(arrives)
+        optimizer = make(model.parameters())
+        for x, y in t.batches(2):
+            model.zero_grad()
+            t.loss_of(model, x.to(arrives), y).backward()
+            optimizer.step()
+        pairs.append((model, optimizer))
+    for pair in pairs:
         amp.initialize(*pair, opt_level=level, verbosity=0)
-        cases.train_step(*pair, *cases.batch(seed=3))
-    assert cases.same(model.state_dict(), alone.state_dict())
+        t.train_step(*pair, *t.batch(seed=3))
+    assert t.same(*(dict(model.state_dict()) for model, _ in pairs))
 
 
-def test_an_overflow_skips_the_optimizers_inside():
-    model, optimizer = cases.prepared("O2", Container)
-    before = cases.masters(optimizer)
-    cases.train_step(model, optimizer, *cases.overflowing())
-    assert cases.same(cases.masters(optimizer), before)
-    assert not any(each.state for each in optimizer.optimizers)
-    cases.train_step(model, optimizer, *cases.batch())
-    assert not cases.same(cases.masters(optimizer), before)
+@masters
+def test_an_optimizer_around_the_groups_of_another_steps_the_masters(level):
+    class Around(Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__(inner.param_groups, {})
+            self.param_groups = inner.param_groups
 
+        def step(self, closure=None):
+            return self.inner.step(closure)
 
-class InBackward(Container):
-    """Steps in hooks of the backward pass (torchtitan's OptimizersInBackwardContainer)."""
-
-    def __init__(self, params):
-        params = list(params)
-        super().__init__(params)
-        for optimizer, own in zip(self.optimizers, (params[:2], params[2:]), strict=True):
-            own[0].register_post_accumulate_grad_hook(lambda _, inner=optimizer: inner.step())
-
-    def step(self, closure=None):
-        """Does nothing."""
-
-
-def plain_backward(model, optimizer, x, y):
-    cases.loss_of(model, x, y).backward()
+    runs = [trained(make, level, loss_scale=8.0)[0] for make in (lambda p: Around(t.sgd(p)), t.sgd)]
+    assert t.same(*(dict(model.state_dict()) for model in runs))

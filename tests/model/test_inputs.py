@@ -130,16 +130,20 @@ def test_what_holds_no_floating_tensor_stays(value):
     assert model.seen[0][0][0] is model.seen[1]["name"] is value
 
 
-def test_one_object_stays_one_and_a_list_in_itself_ends():
+@dataclass
+class Node:
+    x: Any
+    parent: Any = None
+
+
+def test_dataclasses_that_refer_to_each_other_are_cast_once():
+    root = Node(torch.ones(2))
+    root.parent = Node(torch.ones(2), parent=root)
     model = converted(Echo())
-    tensor, batch = torch.ones(2), [torch.ones(2)]
-    model(tensor, batch, batch, same=tensor)
-    (first, one, other), kwargs = model.seen
-    assert first is kwargs["same"]
-    assert one is other
-    batch.append(batch)
-    model(batch)
-    assert model.seen[0][0][0].dtype is LOW
+    model(root)
+    (seen,) = model.seen[0]
+    assert seen.x.dtype is seen.parent.x.dtype is LOW
+    assert root.x.dtype is root.parent.x.dtype is torch.float32
 
 
 def test_a_read_only_mapping_becomes_a_dict():

@@ -115,15 +115,10 @@ def test_scalers_can_be_exchanged_and_added():
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
-def test_a_flag_that_a_script_sets_decides_every_update(dtype):
-    made = LossScaler("dynamic")
-    flag = torch.zeros(1, dtype=dtype)
-    made._overflow_buf = flag
-    assert made._overflow_buf is flag
-    decisions = []
+def test_a_flag_that_a_script_sets_decides_the_update(dtype):
+    made, decisions = LossScaler("dynamic"), []
     for found in (1, 0, 1):
-        made.clear_overflow_state()
-        flag.fill_(found)
+        made._overflow_buf = torch.full((1,), found, dtype=dtype)
         decisions.append(made.update_scale())
     assert decisions == [True, False, True]
     assert (made.loss_scale(), made._unskipped) == (2.0**14, 0)

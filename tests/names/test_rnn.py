@@ -175,6 +175,7 @@ def test_the_backend_takes_cells():
     ("error", "message", "call"),
     [
         (ValueError, "input_size is '4'; it must be an integer", lambda: LSTM("4", HIDDEN, 1)),
+        (ValueError, "batch_first=True, which apex", lambda: GRU(4, 6, 1, batch_first=True)),
         (ValueError, "num_layers is 0; it must be an integer", lambda: GRU(4, HIDDEN, 0)),
         (ValueError, "it must be at least 0 and at most 1", lambda: LSTM(4, 6, 2, dropout=1.1)),
         (ValueError, r"takes \[steps, batch, 4\] with", lambda: LSTM(4, 6, 1)(torch.ones(2, 4))),

@@ -147,30 +147,25 @@ class Stateful(nn.Module):
 
     def reset_parameters(self) -> None:
         """Reinitializes all parameters."""
-        for each in self._stateful():
-            each.reset_parameters()
+        self._of_each("reset_parameters")
 
     def init_hidden(self, bsz: int) -> None:
         """Creates zero states for a batch of ``bsz``; keeps states of that size."""
-        for each in self._stateful():
-            each.init_hidden(bsz)
+        self._of_each("init_hidden", bsz)
 
-    def init_inference(self, bsz: int) -> None:
-        """Does as :meth:`init_hidden`."""
-        self.init_hidden(bsz)
+    init_inference = init_hidden
 
     def reset_hidden(self, bsz: int) -> None:
         """Resets all states to zeros for a batch of ``bsz``."""
-        for each in self._stateful():
-            each.reset_hidden(bsz)
+        self._of_each("reset_hidden", bsz)
 
     def detach_hidden(self) -> None:
         """Detaches all states from their graph."""
-        for each in self._stateful():
-            each.detach_hidden()
+        self._of_each("detach_hidden")
 
-    def _stateful(self) -> list[RNNCell | Stateful]:
-        return [each for each in self.rnns if isinstance(each, RNNCell | Stateful)]
+    def _of_each(self, method: str, *args: int) -> None:
+        for each in self.rnns:
+            getattr(each, method)(*args)
 
 
 class stackedRNN(Stateful):
@@ -180,7 +175,6 @@ class stackedRNN(Stateful):
         inputRNN: The first cell, on which the others are modelled, or a list of all cells.
         num_layers: Number of cells.
         dropout: Dropout probability between layers, in training.
-        batch_first: Whether inputs and outputs are ``[batch, steps, features]``.
 
     Raises:
         TypeError: If ``inputRNN`` is neither a cell nor a list of cells.
@@ -188,17 +182,11 @@ class stackedRNN(Stateful):
     """
 
     def __init__(
-        self,
-        inputRNN: RNNCell | list[RNNCell],
-        num_layers: int = 1,
-        dropout: float = 0,
-        *,
-        batch_first: bool = False,
+        self, inputRNN: RNNCell | list[RNNCell], num_layers: int = 1, dropout: float = 0
     ) -> None:
         super().__init__()
         arguments.in_range("dropout", dropout, most=1.0)
         self.dropout = dropout
-        self.batch_first = batch_first
         self.rnns = nn.ModuleList(_layers(inputRNN, num_layers))
         self.nLayers = len(self.rnns)
 
@@ -220,14 +208,12 @@ class stackedRNN(Stateful):
         """
         self._check(input)
         collect_hidden = arguments.flag("collect_hidden", collect_hidden)
-        steps = input.unbind(1 if self.batch_first else 0)
-        order = range(len(steps))[:: -1 if reverse else 1]
-        done = {index: self._step(steps[index]) for index in order}
-        by_step = [done[index] for index in range(len(steps))]
-        outputs = [layers[-1][0] for layers in by_step]
-        output = torch.stack(outputs, dim=1 if self.batch_first else 0)
+        by_step = [self._step(step) for step in (input.flip(0) if reverse else input)]
+        last = by_step[-1]
+        by_step = by_step[::-1] if reverse else by_step
+        output = torch.stack([layers[-1][0] for layers in by_step])
         if not collect_hidden:
-            return output, _by_state(done[order[-1]])
+            return output, _by_state(last)
         return output, [list(states) for states in zip(*map(_by_state, by_step), strict=True)]
 
     def _step(self, input: Tensor) -> list[tuple[Tensor, ...]]:
@@ -242,12 +228,10 @@ class stackedRNN(Stateful):
 
     def _check(self, input: Tensor) -> None:
         features: Any = self.rnns[0].input_size
-        steps_dim = 1 if self.batch_first else 0
-        if input.dim() != 3 or input.shape[-1] != features or not input.shape[steps_dim]:
-            order = "batch, steps" if self.batch_first else "steps, batch"
+        if input.dim() != 3 or input.shape[-1] != features or not len(input):
             raise ValueError(
-                f"RNN got an input of shape {list(input.shape)}; it takes [{order}, {features}] "
-                "with at least one step."
+                f"RNN got an input of shape {list(input.shape)}; it takes [steps, batch, "
+                f"{features}] with at least one step."
             )
 
 
@@ -258,19 +242,11 @@ class bidirectionalRNN(Stateful):
     state dict contains every parameter twice: under ``fwd`` or ``bckwrd``, and under ``rnns``.
     """
 
-    def __init__(
-        self,
-        inputRNN: RNNCell,
-        num_layers: int = 1,
-        dropout: float = 0,
-        *,
-        batch_first: bool = False,
-    ) -> None:
+    def __init__(self, inputRNN: RNNCell, num_layers: int = 1, dropout: float = 0) -> None:
         super().__init__()
         self.dropout = dropout
-        self.fwd = stackedRNN(inputRNN, num_layers, dropout, batch_first=batch_first)
-        back = inputRNN.new_like()
-        self.bckwrd = stackedRNN(back, num_layers, dropout, batch_first=batch_first)
+        self.fwd = stackedRNN(inputRNN, num_layers, dropout)
+        self.bckwrd = stackedRNN(inputRNN.new_like(), num_layers, dropout)
         self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:

@@ -8,7 +8,7 @@ size from the cell state: the number of columns of ``w_hh``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,12 @@ from apex.RNN.RNNBackend import RNNCell
 __all__ = ["GRUCell", "LSTMCell", "ReLUCell", "TanhCell", "mLSTMCell", "mLSTMRNNCell"]
 
 
+Bias = Tensor | None
+States = Sequence[Tensor]
+
+
 def LSTMCell(
-    input: Tensor,
-    hidden: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    input: Tensor, hidden: States, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
 ) -> tuple[Tensor, Tensor]:
     """Returns output and cell state of a long short-term memory cell, ``[batch, hidden]`` each."""
     output, state = hidden
@@ -42,37 +41,29 @@ GRUCell = torch.gru_cell
 """Returns the state of a gated recurrent unit, ``[batch, hidden]``."""
 
 
-def _elman(activation: Callable[[Tensor], Tensor], name: str) -> Callable[..., Tensor]:
-    """Returns the function of an Elman cell."""
-
-    def cell(
-        input: Tensor,
-        hidden: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None = None,
-        b_hh: Tensor | None = None,
-    ) -> Tensor:
-        """Returns the state of an Elman cell, ``[batch, hidden]``."""
-        return activation(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
-
-    cell.__name__ = cell.__qualname__ = name
-    return cell
+def ReLUCell(
+    input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
+) -> Tensor:
+    """Returns the state of an Elman cell with ReLU, ``[batch, hidden]``."""
+    return torch.relu(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
 
 
-ReLUCell = _elman(torch.relu, "ReLUCell")
-TanhCell = _elman(torch.tanh, "TanhCell")
+def TanhCell(
+    input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
+) -> Tensor:
+    """Returns the state of an Elman cell with tanh, ``[batch, hidden]``."""
+    return torch.tanh(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
 
 
 def mLSTMCell(
     input: Tensor,
-    hidden: Sequence[Tensor],
+    hidden: States,
     w_ih: Tensor,
     w_hh: Tensor,
     w_mih: Tensor,
     w_mhh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    b_ih: Bias = None,
+    b_hh: Bias = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns output and cell state of a multiplicative LSTM cell.
 
@@ -87,11 +78,7 @@ class mLSTMRNNCell(RNNCell):  # noqa: N801
     """A multiplicative LSTM cell that keeps its states; arguments are those of `RNNCell`."""
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = False,
-        output_size: int | None = None,
+        self, input_size: int, hidden_size: int, bias: bool = False, output_size: int | None = None
     ) -> None:
         super().__init__(4, input_size, hidden_size, mLSTMCell, 2, bias, output_size)
         self.w_mih = nn.Parameter(torch.empty(self.output_size, self.input_size))

@@ -18,11 +18,10 @@ def toRNNBackend(  # noqa: N802 - apex's name
     num_layers: int,
     bidirectional: bool = False,
     dropout: float = 0,
-    batch_first: bool = False,
 ) -> Network:
     """Returns a network with ``inputRNN`` as its first layer and similar further layers."""
     network = bidirectionalRNN if bidirectional else stackedRNN
-    return network(inputRNN, num_layers, dropout=dropout, batch_first=batch_first)
+    return network(inputRNN, num_layers, dropout=dropout)
 
 
 def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[..., Network]:
@@ -38,8 +37,13 @@ def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[...
         bidirectional: bool = False,
         output_size: int | None = None,
     ) -> Network:
+        if batch_first:
+            raise ValueError(
+                f"{name} got batch_first=True, which apex ignored: inputs are [steps, batch, "
+                "features]. Omit it, and pass x.transpose(0, 1) if the batch comes first."
+            )
         first = cell(input_size, hidden_size, bias, output_size)
-        return toRNNBackend(first, num_layers, bidirectional, dropout, batch_first)
+        return toRNNBackend(first, num_layers, bidirectional, dropout)
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"""Returns {kind}.
@@ -49,8 +53,7 @@ def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[...
         hidden_size: Number of features of the cell state.
         num_layers: Number of layers.
         bias: Whether cells have biases.
-        batch_first: Whether inputs and outputs are ``[batch, steps, features]`` instead of
-            ``[steps, batch, features]``.
+        batch_first: Must be False: inputs and outputs are ``[steps, batch, features]``.
         dropout: Dropout probability between layers, in training.
         bidirectional: Whether a second stack processes the steps in reverse; the outputs are
             concatenated.

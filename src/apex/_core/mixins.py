@@ -44,3 +44,22 @@ def known_with_mixin(mixin: type, own: type) -> Any:
 def mixin_of(kind: type) -> Any:
     """Returns the mixin of a generated class; ``None`` for other classes."""
     return vars(kind).get(MIXIN)
+
+
+def plain_class(kind: type) -> type:
+    """Returns ``kind`` without the classes that were generated for it.
+
+    A class on top of a generated one, such as ``fully_shard`` makes, is rebuilt over the plain one.
+    """
+    if mixin_of(kind) is not None:
+        return kind.__bases__[-1]
+    if all(mixin_of(each) is None for each in kind.__mro__):
+        return kind
+    names = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+    rebuilt: type = new_class(kind, tuple(map(plain_class, kind.__bases__)), names)
+    return rebuilt
+
+
+def swap_class(obj: object, new: type) -> None:
+    """Sets the class of ``obj``, past its own ``__setattr__`` and a property ``__class__``."""
+    vars(object)["__class__"].__set__(obj, new)

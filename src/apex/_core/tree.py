@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -29,12 +29,10 @@ def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = Non
     """Returns ``obj`` with ``fn`` applied to every tensor in lists, tuples, dicts and dataclasses.
 
     Containers keep their types and are not modified; one in which nothing changes is returned
-    itself. An object that occurs in several places stays a single object; a container inside itself
-    stays as it is. A read-only mapping becomes a dict, as in apex. Everything else is returned
-    unchanged.
+    itself. A read-only mapping becomes a dict, as in apex. Everything else is returned unchanged.
 
     Args:
-        fn: Called once per tensor; returns the replacement, or the same tensor for no change.
+        fn: Called with each tensor; returns the replacement, or the same tensor for no change.
         obj: A tensor, a container of tensors, or anything else.
         convert: Called with each object that is neither tensor nor module and has a ``to`` method,
             instead of traversing it; with ``None``, such objects are returned unchanged.
@@ -61,7 +59,7 @@ def map_arguments(
     convert: ObjectFunction | None = None,
     skip: Collection[int | str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments, mapped together as by :func:`map_tensors`.
+    """Returns a call's arguments, each mapped by :func:`map_tensors`.
 
     ``skip`` holds positions and names of arguments that stay as they are.
     """
@@ -72,78 +70,58 @@ def map_arguments(
     )
 
 
-class Cast:
-    """Casts tensors to a floating-point dtype.
-
-    Args:
-        dtype: The dtype.
-        made: Receives the tensors that differ from what was given.
-    """
-
-    def __init__(self, dtype: torch.dtype, made: list[Tensor] | None = None) -> None:
-        self._dtype = dtype
-        self._made = made
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor`` in the dtype; the same object if it is not floating."""
-        new = dtypes.cast(tensor, self._dtype)
-        if self._made is not None and new is not tensor:
-            self._made.append(new)
-        return new
-
-    def convert(self, obj: Any) -> Any:
-        """Returns an object with a ``to`` method in the dtype; see :func:`converted`."""
-        return converted(obj, self._dtype)
-
-
 def cast_tensors(obj: T, dtype: torch.dtype) -> T:
     """Returns ``obj`` with every floating-point tensor in ``dtype``, in any nesting.
 
     Converts objects with their own ``to`` method by :func:`converted`. See :func:`map_tensors` for
     what is preserved.
     """
-    cast = Cast(dtype)
-    return map_tensors(cast, obj, cast.convert)
+    return cast_arguments((obj,), {}, dtype)[0][0]  # type: ignore[no-any-return]
 
 
 def cast_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    objects: bool = True,
+    skip: Collection[int | str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments with every floating-point tensor in ``dtype``."""
-    cast = Cast(dtype)
-    return map_arguments(cast, args, kwargs, cast.convert)
+    """Returns a call's arguments with every floating-point tensor in ``dtype``.
+
+    Without ``objects``, those with a ``to`` method stay as they are. See :func:`map_arguments`.
+    """
+    convert = (lambda obj: converted(obj, dtype)) if objects else None
+    return map_arguments(lambda tensor: dtypes.cast(tensor, dtype), args, kwargs, convert, skip)
 
 
 def converted(obj: Any, dtype: torch.dtype) -> Any:
     """Returns ``obj.to(dtype)``, in which only floating-point tensors are cast.
 
-    Works on a shallow copy, since some ``to`` methods change the object. One that takes no dtype (a
-    batch of graphs) raises; then the object is returned as it is.
+    Works on a shallow copy, since some ``to`` methods change the object. Returns the object itself
+    if nothing is cast, or if its ``to`` takes no dtype (a batch of graphs) and raises.
     """
     copied = obj
     if not _is_compiling():
         with contextlib.suppress(Exception):  # of an object that cannot be copied
             copied = copy.copy(obj)
+    casts = _FloatingOnly()
     try:
-        with _FloatingOnly():
+        with casts:
             result = copied.to(dtype)
     except Exception as error:  # whatever the class raises for an argument that it does not know
         if isinstance(error, torch.OutOfMemoryError):
             raise
         return obj
-    if result is None:  # it works in place
-        result = copied
-    return obj if result is copied and _attributes(copied) == _attributes(obj) else result
-
-
-def _attributes(obj: Any) -> dict[str, int]:
-    """Returns the ``id`` of each value in the object's ``__dict__`` and slots."""
-    slots = [name for kind in type(obj).__mro__ for name in getattr(kind, "__slots__", ())]
-    return {name: id(getattr(obj, name, None)) for name in (*getattr(obj, "__dict__", ()), *slots)}
+    if not casts.any:
+        return obj
+    return copied if result is None else result  # None: it works in place
 
 
 class _FloatingOnly(TorchFunctionMode):
     """Casts floating-point tensors only; others keep their dtype."""
+
+    any = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -156,14 +134,16 @@ class _FloatingOnly(TorchFunctionMode):
             kwargs = {key: arg for key, arg in kwargs.items() if arg not in dtypes.CASTABLE}
             if len(args) == 1 and not kwargs:
                 return args[0]
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.any = self.any or func not in _CASTS or result is not args[0]
+        return result
 
 
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
 
 
 class _Walk:
-    """One traversal: the functions to apply, and their results.
+    """One traversal: the functions to apply, and the number of changes so far.
 
     Counts changes instead of comparing containers, which dynamo cannot trace.
     """
@@ -171,66 +151,43 @@ class _Walk:
     def __init__(self, fn: TensorFunction, convert: ObjectFunction | None) -> None:
         self.fn = fn
         self.convert = convert
-        self.done: dict[int, tuple[Any, Any]] = {}
         self.changes = 0
+        self.open: list[Any] = []  # dataclasses, whose parts may refer back to them
 
     def visit(self, obj: Any) -> Any:
         kind = type(obj)
         if kind in _LEAVES or isinstance(obj, (nn.Module, type)):
             return obj
-        if isinstance(obj, Tensor):
-            return self._mapped(obj, self.fn)
         # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
         # tuple, a tokenizer's batch a dict. Looked up on the class: instances of attribute-style
         # dicts seem to have every attribute.
-        if kind not in _PLAIN and callable(getattr(kind, "to", None)):
-            return obj if self.convert is None else self._mapped(obj, self.convert)
-        if isinstance(obj, (list, tuple, dict, Mapping)) or dataclasses.is_dataclass(obj):
-            # dynamo can trace neither id() of a graph's tensor nor `is` of tuples.
-            return self._rebuilt(obj) if _is_compiling() else self._mapped(obj, self._rebuilt)
-        return obj
-
-    def _mapped(self, obj: Any, fn: ObjectFunction) -> Any:
-        if _is_compiling():
-            new = fn(obj)
-        elif id(obj) in self.done:
-            new = self.done[id(obj)][1]
-        else:
-            self.done[id(obj)] = obj, obj  # a container inside itself finds this
-            new = fn(obj)
-            self.done[id(obj)] = obj, new
-        if new is not obj:
-            self.changes += 1
-        return new
-
-    def _rebuilt(self, obj: Any) -> Any:
-        before = self.changes
+        is_tensor = isinstance(obj, Tensor)
+        if is_tensor or (kind not in _PLAIN and callable(getattr(kind, "to", None))):
+            fn = self.fn if is_tensor else self.convert
+            new = obj if fn is None else fn(obj)
+            self.changes += new is not obj
+            return new
         if isinstance(obj, (list, tuple)):
+            before = self.changes
             items = [self.visit(item) for item in obj]
             return obj if self.changes == before else _sequence_like(obj, items)
-        result = obj
-        if isinstance(obj, Mapping):
-            changed = self._changed(obj.items())
-            if changed and type(obj) is dict:
-                return {**obj, **changed}
-            if changed:
-                result = copy.copy(obj) if isinstance(obj, MutableMapping) else dict(obj)
-                for key, value in changed.items():
-                    result[key] = value
-        if dataclasses.is_dataclass(result):
-            changed = self._changed(
-                [
-                    (each.name, getattr(result, each.name, None))
-                    for each in dataclasses.fields(result)
-                ]
-            )
-            if changed:
-                result = _copied(result) if result is obj else result
-                for name, value in changed.items():
-                    object.__setattr__(result, name, value)  # works on frozen ones, too
+        result: Any = obj
+        if isinstance(obj, Mapping) and (changed := self._changed(obj.items())):
+            is_own = kind is not dict and isinstance(obj, MutableMapping)
+            result = copy.copy(obj) if is_own else dict(obj)
+            for key, value in changed.items():
+                result[key] = value
+        if dataclasses.is_dataclass(obj) and not any(each is obj for each in self.open):
+            self.open.append(obj)
+            names = [field.name for field in dataclasses.fields(obj)]
+            changed = self._changed([(name, getattr(result, name, None)) for name in names])
+            result = _copied(obj) if changed and result is obj else result
+            for name, value in changed.items():
+                object.__setattr__(result, name, value)  # works on frozen ones, too
+            self.open.pop()
         return result
 
-    def _changed(self, items: Any) -> dict[Any, Any]:
+    def _changed(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
         """Returns what changes, by key."""
         changed = {}
         for key, old in items:
@@ -243,9 +200,7 @@ class _Walk:
 
 def _sequence_like(obj: Any, items: list[Any]) -> Any:
     kind = type(obj)
-    if kind is list or kind is tuple:
-        return kind(items)
-    if isinstance(obj, list):
+    if isinstance(obj, list) and kind is not list:
         made = copy.copy(obj)
         made[:] = items
         return made

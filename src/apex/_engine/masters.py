@@ -361,7 +361,11 @@ class Masters:
     def master_of(self, param: Tensor) -> Tensor | None:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         pair = self._by_param.get(id(param))
-        return self._kept_value(param) if pair is None else pair.master
+        if pair is None:
+            return self._kept_value(param)
+        if pair.master_written:
+            write_back([pair])
+        return pair.master
 
     def _kept_value(self, param: Tensor) -> Tensor | None:
         for values in self._kept.values():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import functools
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
@@ -26,7 +25,21 @@ _INSPECTED_BLOCKS = 32
 _SENTINELS = 8
 """Parameters whose gradients are inspected."""
 
+_LIBRARIES = (
+    os.path.dirname(os.path.dirname(__file__)),
+    os.path.dirname(torch.__file__),
+    contextlib.__file__,
+)
+_AT_USERS_LINE: dict[str, Any] = (
+    {"skip_file_prefixes": _LIBRARIES} if sys.version_info >= (3, 12) else {}
+)
+
 BLOCK = "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+
+_CLIP = (
+    f"Clip after the block:\n{BLOCK}"
+    "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+)
 
 
 class Mistake(enum.Enum):
@@ -59,16 +72,12 @@ class Mistake(enum.Enum):
     CLIPPED_INSIDE = (
         "Gradients were changed inside amp.scale_loss, after the backward pass, while they are "
         "still multiplied by the loss scale. Clipping there clips far too much: to the norm "
-        "divided by the loss scale (65536 at first). Clip after the block:\n"
-        + BLOCK
-        + "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+        f"divided by the loss scale (65536 at first). {_CLIP}"
     )
     MASTERS_INSIDE = (
         "amp.master_params was called inside amp.scale_loss, where the fp32 masters do not have "
         "the gradients of this backward pass yet, and parameters without a master still have "
-        "scaled ones. Clip after the block:\n"
-        + BLOCK
-        + "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+        f"scaled ones. {_CLIP}"
     )
     NO_SCALE_LOSS = (
         "optimizer.step() got the gradients of a plain loss.backward(), without amp.scale_loss. In "
@@ -110,10 +119,10 @@ class Mistakes:
         return self.blocks_left < _INSPECTED_BLOCKS
 
     def warn(self, mistake: Mistake) -> None:
-        """Warns of a mistake, once per session, at the user's line."""
+        """Warns of a mistake, once per session; at the user's line from Python 3.12 on."""
         if mistake not in self._warned:
             self._warned.add(mistake)
-            warnings.warn(mistake.value, UserWarning, stacklevel=_level_of_user())
+            warnings.warn(mistake.value, UserWarning, **_AT_USERS_LINE)
 
 
 class BlockInspection:
@@ -130,7 +139,7 @@ class BlockInspection:
         others: Iterable[Binding],
         scaled_loss: Tensor,
     ) -> None:
-        """Begins; ends with :meth:`close`.
+        """Begins; ends with :meth:`end_of_gradients`.
 
         Args:
             mistakes: Those of the session.
@@ -142,18 +151,20 @@ class BlockInspection:
         self._mistakes, self._bindings = mistakes, bindings
         self._others = [each for each in others if not _reached(each)]
         self._found: list[Mistake] = []
-        self._started = False
-        self._seen: list[tuple[nn.Parameter, Tensor, int]] = []
-        self._loss: Tensor | None = scaled_loss if scaled_loss.requires_grad else None
-        self._handle: Any = None
-        if self._loss is not None:
-            self._handle = self._loss.register_hook(self._note_start)  # type: ignore[no-untyped-call]
+        self._seen: list[tuple[Tensor, Tensor, int]] = []
+        self._started = self._is_late = False
+        self._ended = not scaled_loss.requires_grad
+        if not self._ended:
+            scaled_loss.register_hook(self._note_start)  # type: ignore[no-untyped-call]
 
     @untraced
     def _note_start(self, _: Tensor) -> None:
-        self._started = True
-        # Twice, to come after what DistributedDataParallel writes at the end of its pass.
-        at_end_of_pass(lambda: at_end_of_pass(self._note_end))
+        if self._is_late:
+            self._mistakes.warn(Mistake.LATE_BACKWARD)
+        elif not self._ended:
+            self._started = True
+            # Twice, to come after what DistributedDataParallel writes at the end of its pass.
+            at_end_of_pass(lambda: at_end_of_pass(self._note_end))
 
     def _note_end(self) -> None:
         params = [param for binding in self._bindings for param in binding.trained()]
@@ -169,9 +180,9 @@ class BlockInspection:
         Args:
             delayed: Whether a later pass unscales them, with what is added until then.
         """
-        loss, self._loss = self._loss, None
-        if loss is None:
+        if self._ended:
             return
+        self._ended = True
         reached = any(map(_reached, self._bindings))
         if reached and not self._started:
             self._found.append(Mistake.UNSCALED_BACKWARD)
@@ -185,15 +196,8 @@ class BlockInspection:
             each.got_scaled = True
         if gained and self._bindings and not reached:
             self._found.append(Mistake.OTHER_OPTIMIZER)
-        if not (self._started or reached or delayed):
-            late: Any = functools.partial(_warn_of_late_backward, self._mistakes)
-            loss.register_hook(late)  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        """Removes the hook; idempotent."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._loss, self._seen = None, []
+        self._is_late = not (self._started or reached or delayed)
+        self._bindings, self._others, self._seen = (), [], []
 
     def warn(self) -> None:
         """Warns of the mistakes that were found, once the block has done its work."""
@@ -204,11 +208,6 @@ class BlockInspection:
 def _reached(binding: Binding) -> bool:
     """Returns whether a backward pass has given a parameter that autograd knows a gradient."""
     return any(param.grad is not None for param in binding.trained())
-
-
-@untraced
-def _warn_of_late_backward(mistakes: Mistakes, _: Tensor) -> None:
-    mistakes.warn(Mistake.LATE_BACKWARD)
 
 
 @untraced
@@ -236,19 +235,3 @@ def _is_learning(group: dict[str, Any]) -> bool:
     # torch.distributed.checkpoint makes optimizer state by a step with a learning rate of 0.
     lr = group.get("lr", 1.0)
     return (isinstance(lr, Tensor) and lr.device.type != "cpu") or bool(lr)
-
-
-_APEX = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-
-
-def _level_of_user() -> int:
-    """Returns the caller's ``stacklevel`` for the innermost frame of the user's code."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_APEX, _TORCH)) and not name.endswith("contextlib.py"):
-            return level
-        frame, level = frame.f_back, level + 1
-    return 1

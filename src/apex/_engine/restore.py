@@ -25,8 +25,7 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
     values.
     """
     models = list(models)
-    for model in models:
-        conversion.check_restorable(model)
+    conversion.refuse_inference_mode("amp.restore")
     before = dtypes_of(optimizers)
     bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
     for binding in bindings:
@@ -38,7 +37,7 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
         _release(binding)
     for binding in bindings:
         if binding.owner is not None:
-            for holder in (binding, *map(conversion.module_behind, models)):
+            for holder in (binding, *models):
                 binding.owner.masters.release(holder)
     match_states(optimizers, before)
 

@@ -177,19 +177,15 @@ class BackwardPass:
         """Unscales the gradients; after an exception, restores the earlier ones."""
         self._casts.__exit__()
         inspection, self._inspection = self._inspection, None
-        try:
-            if error is not None:
-                self._abort()
-                return
-            if inspection is not None:
-                inspection.end_of_gradients(delayed=self._delay_unscale)
-            if not self._delay_unscale:
-                self.finish()
-            elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
-                self._state = _State.DELAYED
-        finally:
-            if inspection is not None:
-                inspection.close()
+        if error is not None:
+            self._abort()
+            return
+        if inspection is not None:
+            inspection.end_of_gradients(delayed=self._delay_unscale)
+        if not self._delay_unscale:
+            self.finish()
+        elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
+            self._state = _State.DELAYED
         if inspection is not None:
             inspection.warn()
 

@@ -139,19 +139,18 @@ class Session:
                 params = chain.from_iterable(model.parameters() for model in models)
                 self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
             restoring.match_states(optimizers, old_dtypes)
-            self._models.update(map(conversion.module_behind, models))
+            self._models.update(models)
             tensors = (named_tensors(model).values() for model in models)
             self._prepared = frozenset(map(id, chain.from_iterable(tensors)))
             groups = (group for model in models for group in fsdp.param_groups(model))
             self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
-        module = conversion.module_behind(model)
-        before = conversion.floating_tensors(module)
+        before = conversion.floating_tensors(model)
         undo.push(conversion.undo_convert, model)
         conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
-        undo.push(self.masters.release, module)
-        self._make_masters(module, before, trains=trains)
+        undo.push(self.masters.release, model)
+        self._make_masters(model, before, trains=trains)
 
     def _make_masters(
         self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool

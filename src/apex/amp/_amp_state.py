@@ -14,7 +14,6 @@ from apex.amp.optimizers import master_params as master_params  # scripts import
 from apex.amp.properties import Properties
 
 if TYPE_CHECKING:
-    from apex._engine.readback import Readback
     from apex._engine.scaler import Scaler
     from apex._engine.session import Session
     from apex.amp.handle import AmpHandle
@@ -37,7 +36,6 @@ class AmpState:
         max_loss_scale: Likewise.
         functions: Functions that the user registered for casting.
         pending_states: Loss scales of a checkpoint that was loaded before any session existed.
-        losses: Losses with static scales on their way to the host; None once one was not finite.
     """
 
     opt_properties: Properties
@@ -51,8 +49,6 @@ class AmpState:
         self.functions = UserRegistry()
         self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
-        self.losses: weakref.WeakKeyDictionary[Session, Readback[int] | None]
-        self.losses = weakref.WeakKeyDictionary()
         self._init_handle: AmpHandle | None = None
         self._assigned_handle: Any = None
         self._sessionless_scalers: list[Scaler] = []

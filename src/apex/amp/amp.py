@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from apex._core.arguments import flag
 from apex._engine.autocast.user_functions import cast_function
 from apex.amp._amp_state import _amp_state
@@ -109,7 +111,8 @@ def init(
         handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
     _amp_state.release_handle()
     if enabled:
-        handle.cast_in_fp16_models(_amp_state.sessions())
+        fp16 = (s for s in _amp_state.sessions() if s.policy.param_dtype is torch.float16)
+        handle.cast_in(model for session in fp16 for model in session.models)
     if all(session.options is None for session in _amp_state.sessions()):
         _amp_state.opt_properties = Properties({"enabled": enabled})
     _amp_state.hold_handle(handle)

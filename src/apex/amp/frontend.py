@@ -21,7 +21,7 @@ from apex._engine.scaler import Scaler
 from apex._engine.undo import all_or_nothing
 from apex.amp import _initialize, inputs, report, scaler_states
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizers import AmpStashOptimizer
+from apex.amp.optimizers import AmpStashOptimizer, unwrapped
 from apex.amp.properties import (
     O0,
     O1,
@@ -202,9 +202,9 @@ def initialize(
         fp32_inputs=inputs.rules("fp32_inputs", fp32_inputs),
         fp32_buffers=inputs.rules("fp32_buffers", fp32_buffers),
     )
-    model_list = inputs.model_list(models)
+    model_list = inputs.model_list(models, cast=plan.casts_down)
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
-    optimizer_list = inputs.optimizer_list(optimizers)
+    optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     masters = policy.master_weights and bool(optimizer_list)
     if masters:
@@ -259,7 +259,8 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         >>> amp.restore(model).weight.dtype
         torch.float32
     """
-    model_list, own = inputs.model_list(models), inputs.optimizer_list(optimizers)
+    model_list = inputs.model_list(models)
+    own = [] if optimizers is None else unwrapped(optimizers)
     prepared = any(map(is_converted, model_list)) or any(map(binding_of, own))
     if prepared or _amp_state.enabled:
         inputs.check_prepared(model_list, own)

@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import UncastRegion, casts_off
-from apex._engine.model import set_region, state_of
+from apex._engine.model import set_region
 from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
-from apex.amp import report
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizers import AmpStashOptimizer, unwrap
+from apex.amp.optimizers import AmpStashOptimizer, unwrap, unwrapped
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
 from apex.amp.sessions import start_o1_session
@@ -29,13 +27,11 @@ from apex.amp.sessions import start_o1_session
 if TYPE_CHECKING:
     from apex._engine.binding import Binding
 
-Optimizers = Optimizer | Iterable[Any] | Any
-
 
 @untraced
 def scale_loss(
     loss: Tensor,
-    optimizers: Optimizers,
+    optimizers: Any,
     loss_id: int = 0,
     model: object = None,
     delay_unscale: bool = False,
@@ -82,20 +78,16 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    bindings: list[Any] = [
-        *map(binding_of, _unwrapped(optimizers))
-    ]  # none is None if there is a session
+    # Each once: a pass moves gradients only once. None is None if there is a session.
+    bindings: list[Any] = [*dict.fromkeys(map(binding_of, unwrapped(optimizers)))]
     session = session_of(bindings, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
     arguments.loss("amp.scale_loss", loss)
-    scaler = _scaler(session, loss_id)
-    if not scaler.dynamic:
-        report.nonfinite_loss(session, scaler.loss_id, loss)
     return session.backward_pass(
         loss,
         bindings,
-        scaler,
+        _scaler(session, loss_id),
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )
@@ -140,10 +132,9 @@ class AmpHandle:
         self._session = start_o1_session(loss_scale) if session is None else session
         self.verbose, self.has_cache = verbose, enable_caching
 
-    def cast_in_fp16_models(self, sessions: Iterable[Session]) -> None:
-        """Turns the casts on in forward passes of the sessions' fp16 models (O2, O3), too."""
-        fp16 = [each for each in sessions if each.policy.param_dtype is torch.float16]
-        self._models = weakref.WeakSet(model for each in fp16 for model in each.models)
+    def cast_in(self, models: Iterable[nn.Module]) -> None:
+        """Turns the casts on in the forward passes of ``models``, too."""
+        self._models = weakref.WeakSet(models)
         for model in self._models:
             set_region(model, cast(Session, self._session).region)
 
@@ -159,6 +150,9 @@ class AmpHandle:
         del param
         self._clear_cache()
 
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
     @untraced
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """Returns the context of one backward pass; see :func:`apex.amp.scale_loss`.
@@ -167,34 +161,31 @@ class AmpHandle:
             RuntimeError: If ``wrap_optimizer`` returned ``optimizer``, which has its own
                 ``scale_loss``.
         """
-        if self._session is None:
-            return nullcontext(loss)
         if isinstance(optimizer, OptimWrapper):
             raise RuntimeError(
                 "handle.scale_loss got an optimizer that handle.wrap_optimizer wrapped. Call "
                 "optimizer.scale_loss(loss) on the wrapped optimizer."
             )
-        arguments.loss("amp.scale_loss", loss)
-        self._bind(optimizer)
-        return self._backward_pass(loss, optimizer, _scaler(self._session, 0))
+        return self._backward_pass("amp.scale_loss", loss, optimizer)
+
+    def _backward_pass(
+        self, caller: str, loss: Tensor, optimizer: Any, scaler: Scaler | None = None
+    ) -> AbstractContextManager[Tensor]:
+        if self._session is None:
+            return nullcontext(loss)
+        arguments.loss(caller, loss)
+        binding: Any = self._bind(optimizer)
+        return self._session.backward_pass(loss, [binding], scaler or _scaler(self._session, 0))
+
+    def _bind(self, optimizer: Any) -> Binding | None:
+        own = unwrap(optimizer)
+        if self._session is not None and binding_of(own) is None:
+            self._session.bind(own, mixin=AmpStashOptimizer)
+        return binding_of(own)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
         return OptimWrapper(optimizer, self, num_loss)
-
-    def _bind(self, optimizer: Any) -> None:
-        own = unwrap(optimizer)
-        if self._session is not None and binding_of(own) is None:
-            self._session.bind(own, mixin=AmpStashOptimizer)
-
-    def _backward_pass(
-        self, loss: Tensor, optimizer: Any, scaler: Scaler
-    ) -> AbstractContextManager[Tensor]:
-        bindings: Any = [binding_of(unwrap(optimizer))]
-        return cast(Session, self._session).backward_pass(loss, bindings, scaler)
-
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
         """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``."""
@@ -202,9 +193,8 @@ class AmpHandle:
             return
         self._session.close()
         for model in self._models:
-            state = state_of(model)
-            if state is not None and state.region is self._session.region:
-                state.region = UncastRegion()
+            set_region(model, UncastRegion())
+        self._models = ()
         if self._session.options is None:
             _amp_state.discard(self._session)
 
@@ -231,8 +221,7 @@ class OptimWrapper:
     def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
         """Wraps ``optimizer``; under a ``NoOpHandle``, losses are not scaled."""
         num_loss = arguments.integer("num_loss", num_loss, least=1)
-        self._optimizer, self._handle = optimizer, amp_handle
-        self._loss_index = 0
+        self._optimizer, self._handle, self._loss_index = optimizer, amp_handle, 0
         amp_handle._bind(optimizer)
         session, rule = amp_handle._session, ScaleRule(ceiling=2.0**24)
         scale = 1.0 if session is None else session.policy.loss_scale
@@ -245,18 +234,17 @@ class OptimWrapper:
         Raises:
             RuntimeError: If there are more blocks between two steps than ``num_loss``.
         """
-        if self._handle._session is None:
-            return nullcontext(loss)
-        count = len(self._loss_scaler)
-        if self._loss_index >= count:
+        index, count = self._loss_index, len(self._loss_scaler)
+        scales = self._handle._session is not None
+        if scales and index >= count:
             raise RuntimeError(
                 f"optimizer.scale_loss was called more than {count} times without a step. Pass "
                 "num_loss=... to handle.wrap_optimizer, one for each loss."
             )
-        arguments.loss("optimizer.scale_loss", loss)
-        scaler = self._loss_scaler[self._loss_index]
-        self._loss_index += 1
-        return self._handle._backward_pass(loss, self._optimizer, scaler)
+        scaler = self._loss_scaler[index % count]
+        block = self._handle._backward_pass("optimizer.scale_loss", loss, self._optimizer, scaler)
+        self._loss_index += scales
+        return block
 
     @untraced_frame
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -292,12 +280,6 @@ def handle_of(session: Session | None) -> AmpHandle:
     if session is None or session.policy.compute_dtype is None:
         return NoOpHandle()
     return AmpHandle(session=session)
-
-
-def _unwrapped(optimizers: Optimizers) -> list[Optimizer]:
-    """Returns the optimizers inside wrappers, each once: a pass moves its gradients only once."""
-    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    return list({id(each): each for each in map(unwrap, several)}.values())
 
 
 def session_of(bindings: Sequence[Binding | None], *, caller: str) -> Session | None:

@@ -14,13 +14,19 @@ from apex._engine import model as conversion
 from apex._engine.model import ModelPlan, sharding
 from apex._engine.optimizer_class import binding_of
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizers import unwrap
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
-def model_list(models: object) -> list[nn.Module]:
-    """Returns the models as a list.
+def model_list(models: object, *, cast: bool = False) -> list[nn.Module]:
+    """Returns the models as a list, and the module inside a proxy in place of the proxy.
+
+    A proxy is an object whose ``__class__`` says that it is a module, such as a model of
+    classy_vision. Its own code runs under the op casts, or in fp32.
+
+    Args:
+        models: The models.
+        cast: Whether their weights are cast to 16 bits, as those of proxies are not.
 
     Raises:
         TypeError: If ``models`` is not a module, or a list or tuple of modules.
@@ -32,19 +38,12 @@ def model_list(models: object) -> list[nn.Module]:
                 f"amp got {kind(model)} instead of a model. It accepts a torch.nn.Module, or a "
                 "list or tuple of them; models come first, optimizers second."
             )
-    return several
-
-
-def optimizer_list(optimizers: object) -> list[Optimizer]:
-    """Returns the optimizers as a list, without wrappers such as LARC; empty for None.
-
-    Raises:
-        TypeError: If one is not an optimizer.
-    """
-    if optimizers is None:
-        return []
-    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    return [unwrap(optimizer) for optimizer in several]
+        if cast and not issubclass(type(model), nn.Module):
+            raise TypeError(
+                f"amp.initialize got a model of type {type(model).__name__}, an object that stands "
+                "for a torch.nn.Module. Pass the module inside it, or use opt_level O1 or O4."
+            )
+    return [m if issubclass(type(m), nn.Module) else next(iter(m.modules())) for m in several]
 
 
 def rules(name: str, given: object) -> tuple[Any, ...]:
@@ -75,7 +74,7 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool
 
 
 def _check_distinct(models: Sequence[nn.Module]) -> None:
-    if len(set(map(id, map(conversion.module_behind, models)))) < len(models):
+    if len(set(map(id, models))) < len(models):
         raise ValueError(
             "amp got the same model twice. Pass each model once; it may have several optimizers."
         )
@@ -158,14 +157,16 @@ def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) 
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises ValueError if an object is not prepared, or the model of a master is not given once.
 
-    With an unpickled optimizer, plain models pass: a model that casts no parameters (O0, O1, O4)
-    is pickled as a plain one.
+    Plain models pass with an unpickled optimizer, as a model that casts no parameters (O0, O1, O4)
+    is pickled plain, and with the optimizer that has their masters, after ``model.float()``.
     """
     _check_distinct(models)
     bindings = [binding for opt in optimizers if (binding := binding_of(opt)) is not None]
     unpickled = any(binding.owner is None for binding in bindings)
+    mastered = {id(pair.model) for binding in bindings for pair in binding.pairs}
     for model in models:
-        if not (unpickled or conversion.is_converted(model)):
+        known = conversion.is_converted(model) or not mastered.isdisjoint(_params([model]))
+        if not (unpickled or known):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass the model that amp.initialize returned, without a wrapper."

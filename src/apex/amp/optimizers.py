@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
-from apex._core.param_groups import is_from
 from apex._engine import masters
 from apex._engine.binding import Binding
 from apex._engine.gradients import PassGradients
-from apex._engine.masters import Pair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer_class import AmpOptimizer, binding_of
 from apex._torch.autograd import backward_id
@@ -37,6 +35,15 @@ def unwrap(optimizer: Any) -> Optimizer:
             "scale_loss) a list of these."
         )
     return found
+
+
+def unwrapped(optimizers: Any) -> list[Optimizer]:
+    """Returns the one optimizer, or those of a list or tuple, without wrappers.
+
+    Raises:
+        TypeError: If one is not an optimizer.
+    """
+    return [*map(unwrap, optimizers if isinstance(optimizers, list | tuple) else [optimizers])]
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
@@ -126,35 +133,6 @@ class AmpStash:
     def all_fp32_params(self) -> list[Tensor]:
         """All parameters that the optimizer steps."""
         return [*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """Model parameters with masters, by group; AttributeError at levels without masters."""
-        return [[pair.model for pair in pairs] for pairs, _ in self._groups()]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters, by group; AttributeError at levels without masters."""
-        return [[pair.master for pair in pairs] for pairs, _ in self._groups()]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Trainable parameters without masters, by group; AttributeError as for ``fp16_groups``."""
-        return [[param for param in own if param.requires_grad] for _, own in self._groups()]
-
-    def _groups(self) -> Iterator[tuple[list[Pair], list[Tensor]]]:
-        """Yields each group's parameters with masters, and those without."""
-        binding = self._binding
-        # NVIDIA's FusedSGD steps its groups, whose masters it then finds here, by kernels for fp16.
-        if not binding.master_weights or is_from(binding.optimizer, "apex.optimizers.fused_sgd"):
-            raise AttributeError(
-                "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
-            )
-        known = {id(pair.master): pair for pair in binding.pairs}
-        for group in binding.optimizer.param_groups:
-            params = group["params"]
-            pairs = [pair for param in params if (pair := known.get(id(param))) is not None]
-            yield pairs, [param for param in params if id(param) not in known]
 
     @property
     def params_have_scaled_gradients(self) -> bool:

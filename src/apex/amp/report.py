@@ -15,7 +15,6 @@ from apex._core import dtypes, finite
 from apex._core.param_groups import params_of
 from apex._engine.events import ScaleUpdate
 from apex._engine.model import ModelPlan
-from apex._engine.readback import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex._torch.modules import named_tensors
@@ -133,22 +132,6 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
             stacklevel=6,
-        )
-
-
-def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
-    """Reports once that a loss with a static scale is inf or NaN; does not wait for the device."""
-    watched = _amp_state.losses.setdefault(session, Readback())
-    readable = type(loss) is Tensor and not loss.is_meta
-    if watched is None or not readable or not _amp_state.verbosity:
-        return
-    watched.send(loss_id, torch.isfinite(loss.detach()).all().reshape(1))
-    if not all(finite for _, (finite,) in watched.poll()):
-        _amp_state.losses[session] = None
-        _log.warning(
-            f"Loss {loss_id} is inf or NaN at {session.policy.opt_level} with a static scale, "
-            f"where no step is skipped: the weights become NaN. {_TRACE}.",
-            extra={"any_rank": True},
         )
 
 

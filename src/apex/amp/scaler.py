@@ -87,7 +87,6 @@ class LossScaler:
 
     def _view(self, scaler: Scaler) -> None:
         self._scaler = scaler
-        self._assigned_flag: Tensor | None = None
         scaler.view = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,31 +122,24 @@ class LossScaler:
     _min_loss_scale = _of_rule("floor")
     _max_loss_scale = _of_rule("ceiling")
 
-    @property
-    def _has_overflow(self) -> bool:
-        return self._scaler.read_found_inf()
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self._assigned_flag = None
-        self._scaler.found_inf.fill_(float(value))
+    _has_overflow = property(
+        lambda self: self._scaler.read_found_inf(),
+        lambda self, value: self._scaler.found_inf.fill_(float(value)),
+    )
 
     @property
     def _overflow_buf(self) -> Tensor:
-        assigned = self._assigned_flag
-        return self._scaler.found_inf.reshape(1) if assigned is None else assigned
+        return self._scaler.found_inf.reshape(1)
 
     @_overflow_buf.setter
     def _overflow_buf(self, flag: Any) -> None:
         if not isinstance(flag, Tensor) or flag.numel() != 1:
             raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor with one element.")
-        self._assigned_flag = flag
+        self._scaler.found_inf.copy_(flag.reshape(()))
 
     def clear_overflow_state(self) -> None:
-        """Clears the overflow flag, and a tensor that the script assigned as ``_overflow_buf``."""
+        """Clears the overflow flag."""
         self._scaler.found_inf.zero_()
-        if self._assigned_flag is not None:
-            self._assigned_flag.zero_()
 
     @torch.no_grad()
     def unscale(
@@ -212,25 +204,22 @@ class LossScaler:
         b: float,
     ) -> None:
         """Writes ``a * model_grads + b * stashed_master_grads`` into ``master_grads``."""
-        scales = 1.0 / a, 1.0, 1.0
         stashed = [grad * b for grad in stashed_master_grads]
-        self.unscale_with_stashed(model_grads, stashed, master_grads, scales)
+        self.unscale_with_stashed(model_grads, stashed, master_grads, (1.0 / a, 1.0, 1.0))
 
     def update_scale(self) -> bool:
         """Updates the scale by the overflow flag; returns whether to skip the step.
 
-        The flag is that of the last pass, or the tensor that the script assigned as
-        ``_overflow_buf``. Waits for the device if the scale is dynamic.
+        The flag is that of the last pass, or what the script wrote to ``_overflow_buf``. Waits for
+        the device if the scale is dynamic.
         """
-        if self.dynamic and self._assigned_flag is not None:
-            self._scaler.found_inf.copy_(self._assigned_flag.reshape(()))
         overflow = self.dynamic and self._scaler.read_found_inf()
         self._scaler.update(())
         self._scaler.read_updates()
         return overflow
 
 
-_ORIGINAL = {"unscale": LossScaler.unscale, "update_scale": LossScaler.update_scale}
+_REPLACEABLE = {name: getattr(LossScaler, name) for name in ("unscale", "update_scale")}
 
 
 def own_update(scaler: Scaler) -> Callable[[], object] | None:
@@ -241,22 +230,18 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
     ``unscale`` gets empty lists.
     """
     known: Any = scaler.view or LossScaler
-    found = {name: getattr(known, name) for name in _ORIGINAL}
+    found = {name: getattr(known, name) for name in _REPLACEABLE}
     own = [
-        name
-        for name in _ORIGINAL
-        if getattr(found[name], "__func__", found[name]) is not _ORIGINAL[name]
+        name for name, fn in found.items() if getattr(fn, "__func__", fn) is not _REPLACEABLE[name]
     ]
-    if not own:
-        return None
-    view = LossScaler.over(scaler)
+    view: Any = LossScaler.over(scaler) if own else None
 
-    def update() -> bool:
+    def update() -> object:
         if "unscale" in own:
             view.unscale((), ())
         return view.update_scale()
 
-    return update
+    return update if own else None
 
 
 class LossScalers(MutableSequence[LossScaler]):

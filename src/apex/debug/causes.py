@@ -94,7 +94,7 @@ class Birth:
     @property
     def largest(self) -> float:
         """The largest finite absolute value of the inputs."""
-        return max((max(-each.low, each.high) for each in self.inputs), default=0.0)
+        return max((max(abs(each.low), abs(each.high)) for each in self.inputs), default=0.0)
 
     @property
     def in_fp16(self) -> bool:

@@ -25,9 +25,6 @@ from apex.debug import tracing
 from apex.debug.common import checked_models, inner
 from apex.debug.place import unwrapped
 
-_MAX_LISTED = 10
-"""Number of non-finite tensors that ``str`` lists."""
-
 
 def why_skipped(
     optimizer: Any, *, model: nn.Module | Sequence[nn.Module] | None = None
@@ -75,8 +72,8 @@ def why_skipped(
 
 
 @dataclass(frozen=True)
-class TensorNumerics:
-    """A summary of one tensor's values.
+class NonfiniteTensor:
+    """A tensor that holds inf or NaN.
 
     Attributes:
         name: Qualified name of the parameter or buffer in the model.
@@ -85,9 +82,6 @@ class TensorNumerics:
         inf: Number of infinite elements, of either sign.
         nan: Number of NaN elements.
         elements: Number of elements; of a sharded tensor, those on this rank.
-        largest: Largest finite absolute value; of complex numbers, of their parts.
-        mask: Whether it is a buffer whose infinities are those of a mask: all of one sign, among
-            numbers that are all equal.
     """
 
     name: str
@@ -96,48 +90,19 @@ class TensorNumerics:
     inf: int
     nan: int
     elements: int
-    largest: float
-    mask: bool = False
-
-    @property
-    def finite(self) -> bool:
-        """Whether it holds neither inf nor NaN, except for the infinities of a mask."""
-        return self.mask or not (self.inf or self.nan)
 
     def __str__(self) -> str:
         counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
-        what = f"{', '.join(counts)} of {self.elements}" if counts else f"up to {self.largest:.3g}"
-        return f"{self.name} ({self.role}, {self.dtype}): {what}"
-
-
-class Numerics(tuple[TensorNumerics, ...]):
-    """The result of :func:`check_numerics`: a tuple, true if all tensors are finite."""
-
-    __slots__ = ()
-
-    @property
-    def nonfinite(self) -> list[TensorNumerics]:
-        """The tensors that hold inf or NaN."""
-        return [item for item in self if not item.finite]
-
-    def __bool__(self) -> bool:
-        return not self.nonfinite
-
-    def __str__(self) -> str:
-        """Returns the tensors that are not finite, ten at most, or that there are none."""
-        bad = self.nonfinite
-        if bad:
-            more = [f"and {len(bad) - _MAX_LISTED} more"] if len(bad) > _MAX_LISTED else []
-            return "Not finite:\n" + "\n".join(f"  {line}" for line in [*bad[:_MAX_LISTED], *more])
-        return f"All {len(self)} tensors finite." if len(self) else "No floating-point tensor."
+        return f"{self.name} ({self.role}, {self.dtype}): {', '.join(counts)} of {self.elements}"
 
 
 @torch.no_grad()
-def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
-    """Finds inf and NaN in parameters, buffers, gradients, masters and optimizer state.
+def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTensor]:
+    """Returns the parameters, buffers, gradients, masters and state that hold inf or NaN.
 
     Call it between two steps to locate a persistent NaN: one in the optimizer's state returns at
-    every step, whatever the batch. Waits for the device once, at the end.
+    every step, whatever the batch. A buffer that is a mask of infinities is not listed. Waits for
+    the device once, at the end.
 
     Args:
         model: Any model, prepared or not.
@@ -151,12 +116,11 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
         >>> import torch
         >>> from apex import amp
         >>> model = torch.nn.Linear(2, 1)
-        >>> bool(amp.debug.check_numerics(model))
-        True
+        >>> amp.debug.check_numerics(model)
+        []
         >>> model.weight.data[0, 1] = torch.nan
-        >>> print(amp.debug.check_numerics(model))
-        Not finite:
-          weight (parameter, float32): 1 nan of 2
+        >>> print(*amp.debug.check_numerics(model))
+        weight (parameter, float32): 1 nan of 2
     """
     arguments.module("amp.debug.check_numerics", model)
     held = [
@@ -164,25 +128,17 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> Numerics:
         for name, role, tensor in _named(model, optimizer)
         if tracing.is_checked(tensor)
     ]
-    held = [item for item in held if item[2].numel()]
-    counts = copies.fetched([_counts(values) for *_, values in held])
-    return Numerics(
-        TensorNumerics(
-            name,
-            role,
-            dtypes.name(values.dtype),
-            int(inf),
-            int(nan),
-            values.numel(),
-            largest,
-            mask=role == "buffer" and 0 < inf < values.numel() and tracing.is_mask(values),
-        )
-        for (name, role, values), (inf, nan, largest) in zip(
+    counts = [torch.stack([v.isinf().sum(), v.isnan().sum()]) for *_, v in held]
+    return [
+        NonfiniteTensor(name, role, dtypes.name(values.dtype), inf, nan, values.numel())
+        for (name, role, values), (inf, nan) in zip(
             held,
-            (each.tolist() for each in counts),  # sync: a diagnosis, asked for
+            (each.tolist() for each in copies.fetched(counts)),  # sync: a diagnosis, asked for
             strict=True,
         )
-    )
+        if (inf or nan)
+        and not (role == "buffer" and inf < values.numel() and tracing.is_mask(values))
+    ]
 
 
 def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
@@ -208,14 +164,6 @@ def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]
         for key, value in own.state.get(param, {}).items():
             if isinstance(value, Tensor):
                 yield name, f"state {key}", value
-
-
-def _counts(values: Tensor) -> Tensor:
-    """Returns the counts of inf and NaN, and the largest finite magnitude."""
-    parts = tracing.real(values)
-    largest = torch.where(torch.isfinite(parts), parts, 0.0).abs().max()
-    found = torch.isinf(values).sum(), torch.isnan(values).sum(), largest
-    return torch.stack([each.double() for each in found])
 
 
 # -- frozen updates --------------------------------------------------------------------------------

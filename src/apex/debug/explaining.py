@@ -27,7 +27,7 @@ from apex.debug.common import (
     preserve_state,
 )
 from apex.debug.place import Direction, Tracker
-from apex.debug.tracing import Call, Detector, Trace, floating
+from apex.debug.tracing import Call, Detector, Mode, floating
 
 aten = torch.ops.aten
 
@@ -97,14 +97,15 @@ def explain(
     device = next((t.device for t in every if t.device.type != "cpu"), torch.device("cpu"))
 
     def run() -> _Costs:
-        trace = _CostTrace(inner, device)
-        with preserve_state(inner, given), torch.set_grad_enabled(backward), trace:
-            loss = inner(*inputs, **keywords)
-            if loss_fn is not None or backward:
-                loss = (loss_fn or _mean_of)(loss)
-            if backward:
-                _differentiate(inner, given, loss)
-        return trace.costs
+        with preserve_state(inner, given), torch.set_grad_enabled(backward), Tracker(inner) as at:
+            costs = _Costs(at, device)
+            with Mode(costs):
+                loss = inner(*inputs, **keywords)
+                if loss_fn is not None or backward:
+                    loss = (loss_fn or _mean_of)(loss)
+                if backward:
+                    _differentiate(inner, given, loss)
+        return costs
 
     run()
     return Explanation(type(inner).__name__, run().rows())
@@ -264,19 +265,6 @@ class _Stats:
 
     spans: list[tuple[Any, Any]] = field(default_factory=list)
     cast_bytes: int = 0
-
-
-class _CostTrace(Trace):
-    """Traces one pass of :func:`explain`."""
-
-    _NAME = "explain"
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__(model)
-        self.costs = _Costs(self._tracker, device)
-
-    def _detector(self) -> Detector:
-        return self.costs
 
 
 class _Costs(Detector):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
-import statistics
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,41 +29,31 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.common import counted, inner, percent
 from apex.debug.overflow import OverflowTrace
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _log = logging.getLogger("apex")
 
 
-def _session_of(caller: str, optimizers: Sequence[Optimizer]) -> Session:
-    """Returns the session of the one ``amp.initialize`` call that prepared the optimizers."""
-    bindings = list(map(binding_of, optimizers))
-    owners = {None if binding is None else binding.owner for binding in bindings}
-    if None in owners:
+def _session_of(caller: str, optimizer: Optimizer) -> Session:
+    """Returns the session of the ``amp.initialize`` call that prepared the optimizer."""
+    binding = binding_of(optimizer)
+    if binding is None or binding.owner is None:
         raise ValueError(
             f"amp.debug.{caller} got an optimizer that amp has not prepared, or whose amp session "
             "is gone, as in a copy. Pass it to amp.initialize(model, optimizer) and use the one "
             "returned. A loop without amp.initialize is traced by `apex trace train.py`."
         )
-    if len(owners) > 1:
-        raise ValueError(
-            f"amp.debug.{caller} got optimizers from different amp.initialize calls, whose loss "
-            "ids overlap. Make one for each call."
-        )
-    return cast(Session, owners.pop())
+    return cast(Session, binding.owner)
 
 
-def _listen(session: Session, optimizers: Sequence[Optimizer], tool: Any) -> Callable[[], None]:
-    """Calls ``tool._end_of_pass`` after each pass of the optimizers; returns what ends that.
+def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], None]:
+    """Calls ``tool._end_of_pass`` after each pass of the optimizer; returns what ends that.
 
-    Holds the optimizers and the session weakly.
+    Holds the optimizer and the session weakly.
     """
-    known, owner = [*map(weakref.ref, optimizers)], weakref.ref(session)
+    known, owner = weakref.ref(optimizer), weakref.ref(session)
 
     def listener(session: Session, end: PassEnd) -> None:
-        live = [each for reference in known if (each := reference()) is not None]
-        own = [optimizer for optimizer in live if binding_of(optimizer) in end.bindings]
-        if own:
+        own = known()
+        if own is not None and binding_of(own) in end.bindings:
             tool._end_of_pass(session, end, own)
 
     def stop() -> None:
@@ -90,8 +78,8 @@ class Pass:
         loss_scale: Scale after the pass (multiplier).
         overflow: Whether a gradient held inf or NaN, so that the step is skipped. Always False with
             a static scale, for which gradients are not checked.
-        grad_norm: L2 norm of the unscaled gradients of the pass's own optimizers, including what
-            earlier passes accumulated.
+        grad_norm: L2 norm of the optimizer's unscaled gradients, including what earlier passes
+            accumulated.
     """
 
     index: int
@@ -116,14 +104,13 @@ class History:
     does.
 
     Args:
-        optimizers: Optimizers prepared by one ``amp.initialize`` call. The history ignores passes
-            of other optimizers.
+        optimizer: An optimizer prepared by ``amp.initialize``. The history ignores passes of
+            others.
         limit: Number of most recent passes to keep (about 200 bytes each); None keeps all.
 
     Raises:
-        ValueError: If no optimizer is given, if amp has not prepared one or they come from
-            different ``initialize`` calls, or if ``limit`` is neither None nor an integer of at
-            least 1.
+        ValueError: If amp has not prepared the optimizer, or ``limit`` is neither None nor an
+            integer of at least 1.
 
     Example:
         >>> import torch
@@ -139,14 +126,10 @@ class History:
         [(1.0, False, 1.732)]
     """
 
-    def __init__(self, *optimizers: Any, limit: int | None = None) -> None:
+    def __init__(self, optimizer: Any, *, limit: int | None = None) -> None:
         if limit is not None:
             integer("limit", limit, least=1, others=", or None")
-        if not optimizers:
-            raise ValueError(
-                "amp.debug.History got no optimizer. Pass one or more: History(optimizer)."
-            )
-        own = [*map(inner, optimizers)]
+        own = inner(optimizer)
         session = _session_of("History", own)
         self._readback: Readback[int] = Readback()
         self._passes: deque[Pass] = deque(maxlen=limit)
@@ -181,14 +164,14 @@ class History:
         passes = self.passes
         if not passes:
             return "No backward pass recorded yet."
-        losses, lines = _by_loss(passes), []
-        for loss_id, own in losses.items():
-            name = f"Loss {loss_id}: " if len(losses) > 1 else ""
+        losses, lines = sorted({item.loss_id for item in passes}), []
+        for loss_id in losses:
+            own = [item for item in passes if item.loss_id == loss_id]
             skipped = sum(item.overflow for item in own)
+            name = f"Loss {loss_id}: " if len(losses) > 1 else ""
             share = f" ({percent(skipped / len(own))})" if skipped else ""
             count = counted(len(own), "backward pass", "es")
-            span = f"({own[0].index} to {own[-1].index})"
-            lines.append(f"{name}{count} {span}, {skipped} skipped{share}")
+            lines.append(f"{name}{count}, {skipped} skipped{share}")
             lines += (f"  {line}" for line in _details(own))
         return "\n".join(lines)
 
@@ -216,47 +199,12 @@ class History:
             writer.add_scalar(f"{prefix}/overflow/{item.loss_id}", int(item.overflow), item.index)
             writer.add_scalar(f"{prefix}/grad_norm/{item.loss_id}", item.grad_norm, item.index)
 
-    def plot(self) -> Figure:
-        """Returns a matplotlib figure of loss scales, overflows and gradient norms.
-
-        Raises:
-            ImportError: If matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "amp.debug.History.plot needs matplotlib: pip install 'apex-amp[plot]'. "
-                "history.to_json() has the same data."
-            ) from error
-        passes = self.passes
-        result = Figure(figsize=(9, 5.5), layout="constrained")
-        panels: Any = result.subplots(2, 1, sharex=True)
-        for panel, label, base in zip(
-            panels, ("loss scale", "gradient norm"), (2, 10), strict=True
-        ):
-            panel.set_yscale("log", base=base)
-            panel.set_ylabel(label)
-        for loss_id, own in _by_loss(passes).items():
-            points = [(item.index, item.loss_scale) for item in own]
-            panels[0].step(*zip(*points, strict=True), where="post", label=f"loss {loss_id}")
-            known = [(p.index, p.grad_norm) for p in own if math.isfinite(p.grad_norm)]
-            if known:
-                panels[-1].plot(*zip(*known, strict=True), label=f"loss {loss_id}")
-        over = [(item.index, item.loss_scale) for item in passes if item.overflow]
-        if over:
-            label = f"overflow, step skipped ({len(over)})"
-            panels[0].plot(*zip(*over, strict=True), "v", color="tab:red", label=label)
-        panels[0].legend()
-        panels[-1].set_xlabel("backward pass")
-        return result
-
     @torch.no_grad()
     @suspend_modes()
-    def _end_of_pass(self, session: Session, end: PassEnd, optimizers: list[Optimizer]) -> None:
+    def _end_of_pass(self, session: Session, end: PassEnd, optimizer: Optimizer) -> None:
         if end.failed:
             return
-        norm = _norm(param for optimizer in optimizers for param in params_of(optimizer))
+        norm = _norm(params_of(optimizer))
         scaler = session.scalers[end.loss_id]
         scale = scaler.loss_scale
         numbers = [scale, scaler.found_inf, norm.to(scale.device, torch.float32)]
@@ -269,30 +217,14 @@ class History:
             self._seen += 1
 
 
-def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
-    losses = sorted({item.loss_id for item in passes})
-    return {loss_id: [item for item in passes if item.loss_id == loss_id] for loss_id in losses}
-
-
 def _details(passes: Sequence[Pass]) -> Iterator[str]:
     scales = [item.loss_scale for item in passes]
     span = f", from {min(scales):g} to {max(scales):g}" if min(scales) < max(scales) else ""
     yield f"loss scale     {scales[-1]:g} now{span}"
-    skips = [item.index for item in passes if item.overflow]
-    if skips:
-        runs = itertools.groupby(item.overflow for item in passes)
-        rows = (len(list(run)) for skipped, run in runs if skipped)
-        yield f"skips          the last in pass {skips[-1]}, at most {max(rows)} in a row"
-    norms = [(p.grad_norm, p.index) for p in passes if math.isfinite(p.grad_norm)]
-    bad = len(passes) - len(norms)
-    if norms:
-        values, (largest, index) = [norm for norm, _ in norms], max(norms)
-        yield (
-            f"gradient norm  {values[-1]:.3g} last, median {statistics.median(values):.3g}, "
-            f"largest {largest:.3g} in pass {index}" + (f", {bad} not finite" if bad else "")
-        )
-    else:
-        yield f"gradient norm  inf or NaN in all {bad} passes"
+    norms = [item.grad_norm for item in passes if math.isfinite(item.grad_norm)]
+    bad = f", {len(passes) - len(norms)} not finite" if len(norms) < len(passes) else ""
+    largest = f", largest {max(norms):.3g}" if norms else ""
+    yield f"gradient norm  {passes[-1].grad_norm:.3g} last{largest}{bad}"
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
@@ -344,7 +276,7 @@ def arm(optimizer: Any, after_skips: int = 3) -> AutoTrace:
     """
     integer("after_skips", after_skips, least=1)
     own = inner(optimizer)
-    session = _session_of("arm", [own])
+    session = _session_of("arm", own)
     if not any(scaler.dynamic for scaler in session.scalers):
         raise ValueError(
             "amp.debug.arm waits for skipped steps, and with the static loss scale of this session "
@@ -367,7 +299,7 @@ class AutoTrace:
         self._skips_at_trace: dict[int, int] = {}
         self._traced_loss: int | None = None
         self._thread = 0
-        self._stop_listening = _listen(session, [optimizer], self)
+        self._stop_listening = _listen(session, optimizer, self)
 
     def __enter__(self) -> AutoTrace:
         return self
@@ -380,7 +312,7 @@ class AutoTrace:
         self._stop_listening()
         self._stop()
 
-    def _end_of_pass(self, session: Session, end: PassEnd, _: list[Optimizer]) -> None:
+    def _end_of_pass(self, session: Session, end: PassEnd, _: Optimizer) -> None:
         due = self._due(end)
         if self._traced_loss is None:
             if due is not None:

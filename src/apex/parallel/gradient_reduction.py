@@ -126,4 +126,5 @@ def _reduce_part(params: list[nn.Parameter], reduction: GradientReduction) -> No
         wanted = marks.ne(0).tolist()  # sync: only if a parameter has no gradient here
     for param, grad, value, anywhere in zip(params, grads, values, wanted, strict=True):
         if anywhere:
-            param.grad = grad.copy_(value.view_as(grad))
+            grad.data.copy_(value.view_as(grad))  # as apex: no edit that autograd and amp count
+            param.grad = grad

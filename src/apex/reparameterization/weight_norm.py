@@ -23,11 +23,8 @@ class WeightNorm(Reparameterization):
 
     def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
         """Returns the weight computed from magnitude and direction."""
-        module, name = (
-            self.module if module is None else module,
-            self.name if name is None else name,
-        )
-        owner, own_name = self.get_module_and_name(module, name)
+        own = self.module if module is None else module
+        owner, own_name = self.get_module_and_name(own, self.name if name is None else name)
         direction: Tensor = getattr(owner, f"{own_name}_v")
         magnitude: Tensor = getattr(owner, f"{own_name}_g")
         return torch._weight_norm(direction, magnitude, _kept(direction, self.dim))

@@ -16,6 +16,7 @@ import torch
 import apex
 from apex._core import dtypes
 from apex._core.project import VERSION
+from apex.tools.compare.table import wrapped
 from apex.tools.compare.timing import Load, LoadMeter, operator_seconds
 from apex.tools.devices import describe
 
@@ -67,7 +68,7 @@ class Health:
             [", ".join(f"{name} {version}" for name, version in self.versions.items())],
             [whose(self.origins)],
             [*_speed_lines(self)],
-            [f"{self.advice} `apex compare` measures the gain on your model."],
+            [wrapped(f"{self.advice} `apex compare` measures the gain on your model.")],
         ]
         return "\n\n".join("\n".join(part) for part in parts)
 

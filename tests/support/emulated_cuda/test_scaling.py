@@ -146,7 +146,6 @@ def test_numerics_of_a_model_on_two_devices_are_right():
     for index, layer in enumerate(model):
         torch.nn.init.constant_(layer.weight, 2.0 + index)
         torch.nn.init.zeros_(layer.bias)
-    found = {item.name: item.largest for item in amp.debug.check_numerics(model)}
-    assert found == {"0.weight": 2.0, "0.bias": 0.0, "1.weight": 3.0, "1.bias": 0.0}
+    assert amp.debug.check_numerics(model) == []
     model[1].weight.data[0, 0] = math.nan
-    assert [item.name for item in amp.debug.check_numerics(model).nonfinite] == ["1.weight"]
+    assert [item.name for item in amp.debug.check_numerics(model)] == ["1.weight"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -20,7 +20,7 @@ from apex._engine.model.plan import (
     named_submodules,
     planned_dtypes,
 )
-from apex._engine.model.state import module_behind, state_of
+from apex._engine.model.state import state_of
 from apex._torch import dtensor, fsdp
 from apex._torch.modules import named_tensors, own_tensors
 
@@ -44,113 +44,92 @@ def check(
             them only.
 
     Raises:
-        TypeError: If ``model`` is not a ``torch.nn.Module``.
         RuntimeError: Under ``torch.inference_mode()``; if the model is converted and either plan
             casts its weights to 16 bits; if it is wrapped for parallel training, scripted, not
             materialized, in float64 where operators cast, or sharded in a way that conflicts with
             the plan's dtypes.
         ValueError: If ``plan`` names what no model has.
     """
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "amp.initialize was called under torch.inference_mode(), where parameters cannot be "
-            "converted for later training. Call it before the block and only the model inside, or "
-            "use torch.no_grad()."
-        )
-    for each in (model, *others):
-        _check_kind(each, plan)
+    refuse_inference_mode("amp.initialize")
+    for text in (each for one in (model, *others) for each in _faults(one, plan)):
+        raise RuntimeError(f"amp.initialize got {text}")
     fsdp.reshard(model)
     tensors = named_tensors(model)
+    cast = {id(t) for _, t, dtype in planned_dtypes(model, plan) if t.dtype is not dtype}
     for name, tensor in tensors.items():
         is_param = isinstance(tensor, nn.Parameter)
-        casts = op_casts and not allow_float64 and is_param
-        _check_tensor(f"{'parameter' if is_param else 'buffer'} {name}", tensor, op_casts=casts)
-    for name, tensor, dtype in planned_dtypes(model, plan):
-        if tensor.is_inference() and tensor.dtype is not dtype:
-            raise RuntimeError(
-                f"amp.initialize got a model whose {name} was created under "
-                "torch.inference_mode(), so that its dtype cannot be changed. Create or load the "
-                "model outside of the block, or under torch.no_grad()."
-            )
+        wide = is_param and op_casts and not allow_float64
+        for text in _tensor_faults(tensor, is_cast=id(tensor) in cast, wide_refused=wide):
+            kind = "parameter" if is_param else "buffer"
+            raise RuntimeError(f"amp.initialize got a model whose {kind} {name} is {text}")
     _check_names(plan, (model, *others))
     _check_shared(model, plan)
     if dtensor.any_dtensor(tensors.values()):
         sharding.check(planned_dtypes(model, plan))
 
 
-def check_restorable(model: nn.Module) -> None:
-    """Raises RuntimeError if a converted model's parameters cannot be cast back to fp32."""
-    state = state_of(model)
-    if state is not None and state.plan.casts_down and torch.is_inference_mode_enabled():
+def refuse_inference_mode(call: str) -> None:
+    """Raises RuntimeError under ``torch.inference_mode()``; ``call`` names the caller."""
+    if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "amp.restore was called under torch.inference_mode(), where parameters cannot be "
-            "converted for later training. Call it outside of the block, or in torch.no_grad()."
+            f"{call} was called under torch.inference_mode(), where parameters cannot be converted "
+            "for later training. Call it before the block, or use torch.no_grad()."
         )
 
 
-def _check_kind(model: object, plan: ModelPlan) -> None:
-    kind = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"amp.initialize got a model of type {kind}; it takes a torch.nn.Module, or a list or "
-            "tuple of them."
-        )
-    module = module_behind(model)
-    is_module = issubclass(type(module), nn.Module)
-    if not is_module or (module is not model and plan.casts_down):
-        raise TypeError(
-            f"amp.initialize got a model of type {kind}, an object that stands for a "
-            "torch.nn.Module. Pass the module inside it, or use opt_level O1 or O4."
-        )
-    state = state_of(model)
+def _faults(model: nn.Module, plan: ModelPlan) -> Iterator[str]:
+    """Yields what makes a model unfit, with the way; the first is raised."""
+    kind, state = type(model).__name__, state_of(model)
     if state is not None and (state.plan.casts_down or plan.casts_down):
-        raise RuntimeError(
-            f"amp.initialize got the model {kind}, which it has already prepared. Only a model "
-            "that keeps fp32 weights (O0, O1, O4) can be prepared again, at one of these levels. "
-            "For others, first call amp.restore(model, optimizer)."
+        yield (
+            f"the model {kind}, which it has already prepared. Only a model that keeps fp32 "
+            "weights (O0, O1, O4) can be prepared again, at one of these levels. For others, first "
+            "call amp.restore(model, optimizer)."
         )
     if isinstance(model, (DataParallel, DistributedDataParallel)):
-        raise RuntimeError(
-            f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
-            f"amp.initialize first, then wrap the model that it returns in {kind}."
+        yield (
+            f"a model wrapped in {kind}; it takes the model itself. Call amp.initialize first, "
+            f"then wrap the model that it returns in {kind}."
         )
     if any(map(fsdp.is_fsdp1, model.modules())):
-        raise RuntimeError(
-            f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which "
-            "flattens parameters, so that amp cannot tell them apart. Use fully_shard from "
-            f"torch.distributed.fsdp, which shards each parameter:\n{sharding.ORDER}"
+        yield (
+            f"a model ({kind}) with FullyShardedDataParallel in it, which flattens parameters. Use "
+            f"fully_shard from torch.distributed.fsdp:\n{sharding.ORDER}"
         )
     if type(model).__module__.partition(".")[0] == "deepspeed":
-        raise RuntimeError(
-            f"amp.initialize got a model wrapped in DeepSpeed's {kind}, which does its own mixed "
-            "precision. Enable fp16 or bf16 in its config instead, or drop DeepSpeed."
+        yield (
+            f"a model wrapped in DeepSpeed's {kind}, which does its own mixed precision. Enable "
+            "fp16 or bf16 in its config instead, or drop DeepSpeed."
         )
     for name, part in model.named_modules():
         if isinstance(part, jit.ScriptModule) and (plan.casts_down or not name):
-            raise RuntimeError(
-                f"amp.initialize got a scripted model ({kind}), or one whose {name or 'root'} is "
-                "scripted: compiled code cannot cast. Pass the plain module; torch.compile and "
-                "torch.jit.trace take the model amp returns."
+            yield (
+                f"a scripted model ({kind}), or one whose {name or 'root'} is scripted: compiled "
+                "code cannot cast. Pass the plain module; torch.compile and torch.jit.trace take "
+                "the model amp returns."
             )
 
 
-def _check_tensor(name: str, tensor: Tensor, *, op_casts: bool) -> None:
+def _tensor_faults(tensor: Tensor, *, is_cast: bool, wide_refused: bool) -> Iterator[str]:
+    """Yields what makes a parameter or buffer unfit, with the way; the first is raised."""
     if is_lazy(tensor):
-        raise RuntimeError(
-            f"amp.initialize got a model whose {name} is not initialized yet (a lazy module). Run "
-            "one batch through the model first, so that its shapes are known."
+        yield (
+            "not initialized yet (a lazy module). Run one batch through the model first, so that "
+            "its shapes are known."
         )
     if tensor.is_meta:
-        raise RuntimeError(
-            f"amp.initialize got a model whose {name} is on the meta device and has no values. "
-            "Materialize the model first: model.to_empty(device=...), then load its weights."
+        yield (
+            "on the meta device and has no values. Materialize the model first: "
+            "model.to_empty(device=...), then load its weights."
         )
+    if tensor.is_inference() and is_cast:
+        yield "made under torch.inference_mode(). Make or load the model under torch.no_grad()."
     # A 0-d tensor combines with any dtype, like a Python number.
-    if op_casts and tensor.dtype is torch.float64 and tensor.dim():
-        raise RuntimeError(
-            f"amp.initialize got a model whose {name} is float64; the op casts of O1 and O4 leave "
-            "float64 as it is, and operators cannot combine it with 16-bit inputs. Call "
-            "model.float() first, or use a level that converts the model (O0, O2, O3, O5)."
+    if wide_refused and tensor.dtype is torch.float64 and tensor.dim():
+        yield (
+            "float64; the op casts of O1 and O4 leave float64 as it is, and operators cannot "
+            "combine it with 16-bit inputs. Call model.float() first, or use a level that converts "
+            "the model (O0, O2, O3, O5)."
         )
 
 
@@ -185,15 +164,17 @@ def _refuse(argument: str, rule: type | str, how: str, names: Collection[str]) -
 def _check_shared(model: nn.Module, plan: ModelPlan) -> None:
     """Raises ValueError if a module in fp32 shares a tensor with one that is cast."""
     kept = fp32_modules(model, plan)
-    names: dict[int, str] = {}
-    # Those kept come first.
-    for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in kept):
-        for key, tensor in own_tensors(module, name) if kept else ():
-            if module in kept:
-                names[id(tensor)] = key
-            elif id(tensor) in names:
-                raise ValueError(
-                    f"{names[id(tensor)]} stays in fp32 (by fp32_modules or keep_batchnorm_fp32), "
-                    f"but is the same tensor as {key}, which is to be cast. Keep both in fp32, by "
-                    "an entry in fp32_modules for the second module, or neither."
-                )
+    parts = [
+        (module in kept, *each)
+        for name, module in model.named_modules()
+        if kept
+        for each in own_tensors(module, name)
+    ]
+    inside = {id(tensor): key for is_kept, key, tensor in parts if is_kept}
+    for is_kept, key, tensor in parts:
+        if not is_kept and id(tensor) in inside:
+            raise ValueError(
+                f"{inside[id(tensor)]} stays in fp32 (by fp32_modules or keep_batchnorm_fp32), but "
+                f"is the same tensor as {key}, which is to be cast. Keep both in fp32, by an entry "
+                "in fp32_modules for the second module, or neither."
+            )

@@ -15,8 +15,9 @@ from apex._engine.model.plan import WIDE, ModelPlan, planned_dtypes
 
 _log = logging.getLogger("apex")
 
-_LSTM = "primitive descriptor for (the|an) LSTM"  # oneDNN: of a state in another dtype
-_MIXED_INPUTS = re.compile(f"same dtype|scalar type|Half|BFloat16|{_LSTM}")
+_MIXED_INPUTS = re.compile(  # oneDNN says it of a state in another dtype
+    "same dtype|scalar type|Half|BFloat16|primitive descriptor for (the|an) LSTM"
+)
 _NOT_FLOATING = re.compile(
     r"\b((unsigned |signed )?char|short|int|long|bool|byte)\b|Complex", re.IGNORECASE
 )
@@ -66,23 +67,25 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
 
     Returns if the plan's dtypes are not its cause, or if it has a remedy already.
     """
-    kind, text = type(error), str(error)
+    kind, text, found = type(error), str(error), list[str]()
     # Scripts catch subclasses, such as out of memory, by name.
     if kind not in (RuntimeError, NotImplementedError) or isinstance(error.__cause__, kind):
         return
-    found: list[str] = []
-    remedy = None
     if _NO_ROOM.search(text):
         remedy = _TOO_LARGE
     elif plan.casts_down and _NO_KERNEL.search(text):
         remedy = _WITHOUT_KERNEL
-    elif mixes_dtypes(error) and not _NOT_FLOATING.search(text):  # the same call fails in fp32
-        found = _of_another_dtype(model, plan)
-        remedy = _HOLDS if found else _MADE if plan.casts_down else None
-    if remedy is not None:
-        listed = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
-        name, dtype = type(model).__name__, plan.param_dtype or torch.float32
-        raise kind(f"{error}\n{remedy.format(model=name, dtype=dtype, found=listed)}") from error
+    elif not mixes_dtypes(error) or _NOT_FLOATING.search(text):  # the same call fails in fp32
+        return
+    elif found := _of_another_dtype(model, plan):
+        remedy = _HOLDS
+    elif plan.casts_down:
+        remedy = _MADE
+    else:
+        return
+    listed = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+    name, dtype = type(model).__name__, plan.param_dtype or torch.float32
+    raise kind(f"{error}\n{remedy.format(model=name, dtype=dtype, found=listed)}") from error
 
 
 def _of_another_dtype(model: nn.Module, plan: ModelPlan) -> list[str]:

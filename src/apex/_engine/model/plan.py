@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -110,12 +110,6 @@ class ModelPlan:
         """Whether parameters are cast to a 16-bit type."""
         return self.param_dtype in dtypes.LOW_PRECISION
 
-    def computing_in(self, dtype: torch.dtype) -> ModelPlan:
-        """Returns the plan of the same model after it was cast to ``dtype``."""
-        low = dtype in dtypes.LOW_PRECISION
-        none: dict[str, Any] = {} if low else dict.fromkeys(_ACCEPTED, ())
-        return replace(self, param_dtype=dtype, input_dtype=dtype, **none)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by value; see :mod:`apex._pickle`."""
         return rebuild, ("plan", *(getattr(self, field.name) for field in fields(self)))
@@ -131,14 +125,12 @@ _ACCEPTED = {
 
 def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
     """Returns the outermost modules that match ``plan.fp32_modules``, each once."""
-    chosen: dict[int, nn.Module] = {}
-    parents: list[str] = []
+    chosen: dict[str, nn.Module] = {}
     for name, module in named_submodules(model) if plan.fp32_modules else ():
-        inside = any(name.startswith(parent) for parent in parents)
+        inside = any(name.startswith(f"{parent}.") for parent in chosen)
         if not inside and any(matches(rule, name, module) for rule in plan.fp32_modules):
-            parents.append(name + ".")
-            chosen[id(module)] = module
-    return list(chosen.values())
+            chosen[name] = module
+    return list(dict.fromkeys(chosen.values()))
 
 
 def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
@@ -151,16 +143,8 @@ def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
     return {module for top in tops for module in top.modules()}
 
 
-class Planned(NamedTuple):
-    """A parameter or buffer with its qualified name and the dtype that a plan gives it."""
-
-    name: str
-    tensor: Tensor
-    dtype: torch.dtype
-
-
-def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[Planned]:
-    """Yields every parameter and buffer of the model, once, with its planned dtype.
+def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Yields every parameter and buffer, once, with its qualified name and planned dtype.
 
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
     planned as fp32 (``check`` raises for it).
@@ -168,8 +152,7 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[Planned]:
     apart = fp32_modules(model, plan)
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
-    parts = sorted(model.named_modules(), key=lambda part: part[1] not in apart)
-    for name, module in parts:
+    for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in apart):
         for key, tensor in own_tensors(module, name):
             dtype = plan.param_dtype
             widened = dtype is None and plan.widen_low and dtypes.is_low_precision(tensor)
@@ -178,7 +161,7 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[Planned]:
                 dtype = torch.float32
             if dtype is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield Planned(key, tensor, dtype)
+                yield key, tensor, dtype
 
 
 def stays_fp32(plan: ModelPlan, name: str, tensor: Tensor) -> bool:

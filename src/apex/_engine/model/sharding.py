@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
@@ -35,12 +35,10 @@ def check_order(models: Iterable[nn.Module], params: Sequence[Tensor]) -> None:
     Raises:
         RuntimeError: If the optimizers train parameters that ``fully_shard`` replaced.
     """
-    plain = [param for param in params if not dtensor.is_dtensor(param)]
-    sharded = [model for model in models if plain and any(fsdp.sharded_modules(model))]
-    if not sharded:
-        return
+    models = [*models]
     present = {id(param) for model in models for param in model.parameters()}
-    if any(id(param) not in present for param in plain):
+    gone = [p for p in params if not dtensor.is_dtensor(p) and id(p) not in present]
+    if gone and any(module for model in models for module in fsdp.sharded_modules(model)):
         raise RuntimeError(
             "fully_shard was called after amp.initialize. It replaced the model's parameters, so "
             f"the optimizer steps parameters no longer in the model. Use this order:\n{ORDER}"
@@ -88,18 +86,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: With the reason.
     """
-    if not any(map(dtensor.is_dtensor, params_of(optimizer))):
+    if getattr(optimizer, "steps_dtensors", True):
         return
-    name = type(optimizer).__name__
-    if isinstance(optimizer, SGD | Adagrad) and any(g.get("fused") for g in optimizer.param_groups):
+    if any(map(dtensor.is_dtensor, params_of(optimizer))):
         raise RuntimeError(
-            f"amp.initialize got {name}(fused=True) with DTensor parameters (fully_shard, tensor "
-            "parallel), which torch supports in fused Adam and AdamW only. Drop fused=True from "
-            f"{name}."
-        )
-    if not getattr(optimizer, "steps_dtensors", True):
-        raise RuntimeError(
-            f"amp.initialize got {name} with DTensor parameters (fully_shard, tensor parallel), "
-            "but its update rule needs whole tensors. Use FusedAdam or FusedLAMB from "
-            "apex.optimizers, or an optimizer from torch.optim."
+            f"amp.initialize got {type(optimizer).__name__} with DTensor parameters (fully_shard, "
+            "tensor parallel), but its update rule needs whole tensors. Use FusedAdam or FusedLAMB "
+            "from apex.optimizers, or an optimizer from torch.optim."
         )

@@ -1,4 +1,4 @@
-"""The conversion state of a model: its plan, the casts by that plan, and the hooks to remove."""
+"""The conversion state of a model: its plan, the casts by that plan, and the way back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, tree
+from apex._core.mixins import plain_class, swap_class
 from apex._engine.autocast.region import UncastRegion
 from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
 from apex._engine.model.state_dict import Fp32Hooks, MasterLink
@@ -34,17 +35,13 @@ class ModelState:
     """The conversion state in a model's ``__dict__``.
 
     Attributes:
-        plan: The present plan.
+        plan: The conversion.
         region: Runs the model's own forward.
         link: Finds the masters of the parameters.
         owner: Kept alive by the model; not copied with it.
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
         handles: Hooks to remove at the end.
-        hooked: The dtype that the attached hooks are for.
-        given: The plan of the conversion; differs from ``plan`` after the model was cast to another
-            dtype.
-        names: Names of the positional arguments of ``forward``.
-        uncast: Positions and names of its arguments that are not cast.
+        uncast: Positions and names of the arguments of ``forward`` that are not cast.
         writes: Finds what the model writes in 16 bits.
     """
 
@@ -54,14 +51,8 @@ class ModelState:
     owner: object = None
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
-    hooked: torch.dtype | None = None
-    given: ModelPlan = field(init=False)
-    names: tuple[str, ...] = ()
     uncast: tuple[int | str, ...] = ()
     writes: Writes = field(default_factory=Writes)
-
-    def __post_init__(self) -> None:
-        self.given = self.plan
 
     def begin_forward(self, *, traced: bool = False) -> None:
         """Rounds written masters into the model, and records the active DDP wrapper."""
@@ -85,26 +76,22 @@ class ModelState:
         May be called again: casts what was added to the model. ``undo`` receives the inverse of the
         casts.
         """
-        self.names = positional_names(self.inner_forward or model.forward)
+        names = positional_names(self.inner_forward or model.forward)
         named = self.plan.fp32_inputs
-        self.uncast = (*named, *(at for at, name in enumerate(self.names) if name in named))
+        self.uncast = (*named, *(at for at, name in enumerate(names) if name in named))
         with all_or_nothing() as casts:
             if undo is not None:
                 undo.push(casts.undo)
-            for each in planned_dtypes(model, self.plan):
-                cast_in_place(each.tensor, each.dtype, casts)
-        if self.plan.param_dtype is not self.hooked:
-            self.remove_hooks()
-            self.hooked = self.plan.param_dtype
-        if self.given.casts_down:
+            for _, tensor, dtype in planned_dtypes(model, self.plan):
+                if tensor.dtype is not dtype and dtypes.is_castable(tensor):
+                    set_in_place(tensor, tensor.detach().to(dtype), casts)
+        if self.plan.casts_down:
             self._attach_hooks(model)
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # makes the weights contiguous again, for cuDNN
+        flatten_rnns(model)
 
     def _attach_hooks(self, model: nn.Module) -> None:
         """Attaches the hooks to every module that lacks them."""
-        low = self.hooked or torch.float32
+        low = self.plan.param_dtype or torch.float32
         for module in topmost_fp32_modules(model, self.plan):
             if not _has(module._forward_pre_hooks, InputCast):
                 cast = module.register_forward_pre_hook(InputCast(), with_kwargs=True)
@@ -119,65 +106,30 @@ class ModelState:
     ) -> Any:
         """Implements ``to``, ``half``, ``float`` and the like by ``apply``, torch's own method.
 
-        A 16-bit model that is cast to another dtype first gets its exact fp32 values, and computes
-        in that dtype from then on. Modules that the plan keeps in fp32, such as batch norm, are
-        never cast to 16 bits. A model at O0 casts its inputs to its new dtype.
+        A 16-bit model that is cast to another dtype becomes plain first, with its exact values.
+        Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
         """
-        low, before = self.given.param_dtype, self._compute_dtype(model)
-        if self.given.casts_down and low is not None:
-            asked = fn(torch.empty(0, dtype=self.plan.param_dtype)).dtype
-            if asked is not self.plan.param_dtype:
-                self._compute_in(model, asked)
-                self._warn(model, asked, before, f"model.to({low}) switches back.")
+        before = self.plan.param_dtype or torch.float32
+        now = fn(torch.empty(0, dtype=before)).dtype
+        if now is before:
             return apply(lambda tensor: _unless_lower(tensor, fn(tensor)))
-        applied, now = apply(fn), self._compute_dtype(model)
-        if now is before or now is None:
-            return applied
-        if self.plan.input_dtype is before:
-            self.plan = replace(self.plan, input_dtype=now)
-        remedy = f"model.to({before}) switches back."
+        if self.plan.casts_down:
+            restore(model)
+            remedy = "It is plain again; to prepare it anew, call amp.restore, then amp.initialize."
+        else:
+            remedy = f"model.to({before}) switches back."
         if now in dtypes.LOW_PRECISION:
             remedy = (
                 f"The optimizer now steps {dtypes.name(now)} weights without fp32 masters. For "
                 "those, call amp.restore and then amp.initialize at opt_level O2 or O5."
             )
-        self._warn(model, now, before, remedy)
-        return applied
-
-    def _compute_dtype(self, model: nn.Module) -> torch.dtype | None:
-        if self.given.casts_down:
-            return self.plan.param_dtype
-        return next((p.dtype for p in model.parameters() if dtypes.is_castable(p)), None)
-
-    def _warn(
-        self, model: nn.Module, now: torch.dtype, before: torch.dtype | None, remedy: str
-    ) -> None:
-        _log.warning(
+        self.writes.tell(
+            "dtype",
             "%s.to(%s) after amp.initialize: the model's weights are now %s, and no longer %s, as "
             "amp.initialize set up. %s",
             *(type(model).__name__, now, now, before, remedy),
         )
-
-    def _compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Gives a 16-bit model its exact values, and makes it compute in ``dtype``.
-
-        All or nothing. Masters, optimizers and loss scales stay.
-        """
-        self.link.write_back()
-        with all_or_nothing() as undo:
-            undo.push(setattr, self, "plan", self.plan)
-            self.plan = self.given
-            if dtype is not self.given.param_dtype:
-                self.plan = self.given.computing_in(dtype)
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if dtypes.is_low_precision(tensor):
-                    set_in_place(tensor, self.link.exact(tensor, tensor.detach()), undo)
-            self.apply(model)
-
-    def remove_hooks(self) -> None:
-        """Removes every hook that ``apply`` attached."""
-        while self.handles:
-            self.handles.pop().remove()
+        return apply(fn)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         new = memo[id(self)] = object.__new__(type(self))
@@ -192,13 +144,12 @@ class ModelState:
         """
         if not self.plan.casts_down:
             return type(None), ()
-        saved = ("plan", "given", "link", "inner_forward", "handles", "hooked")
+        saved = ("plan", "link", "inner_forward", "handles")
         return empty, ("model_state",), {name: getattr(self, name) for name in saved}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__init__(saved["plan"], UncastRegion(), saved["link"])  # type: ignore[misc]
-        for name in ("given", "inner_forward", "handles", "hooked"):
-            setattr(self, name, saved.get(name, getattr(self, name)))
+        plan, link, forward, handles = map(saved.get, ("plan", "link", "inner_forward", "handles"))
+        self.__init__(plan, UncastRegion(), link, None, forward, handles)  # type: ignore[misc]
 
 
 def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -223,31 +174,17 @@ def _has(hooks: Mapping[int, object], kind: type) -> bool:
 def stash_forward(model: nn.Module, state: ModelState) -> None:
     """Moves a ``forward`` set on the object into ``state``, so that the class's runs.
 
-    Drops the class's own, which scripts that replace ``forward`` for a while leave on the object.
+    Drops the class's own, which scripts that replace ``forward`` for a while leave on the object,
+    and which a file names for the one below it.
     """
-    own = model.__dict__.pop("forward", None)
-    if own is not None and getattr(own, "__func__", None) is not type(model).forward:
-        state.inner_forward = own
-
-
-def module_behind(model: nn.Module) -> nn.Module:
-    """Returns the module that a proxy stands for, and any other object itself.
-
-    A proxy is an object whose ``__class__`` says that it is a module, such as a model of
-    classy_vision; it finds its attributes in the module.
-    """
-    if issubclass(type(model), nn.Module):
-        return model
-    try:
-        first = next(iter(model.modules()), model)
-    except (AttributeError, TypeError):  # no proxy of a module
-        return model
-    return first if issubclass(type(first), nn.Module) else model
+    own = model.__dict__.pop("forward", state.inner_forward)
+    is_class_own = getattr(own, "__func__", None) is type(model).forward
+    state.inner_forward = None if is_class_own else own
 
 
 def state_of(model: nn.Module) -> ModelState | None:
     """Returns the conversion state of ``model``, or ``None`` for a plain one."""
-    state = module_behind(model).__dict__.get(STATE)
+    state = model.__dict__.get(STATE)
     return state if isinstance(state, ModelState) else None
 
 
@@ -289,13 +226,57 @@ class OutputCast:
         return rebuild, ("output_cast", self.dtype)
 
 
+# -- the way back --------------------------------------------------------------------------------
+
+
+def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> None:
+    """Turns a converted model back into a plain fp32 model, in place.
+
+    A parameter takes its master's exact value if that rounds to the parameter's value.
+
+    Args:
+        model: A converted model.
+        masters: Fp32 masters by ``id`` of their parameter, in addition to those that the model has
+            a link to (an unpickled model has none).
+    """
+    state = state_of(model)
+    if state is None:
+        return
+    state.link.write_back()
+    with all_or_nothing() as undo:
+        for tensor in [*model.parameters(), *model.buffers()] if state.plan.casts_down else ():
+            if dtypes.is_low_precision(tensor):
+                exact = state.link.exact(tensor, tensor, (masters or {}).get(id(tensor)))
+                set_in_place(tensor, exact, undo)
+    undo_convert(model)
+    flatten_rnns(model)
+
+
+def undo_convert(model: nn.Module) -> None:
+    """Makes a converted model plain, but leaves the dtypes of its tensors.
+
+    Allocates no tensors, so it works out of memory.
+    """
+    state = model.__dict__.pop(STATE, None)
+    if state is None:
+        return
+    plain = plain_class(type(model))
+    if plain is not type(model):
+        swap_class(model, plain)
+    while state.handles:
+        state.handles.pop().remove()
+    if state.inner_forward is not None:
+        model.__dict__.setdefault("forward", state.inner_forward)
+
+
+def flatten_rnns(model: nn.Module) -> None:
+    """Makes the weights of RNNs contiguous again after a change of dtype, for cuDNN."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
 # -- dtype changes in place ----------------------------------------------------------------------
-
-
-def cast_in_place(tensor: Tensor, dtype: torch.dtype, undo: Undo) -> None:
-    """Casts ``tensor`` and its gradient in place."""
-    if tensor.dtype is not dtype and dtypes.is_castable(tensor):
-        set_in_place(tensor, tensor.detach().to(dtype), undo)
 
 
 def set_in_place(tensor: Tensor, value: Tensor, undo: Undo) -> None:

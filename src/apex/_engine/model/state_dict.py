@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -36,9 +35,8 @@ class MasterLink:
         """Connects to ``masters``; ``None`` if there are none."""
         self._masters = masters
         self._origin: weakref.ref[MasterSource] | None = None
-        self._keys: dict[int, tuple[str, int]] = {}
-        self._destination: weakref.ref[object] | None = None
-        self._entry: Tensor | None = None
+        self._made: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        self._latest: Tensor | None = None
         self._told = False
 
     @property
@@ -56,43 +54,40 @@ class MasterLink:
         source = self.source
         return source is not None and isinstance(source.master_of(tensor), nn.Parameter)
 
-    def exact(self, tensor: Tensor, entry: Tensor) -> Tensor:
-        """Returns the fp32 values of a tensor of the model, whose own values ``entry`` holds."""
-        source = self.source
-        known = None if source is None else source.master_of(tensor)
-        return exact_value(entry, [known]) if dtypes.is_low_precision(entry) else entry
+    def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
+        """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
+
+        ``other`` is a master that the link may not know.
+        """
+        known = None if (source := self.source) is None else source.master_of(tensor)
+        return exact_value(entry, [known, other])
 
     def save(self, destination: MutableMapping[str, Any], key: str, tensor: Tensor) -> None:
         """Replaces the entry of a tensor by its fp32 values; entries of tied tensors share them."""
-        if self._destination is None or self._destination() is not destination:
-            self.write_back()  # once per call; entries are aliases of the weights
-            self._check_entry()
-            self._keys = {}
-            known = isinstance(destination, OrderedDict)  # others allow no weak reference
-            self._destination = weakref.ref(destination) if known else None
         entry = destination[key]
         if entry is tensor or not isinstance(entry, Tensor):  # with ``keep_vars``
             return
-        now = 0 if tensor.is_inference() else tensor._version
-        first, version = self._keys.get(id(tensor), (key, -1))
-        if version == now and first in destination:
-            destination[key] = destination[first]
+        if not dtypes.is_low_precision(entry):
             return
-        destination[key] = self.exact(tensor, entry)
-        self._keys[id(tensor)] = key, now
-        if self._origin is not None and self._entry is None:
-            self._entry = destination[key]
+        first, made = self._made.get(id(tensor), (key, None))
+        exact = None if made is None else made()
+        if exact is None or destination.get(first) is not exact:
+            exact = self.exact(tensor, entry)
+            self._made[id(tensor)] = key, weakref.ref(exact)
+            if self._origin is not None:
+                self._note_average(exact)
+        destination[key] = exact
 
-    def _check_entry(self) -> None:
-        """Notes once if an average was written into the entries of a copy's latest state dict."""
-        if self._entry is not None and self._entry._version > 0 and not self._told:
+    def _note_average(self, made: Tensor) -> None:
+        """Notes once if an average was written into the latest entry of a copy's state dict."""
+        if self._latest is not None and self._latest._version > 0 and not self._told:
             self._told = True
             _log.warning(
                 "amp: the state_dict of a deep copy of a 16-bit model is written, but its entries "
                 "are fp32 copies: the model does not change. Average an fp32 copy, made by "
                 "amp.restore(copy.deepcopy(model))."
             )
-        self._entry = None
+        self._latest = None if made.is_inference() else made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same source, which the copy does not keep alive."""

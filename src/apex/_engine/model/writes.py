@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes, tree
 from apex._engine.model.messages import keeping
+from apex._torch.modules import own_tensors
 
 _log = logging.getLogger("apex")
 
@@ -20,7 +21,10 @@ _FORWARDS = 256
 """Forward passes that are watched, of which one in training counts as 16: what a model writes in
 training, it writes from the start."""
 
-Versions = dict[str, tuple[int, int]]
+HasMaster = Callable[[Tensor], bool]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
 class Writes:
@@ -32,15 +36,14 @@ class Writes:
 
     def __init__(self) -> None:
         self._left = _FORWARDS
-        self._before: Versions = {}
-        self._weights: set[str] = set()
-        self._buffers: set[str] = set()
-        self._copies: list[weakref.ref[nn.Module]] = []
+        self._before: dict[str, tuple[int, int]] = {}
+        self._changed: set[str] = set()
+        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._told: set[str] = set()
 
     def note_copy(self, copied: nn.Module) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
-        self._copies.append(weakref.ref(copied))
+        self._copies.add(copied)
         self._left = _FORWARDS
 
     @property
@@ -48,57 +51,25 @@ class Writes:
         """Whether the next forward pass is watched."""
         return self._left > 0
 
-    def begin(self, model: nn.Module, has_master: Callable[[Tensor], bool]) -> Versions:
-        """Begins a forward pass; returns the versions of the 16-bit buffers.
-
-        Frozen weights, and those of copies, count as averages once they were written between two
-        passes in a row, twice.
-        """
+    def note_forward(self, model: nn.Module, has_master: HasMaster) -> None:
+        """Names 16-bit tensors that are written between forward passes, twice in a row."""
         self._left -= 16 if model.training else 1
-        frozen = {
-            name: param
-            for name, param in model.named_parameters()
-            if not param.requires_grad and not has_master(param)
-        }
-        held = _versions(frozen)
-        copies = [copied for ref in self._copies if (copied := ref()) is not None]
-        if copies and any(map(has_master, model.parameters())):
-            for copied in copies:
-                params = dict(copied.named_parameters())
-                if not any(map(has_master, params.values())):  # no optimizer was copied with it
-                    held |= {f" {name}": each for name, each in _versions(params).items()}
-        changed = _changed(self._before, held)
-        again, self._weights, self._before = self._weights & changed, changed, held
-        self._tell_weights(model, [name for name in held if name in again])
-        return _versions(_own_buffers(model))
-
-    def end(self, model: nn.Module, before: Versions) -> None:
-        """Ends a forward pass; names the 16-bit buffers that it and an earlier one wrote."""
-        if not model.training:
-            return
-        after = _versions(_own_buffers(model))
-        changed = _changed(before, after)
-        written = [name for name in after if name in self._buffers & changed]
-        self._buffers |= changed
-        if written:
-            self._tell(
-                "buffers",
-                "amp: the forward of %s writes the 16-bit buffers %s, where small changes are lost "
-                "(an average stops, a counter stays at 256 in bf16). %s",
-                *(type(model).__name__, ", ".join(written), keeping(written)),
+        now = _versions(_watched(model, has_master))
+        own = set(now)
+        for copied in self._copies_without_masters(model, has_master):
+            now |= {f"copy of {name}": each for name, each in _versions(copied).items()}
+        changed = {name for name, each in now.items() if self._before.get(name, each) != each}
+        again = [name for name in now if name in changed & self._changed]
+        self._before, self._changed = now, changed
+        if found := [name for name in again if name in own]:
+            self.tell(
+                "tensors",
+                "amp: 16-bit tensors of %s are written in training, where small changes are lost "
+                "(an average stops, a counter stays at 256 in bf16): %s. %s",
+                *(type(model).__name__, ", ".join(found[:4]), keeping(found)),
             )
-
-    def _tell_weights(self, model: nn.Module, names: Sequence[str]) -> None:
-        own = [name for name in names if name[0] != " "]
-        if own:
-            self._tell(
-                "weights",
-                "amp: the frozen weights %s of %s are written in training, but 16 bits lose small "
-                "changes: an average of them stops. %s",
-                *(", ".join(own[:4]), type(model).__name__, keeping(own)),
-            )
-        if len(own) < len(names):
-            self._tell(
+        if len(found) < len(again):
+            self.tell(
                 "copy",
                 "amp: a deep copy of %s is written in training, but its 16-bit weights lose small "
                 "changes: an average stops. Average an fp32 copy, made by "
@@ -106,63 +77,72 @@ class Writes:
                 type(model).__name__,
             )
 
-    def check_arguments(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        call: tuple[tuple[Any, ...], Mapping[str, Any]],
-        made: Iterable[Tensor],
+    def _copies_without_masters(
+        self, model: nn.Module, has_master: HasMaster
+    ) -> Iterator[Iterable[tuple[str, Tensor]]]:
+        if self._copies and any(map(has_master, model.parameters())):
+            for copied in [*self._copies]:
+                if not any(map(has_master, copied.parameters())):  # its optimizer was not copied
+                    yield copied.named_parameters()
+
+    def note_arguments(
+        self, model: nn.Module, names: Sequence[str], given: Call, cast: Call
     ) -> None:
-        """Names an argument of ``forward`` that was written, if it was a cast copy.
+        """Names the arguments of a forward pass that it wrote into, if they were cast copies.
 
         Args:
             model: The model whose forward has run.
             names: Names of its positional arguments.
-            call: The positional and keyword arguments that it got.
-            made: The tensors among them that casts made.
+            given: The caller's arguments.
+            cast: The arguments that the model got.
         """
-        written = {id(tensor) for tensor in made if not tensor.is_inference() and tensor._version}
-        if not written or "arguments" in self._told:
-            return
-        args, kwargs = call
-        given = {(names[at] if at < len(names) else str(at)): arg for at, arg in enumerate(args)}
+        labels = [*names[: len(given[0])], *map(str, range(len(names), len(given[0])))]
+        before = dict(zip(labels, given[0], strict=True)) | given[1]
+        after = dict(zip(labels, cast[0], strict=True)) | cast[1]
         found = [
             name
-            for name, arg in {**given, **kwargs}.items()
-            if not written.isdisjoint(map(id, tree.tensors(arg)))
+            for name, value in after.items()
+            if value is not before[name] and _is_written(before[name], value)
         ]
-        self._tell(
-            "arguments",
-            "amp: the forward of %s writes into its argument %s, which was cast: the caller's own "
-            "tensor does not change. Pass it in the dtype that the model computes in, or name it "
-            "in amp.initialize(..., fp32_inputs=%r).",
-            *(type(model).__name__, ", ".join(found), found),
-        )
+        if found:
+            self.tell(
+                "arguments",
+                "amp: the forward of %s writes into its argument %s, which was cast: the caller's "
+                "own tensor does not change. Pass it in the dtype that the model computes in, or "
+                "name it in amp.initialize(..., fp32_inputs=%r).",
+                *(type(model).__name__, ", ".join(found), found),
+            )
 
-    def _tell(self, what: str, text: str, *args: object) -> None:
+    def tell(self, what: str, text: str, *args: object) -> None:
+        """Logs a warning, once for each ``what``."""
         if what not in self._told:
             self._told.add(what)
             _log.warning(text, *args)
 
 
-def _own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers of a model but for batch norm's own statistics."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        if not isinstance(module, _BatchNorm)
-        for name, buffer in module.named_buffers(recurse=False)
-    }
+def _watched(model: nn.Module, has_master: HasMaster) -> Iterator[tuple[str, Tensor]]:
+    """Yields the frozen weights, and in training the buffers but for batch norm's own."""
+    for prefix, module in model.named_modules():
+        for name, tensor in own_tensors(module, prefix):
+            if isinstance(tensor, nn.Parameter):
+                watched = not tensor.requires_grad and not has_master(tensor)
+            else:
+                watched = model.training and not isinstance(module, _BatchNorm)
+            if watched:
+                yield name, tensor
 
 
-def _versions(tensors: Mapping[str, Tensor]) -> Versions:
-    found: Versions = {}
-    for name, tensor in tensors.items():
+def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, tensor in tensors:
         if dtypes.is_low_precision(tensor) and not tensor.is_inference():
             with contextlib.suppress(RuntimeError):  # torch.func's tensors have no address
                 found[name] = tensor._version, tensor.data_ptr()
     return found
 
 
-def _changed(before: Versions, after: Versions) -> set[str]:
-    return {name for name, each in after.items() if before.get(name, each) != each}
+def _is_written(given: object, cast: object) -> bool:
+    """Returns whether a tensor that ``cast`` has in addition to ``given`` was written."""
+    known = set(map(id, tree.tensors(given)))
+    made = (tensor for tensor in tree.tensors(cast) if id(tensor) not in known)
+    return any(tensor._version > 0 for tensor in made if not tensor.is_inference())

@@ -128,8 +128,6 @@ def _look_at(path: Path, function: str) -> None:
     except (OSError, SyntaxError, ValueError) as error:
         why = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
         raise TargetError(f"{path} cannot be read as Python: {why}.") from error
-    if "amp.initialize(" in ast.unparse(tree):
-        raise TargetError(f"{path} {_INITIALIZE} Nothing was run.")
     top = [*_of_module_level(tree)]
     names = set[str]().union(*map(_bound_by, top))
     if function and function not in names and "*" not in names:
@@ -142,6 +140,8 @@ def _look_at(path: Path, function: str) -> None:
             f"{path} is {kind}; compare needs four names: {_NAMES}, or a function {FUNCTION}() "
             f"that returns them.{lacks} Nothing was run. {_HELP}"
         )
+    if "amp.initialize(" in ast.unparse(tree):
+        raise TargetError(f"{path} {_INITIALIZE} Nothing was run.")
 
 
 def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
