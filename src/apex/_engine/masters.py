@@ -130,10 +130,10 @@ class Pair:
         self, model: nn.Parameter, exact: Tensor | None = None, kind: type[Master] = Master
     ) -> None:
         """Makes the master of ``model``, from its value before rounding if known."""
-        self._join(model, master.make_master(model, exact, kind), new=True)
+        self._join(model, master.make_master(model, exact, kind))
 
-    def _join(self, model: nn.Parameter, made: nn.Parameter, *, new: bool) -> None:
-        self.model, self.master, self.new = model, made, new
+    def _join(self, model: nn.Parameter, made: nn.Parameter) -> None:
+        self.model, self.master, self.new = model, made, True
         own = vars(made)  # scripts set attributes on parameters, which their optimizers may read
         own.update({name: value for name, value in vars(model).items() if name not in own})
         own[_PAIR] = weakref.ref(self)
@@ -144,7 +144,7 @@ class Pair:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
         lazy = isinstance(self.master, LazyMaster)
-        return rebuild, ("tracked_pair", self.model, self.master, self.new, True, lazy)
+        return rebuild, ("tracked_pair", self.model, self.master, True, True, lazy)
 
     def mark_synced(self) -> None:
         """Records that the model holds the rounded master."""
@@ -192,15 +192,14 @@ class Pair:
 def rebuild_pair(
     model: nn.Parameter,
     made: nn.Parameter,
-    new: bool,
+    _new: bool = True,
     _low_bits: bool = True,
     lazy: object = False,
     followed: Tensor | None = None,
 ) -> Pair:
     """Rebuilds a pair from a copy or a file.
 
-    Files of earlier releases say in the fifth place how they stored the master, and in the sixth
-    which newer values its weight had.
+    Files of earlier releases say how they stored the master, and which newer values its weight had.
     """
     if model.is_inference() or made.is_inference():
         raise RuntimeError(
@@ -211,7 +210,7 @@ def rebuild_pair(
     if type(made) is nn.Parameter:
         made.__class__ = LazyMaster if lazy is True else Master
     pair = Pair.__new__(Pair)
-    pair._join(model, made, new=new)
+    pair._join(model, made)
     if followed is not None:
         with torch.no_grad():
             pair.set_exact(followed)
