@@ -17,51 +17,45 @@ from torch import Tensor
 
 from apex._core.foreach.working import math_dtype
 
-__all__ = [
-    "backward",
-    "backward_affine",
-    "forward",
-    "forward_affine",
-    "forward_affine_mixed_dtypes",
-    "rms_backward",
-    "rms_backward_affine",
-    "rms_forward",
-    "rms_forward_affine",
-    "rms_forward_affine_mixed_dtypes",
-]
+Shape = Sequence[int]
 
 
-def forward(input: Tensor, normalized_shape: Sequence[int], eps: float) -> list[Tensor]:
+def forward(input: Tensor, normalized_shape: Shape, eps: float) -> list[Tensor]:
     """Returns the normalized input, the rows' means, and one over their deviations."""
-    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+    return _forward(input, normalized_shape, eps)
 
 
 def forward_affine(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float
+    input: Tensor, normalized_shape: Shape, weight: Tensor, bias: Tensor, eps: float
 ) -> list[Tensor]:
     """Returns the same with weight and bias; the result has the input's dtype."""
-    return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+    return _forward(input, normalized_shape, eps, weight, bias)
 
 
 def forward_affine_mixed_dtypes(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float
+    input: Tensor, normalized_shape: Shape, weight: Tensor, bias: Tensor, eps: float
 ) -> list[Tensor]:
     """Returns the same with weight and bias; the result has the weight's dtype."""
-    return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+    return _forward(input, normalized_shape, eps, weight, bias, out=weight.dtype)
 
 
-def backward(
-    grad: Tensor,
-    mean: Tensor | None,
-    invvar: Tensor,
-    input_or_output: Tensor,
-    normalized_shape: Sequence[int],
-    eps: float,
-    memory_efficient: bool = False,
-) -> Tensor:
-    """Returns the input's gradient; see `backward_affine`."""
-    saved = (mean, invvar, input_or_output, normalized_shape, None, None)
-    return _backward(grad, *saved, eps, memory_efficient, centered=True)[0]
+def rms_forward(input: Tensor, normalized_shape: Shape, eps: float) -> list[Tensor]:
+    """Returns the input over each row's root mean square, and one over these."""
+    return _forward(input, normalized_shape, eps, centered=False)
+
+
+def rms_forward_affine(
+    input: Tensor, normalized_shape: Shape, weight: Tensor, eps: float
+) -> list[Tensor]:
+    """Returns the same with a weight; the result has the input's dtype."""
+    return _forward(input, normalized_shape, eps, weight, centered=False)
+
+
+def rms_forward_affine_mixed_dtypes(
+    input: Tensor, normalized_shape: Shape, weight: Tensor, eps: float
+) -> list[Tensor]:
+    """Returns the same with a weight; the result has the weight's dtype."""
+    return _forward(input, normalized_shape, eps, weight, out=weight.dtype, centered=False)
 
 
 def backward_affine(
@@ -69,7 +63,7 @@ def backward_affine(
     mean: Tensor | None,
     invvar: Tensor,
     input_or_output: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Shape,
     weight: Tensor,
     bias: Tensor,
     eps: float,
@@ -88,78 +82,70 @@ def backward_affine(
         eps: Least magnitude of a weight that the result is divided by.
         memory_efficient: Whether the input is computed from the result.
     """
-    saved = (mean, invvar, input_or_output, normalized_shape, weight, bias)
-    return _backward(grad, *saved, eps, memory_efficient, centered=True)
+    saved = (grad, mean, invvar, input_or_output, normalized_shape)
+    return _backward(*saved, weight, bias, eps, memory_efficient)
 
 
-def rms_forward(input: Tensor, normalized_shape: Sequence[int], eps: float) -> list[Tensor]:
-    """Returns the input over each row's root mean square, and one over these."""
-    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
-
-
-def rms_forward_affine(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float
-) -> list[Tensor]:
-    """Returns the same with a weight; the result has the input's dtype."""
-    return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
-
-
-def rms_forward_affine_mixed_dtypes(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float
-) -> list[Tensor]:
-    """Returns the same with a weight; the result has the weight's dtype."""
-    return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
-
-
-def rms_backward(
+def backward(
     grad: Tensor,
+    mean: Tensor | None,
     invvar: Tensor,
     input_or_output: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Shape,
     eps: float,
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the input's gradient; see `backward_affine`."""
-    saved = (None, invvar, input_or_output, normalized_shape, None, None)
-    return _backward(grad, *saved, eps, memory_efficient, centered=False)[0]
+    saved = (grad, mean, invvar, input_or_output, normalized_shape)
+    return _backward(*saved, None, None, eps, memory_efficient)[0]
 
 
 def rms_backward_affine(
     grad: Tensor,
     invvar: Tensor,
     input_or_output: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: Shape,
     weight: Tensor,
     eps: float,
     memory_efficient: bool = False,
 ) -> list[Tensor]:
     """Returns the gradients of input and weight; see `backward_affine`."""
-    saved = (None, invvar, input_or_output, normalized_shape, weight, None)
-    return _backward(grad, *saved, eps, memory_efficient, centered=False)
+    saved = (grad, None, invvar, input_or_output, normalized_shape)
+    return _backward(*saved, weight, None, eps, memory_efficient, centered=False)
 
 
-@torch.no_grad()
-def _layer_norm(
-    input: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
+def rms_backward(
+    grad: Tensor,
+    invvar: Tensor,
+    input_or_output: Tensor,
+    normalized_shape: Shape,
     eps: float,
-    out: torch.dtype,
-) -> list[Tensor]:
-    x, wide_weight, wide_bias = _widened(input, weight, bias)
-    result, mean, invvar = torch.native_layer_norm(x, list(shape), wide_weight, wide_bias, eps)
-    return [result.to(out), mean.flatten(), invvar.flatten()]
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns the input's gradient; see `backward_affine`."""
+    saved = (grad, None, invvar, input_or_output, normalized_shape)
+    return _backward(*saved, None, None, eps, memory_efficient, centered=False)[0]
 
 
 @torch.no_grad()
-def _rms_norm(
-    input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, out: torch.dtype
+def _forward(
+    input: Tensor,
+    shape: Shape,
+    eps: float,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out: torch.dtype | None = None,
+    centered: bool = True,
 ) -> list[Tensor]:
-    x, wide_weight = _widened(input, weight)
-    invvar = torch.rsqrt(x.square().mean(_dims(shape), keepdim=True) + eps)
-    y = x * invvar
-    return [(y if wide_weight is None else y * wide_weight).to(out), invvar.flatten()]
+    (x, wide_weight, wide_bias), dims = _widened(input, weight, bias), _dims(shape)
+    means = [x.mean(dims, keepdim=True)] if centered else []
+    y = x - means[0] if centered else x
+    invvar = torch.rsqrt(y.square().mean(dims, keepdim=True) + eps)
+    y = y * invvar
+    y = y if wide_weight is None else y * wide_weight
+    y = y if wide_bias is None else y + wide_bias
+    return [y.to(out or input.dtype), *(each.flatten() for each in (*means, invvar))]
 
 
 @torch.no_grad()
@@ -168,13 +154,13 @@ def _backward(
     mean: Tensor | None,
     invvar: Tensor,
     input_or_output: Tensor,
-    shape: Sequence[int],
+    shape: Shape,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     memory_efficient: bool,
     *,
-    centered: bool,
+    centered: bool = True,
 ) -> list[Tensor]:
     """Returns the gradients of the input, and where given, of weight and bias.
 
@@ -182,6 +168,7 @@ def _backward(
     ``(g - y * mean(g * y)) / deviation``, less its mean where the norm is centered.
     """
     g, saved, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
+    dims = _dims(shape)
     rows = (*saved.shape[: saved.dim() - len(shape)], *(1 for _ in shape))
     factor = invvar.to(saved.dtype).view(rows)
     if memory_efficient:
@@ -190,21 +177,20 @@ def _backward(
     else:
         y = (saved if mean is None else saved - mean.to(saved.dtype).view(rows)) * factor
     of_y = g if wide_weight is None else g * wide_weight
-    of_x = of_y - y * (of_y * y).mean(_dims(shape), keepdim=True)
+    of_x = of_y - y * (of_y * y).mean(dims, keepdim=True)
     if centered:
-        of_x = of_x - of_y.mean(_dims(shape), keepdim=True)
+        of_x = of_x - of_y.mean(dims, keepdim=True)
     like = [each for each in (input_or_output, weight, bias) if each is not None]
     found = (of_x * factor, g * y, g)
     return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, like, strict=False)]
 
 
-def _widened(input: Tensor, *others: Tensor | None) -> list[Any]:
-    given = (input, *others)
-    wide = math_dtype(*(each for each in given if each is not None))
-    return [None if each is None else each.to(wide) for each in given]
+def _widened(*tensors: Tensor | None) -> list[Any]:
+    wide = math_dtype(*(each for each in tensors if each is not None))
+    return [None if each is None else each.to(wide) for each in tensors]
 
 
-def _dims(shape: Sequence[int]) -> tuple[int, ...]:
+def _dims(shape: Shape) -> tuple[int, ...]:
     return tuple(range(-len(shape), 0))
 
 

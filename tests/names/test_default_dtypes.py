@@ -8,17 +8,19 @@ import pytest
 import torch
 
 import apex
-from apex import RNN
+from apex import RNN, amp
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.fused_dense import FusedDenseGeluDense
 from apex.mlp import MLP
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.parallel import SyncBatchNorm
 from apex.reparameterization import apply_weight_norm
 from tests.support import optimizers as cases
+from tests.support import training
 
 FP32 = torch.float32
-OTHERS = pytest.mark.parametrize("dtype", [torch.bfloat16])
+others = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
 
 
 @contextlib.contextmanager
@@ -36,31 +38,67 @@ def assert_same_under(dtype, run):
     expected = run()
     with default(dtype):
         found = run()
-    assert [t.dtype for t in found] == [t.dtype for t in expected]
-    cases.assert_same(found, expected, rtol=0, atol=0)
+    assert training.same(found, expected)
 
 
-def trained(name, flag):
-    params = cases.parameters()
-    optimizer = cases.MAKERS[name](params)
-    if flag is not None:
-        optimizer.found_inf, optimizer.grad_scale = flag, torch.full((), 2.0, dtype=FP32)
-    for step in range(3):
-        cases.give(params, [g.to(FP32) for g in cases.gradients(params, step, FP32)])
-        optimizer.step()
-    return [*params, *(t for state in optimizer.state.values() for t in state.values())]
+FUSED = {
+    "torch's AdamW": training.fused_adamw_of,
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2),
+}
 
 
-@OTHERS
+@others
+@pytest.mark.parametrize("level", training.LEVELS)
+def test_training_at_a_level_is_the_same(level, dtype):
+    for make in FUSED.values():
+        model, data = training.net(), list(training.batches(4, overflow_at={1}))
+        start = training.values(model.parameters())
+
+        def run(model=model, data=data, start=start, make=make):
+            training.change(model.parameters(), start, "data")
+            scale = "dynamic" if level in ("O1", "O2") else 8.0
+            options = {"opt_level": level, "verbosity": 0, "loss_scale": scale}
+            _, optimizer = amp.initialize(model, make(model.parameters()), **options)
+            found = []
+            for x, y in data:
+                found.append(training.backward(model, optimizer, x, y))
+                found.append(amp.clip_grad_norm_(optimizer, 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+            found += [amp.step_was_skipped(optimizer), training.masters(optimizer)]
+            found += [optimizer.state_dict()["state"], amp.state_dict()]
+            found.append(training.values(model.parameters()))
+            amp.restore(model, optimizer)
+            return found
+
+        assert_same_under(dtype, run)
+
+
+@others
 @pytest.mark.parametrize("name", cases.MAKERS)
 def test_optimizers_step_alike(name, dtype):
-    with default(FP32):
-        flags = [None, torch.zeros(()), torch.ones(())]
-    for flag in flags:
-        assert_same_under(dtype, lambda flag=flag: trained(name, flag))
+    flags = [None, torch.zeros(()), torch.ones(())]
+    params, grads = cases.parameters(), [cases.gradients(cases.parameters(), i) for i in range(3)]
+
+    def run():
+        found = []
+        for flag in flags:
+            own = [torch.nn.Parameter(param.detach().clone()) for param in params]
+            optimizer = cases.MAKERS[name](own)
+            if flag is not None:
+                optimizer.found_inf, optimizer.grad_scale = flag, torch.full((), 2.0, dtype=FP32)
+            for each in grads:
+                cases.give(own, each)
+                optimizer.step()
+            found += [*training.values(own), optimizer.state_dict()["state"]]
+        return found
+
+    assert_same_under(dtype, run)
 
 
-FORWARD = {
+MODULES = {
     "FusedLayerNorm": lambda: FusedLayerNorm(8),
     "FusedRMSNorm": lambda: FusedRMSNorm(8, elementwise_affine=False),
     "FastLayerNorm": lambda: FastLayerNorm(8),
@@ -68,21 +106,19 @@ FORWARD = {
     "MLP": lambda: MLP([8, 4]),
     "FusedDenseGeluDense": lambda: FusedDenseGeluDense(8, 6, 4),
     "LSTM": lambda: RNN.LSTM(8, 4, 1),
-    "GRU": lambda: RNN.GRU(8, 4, 1),
     "mLSTM": lambda: RNN.mLSTM(8, 4, 1, output_size=2),
     "weight norm": lambda: apply_weight_norm(torch.nn.Linear(8, 4)),
 }
 
 
-@OTHERS
-@pytest.mark.parametrize("name", FORWARD)
+@others
+@pytest.mark.parametrize("name", MODULES)
 def test_modules_compute_alike_in_the_dtype_of_their_parameters(name, dtype):
-    torch.manual_seed(0)
-    module = FORWARD[name]()  # with fp32 parameters
-    x = torch.randn(*((5, 3, 8) if name in ("LSTM", "GRU", "mLSTM") else (6, 8)))
+    module = MODULES[name]()  # with fp32 parameters
+    x = torch.randn(*((5, 3, 8) if "LSTM" in name else (6, 8)))
 
     def run():
-        if hasattr(module, "reset_hidden"):
+        if "LSTM" in name:
             module.reset_hidden(3)
         module.zero_grad()
         output = module(x)
@@ -94,28 +130,22 @@ def test_modules_compute_alike_in_the_dtype_of_their_parameters(name, dtype):
     assert_same_under(dtype, run)
 
 
-MADE = {"full", "zeros", "ones", "empty", "tensor", "arange", "as_tensor", "linspace", "eye"}
-PACKAGES = (
-    "_core optimizers normalization parallel contrib RNN reparameterization mlp fused_dense "
-    "fp16_utils multi_tensor_apply _autocast_utils"
-)
-
-
-def is_maker(node):
-    called = node.func if isinstance(node, ast.Call) else None
-    owner = called.value if isinstance(called, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id == "torch" and called.attr in MADE
+MAKERS = {"full", "zeros", "ones", "empty", "tensor", "arange", "as_tensor", "linspace", "eye"}
+MAKERS |= {"rand", "randn", "scalar_tensor", "empty_strided", "asarray", "logspace"}
 
 
 def test_every_new_tensor_that_is_no_parameter_states_dtype_and_device():
-    source, found = Path(apex.__file__).parent, []
-    for path in (file for name in PACKAGES.split() for file in (source / name).rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        params = [c for c in calls if ast.unparse(c.func) == "nn.Parameter"]
+    source, found = Path(apex.__file__).parents[1], []
+    for path in source.rglob("*.py"):
+        calls = [
+            each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Call)
+        ]
+        params = [call for call in calls if ast.unparse(call.func).endswith("nn.Parameter")]
         made = {id(each) for param in params for each in ast.walk(param)}
-        for call in filter(is_maker, calls):
+        for call in calls:
+            owner, _, name = ast.unparse(call.func).rpartition(".")
             stated = {keyword.arg for keyword in call.keywords}
-            if not {"dtype", "device"} <= stated and id(call) not in made:
-                found.append(f"{path.name}: {ast.unparse(call)}")
+            states = {"dtype", "device"} <= stated or id(call) in made
+            if owner == "torch" and name in MAKERS and not states:
+                found.append(f"{path.relative_to(source)}: {ast.unparse(call)}")
     assert found == []

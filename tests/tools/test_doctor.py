@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from apex.cli import BAD_INPUT, OK, main
+from apex.cli import OK, main
 from apex.tools import doctor
 from apex.tools.compare.timing import Load
 
@@ -56,14 +56,8 @@ def test_it_takes_a_few_seconds_and_measures_every_dtype():
         assert list(by_work) == ["matmul", "conv"]
         assert all(speed > 0 for speed in by_work.values())
     assert set(found.versions) == {"apex-amp", "torch", "Python", "system"}
-
-
-def test_the_text_says_whose_apex_is_whose(quick, capsys):
-    assert main(["doctor", "--device", "cpu"]) == OK
-    out = capsys.readouterr().out
-    assert doctor.whose(doctor.origins()) in out
-    assert "matmul" in out
-    assert "Start with O" in out
+    for part in (doctor.whose(doctor.origins()), "matmul", found.advice[:20]):
+        assert part in str(found)
 
 
 def test_beside_another_apex_the_line_names_both(tmp_path):
@@ -82,8 +76,3 @@ def test_the_json_is_alone_on_standard_output(quick, capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["origins"] == doctor.origins()
     assert data["opt_level"] in ("O0", "O1", "O4")
-
-
-def test_a_device_that_is_not_there_is_bad_input(capsys):
-    assert main(["doctor", "--device", "abacus"]) == BAD_INPUT
-    assert "there is no device 'abacus' here" in capsys.readouterr().err

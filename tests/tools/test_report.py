@@ -107,23 +107,17 @@ def test_the_table_is_compact_unless_asked():
     assert len(wide.splitlines()) == 3 + len(LEVELS)  # no legend
 
 
+def test_a_busy_machine_shows_no_speed_and_notes_stand_below():
+    text = comparison_text(comparison_of(*EVERY, load=Load(8.0, 2), notes=("A note.",)))
+    assert not re.search(r"\d\.\d\dx", text.partition("\n\nA note.\n")[0])
+
+
 def test_emulated_levels_are_starred_with_a_footnote_and_skipped_ones_have_no_row():
     skipped = replace(result_of("O1"), training=None, timing=None, skipped=True)
     text = text_table(comparison_of(result_of(), skipped, result_of("O2", emulated=True)))
     assert "O2 *" in text
     assert "* emulated: this machine" in text
     assert "O1" not in text
-
-
-def test_a_busy_machine_shows_no_speed():
-    text = text_table(comparison_of(*EVERY, load=Load(8.0, 2)))
-    assert not re.search(r"\d\.\d\dx", text)
-
-
-def test_failures_and_notes_stand_below():
-    failed = result_of("O4", errors=("timing failed: MemoryError",))
-    text = comparison_text(comparison_of(result_of(), failed, notes=("A note.",)))
-    assert "O4: timing failed: MemoryError\n\nA note.\n" in text
 
 
 @pytest.mark.parametrize(

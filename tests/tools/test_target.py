@@ -46,14 +46,6 @@ def test_each_level_gets_objects_of_its_own(tmp_path, text, function):
 LOCKED = "import threading\nmodel.lock = threading.Lock()\n"
 
 
-def test_a_model_that_cannot_be_copied_is_refused(tmp_path):
-    with (
-        pytest.raises(TargetError, match=r"cannot be deep-copied, as each level needs: TypeError"),
-        open_target(written(tmp_path, TARGET + LOCKED)),
-    ):
-        pass
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -63,8 +55,9 @@ def test_a_model_that_cannot_be_copied_is_refused(tmp_path):
         ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
         (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
         (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
+        (TARGET + LOCKED, r"cannot be deep-copied, as each level needs: TypeError"),
     ],
-    ids=["raises", "import", "two", "module", "model", "several"],
+    ids=["raises", "import", "two", "module", "model", "several", "locked"],
 )
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
     with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex.tools.compare import timing
-from apex.tools.compare.results import LEVELS, Stored, parse_levels
+from apex.tools.compare.results import Stored
 from apex.tools.compare.timing import CONFIDENCE, Load, Timing, median_interval, speed_of
 from apex.tools.compare.verdict import LEAST_GAIN, MOST_MISSED
 from tests.tools.cases import comparison_of, result_of
@@ -90,12 +90,6 @@ def test_noise_never_denies_a_gain_beside_a_ratio_that_shows_one(ratio):
             assert speed.low > 1
 
 
-def test_noise_rarely_calls_a_level_faster_that_is_not():
-    found = [judged(1.0, noisy=True, seed=seed).recommendation.level for seed in range(400)]
-    assert found.count("O4") / len(found) < 0.05
-    assert found.count(None) / len(found) > 0.8
-
-
 @pytest.mark.parametrize(
     ("load", "told"),
     [
@@ -132,43 +126,34 @@ def test_times_that_vary_too_much_give_no_verdict():
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
 
 
-def test_too_few_rounds_give_no_verdict_and_say_how_many_are_enough():
-    found = advised_from([10.0] * 3, O4=[5.0] * 3)
-    assert found.text == (
-        "No verdict on speed: 3 timed steps per level are too few. Run again with --rounds 20."
-    )
-
-
-def advised_from(base, **levels):
-    results = [result_of(name, samples=samples) for name, samples in levels.items()]
-    return comparison_of(result_of("O0", samples=base), *results).recommendation
-
-
-def tied(*names):
-    """Returns the recommendation where all these levels are twice as fast."""
-    return advised(*(result_of(name, milliseconds=5.0) for name in names))
+@pytest.mark.parametrize(
+    ("rounds", "steps", "said"),
+    [
+        (3, 25, "No verdict on speed: 3 timed steps per level are too few. Run again with"),
+        (20, 5, "No verdict on training: 5 steps cannot judge training. Run again with --steps"),
+    ],
+)
+def test_too_few_rounds_or_steps_give_no_verdict(rounds, steps, said):
+    base = result_of("O0", samples=[10.0] * rounds, losses=(1.0,) * steps)
+    fast = result_of("O4", samples=[5.0] * rounds, losses=(1.0,) * steps)
+    found = comparison_of(base, fast, steps=steps).recommendation
+    assert found.text.startswith(said)
+    assert (found.level, words(found)["O4"]) == (None, "unclear")
 
 
 @pytest.mark.parametrize(
     ("names", "ties"),
     [
         (("O4", "O5", "autocast-bf16"), "O5, torch.autocast. A script that uses torch.autocast"),
-        (("O4", "O5"), "O5."),
         (("O1", "O4"), "O1."),
         (("O2", "O4", "autocast-fp16"), "O2, torch.autocast in fp16."),
     ],
 )
 def test_ties_are_named_and_the_simplest_level_wins(names, ties):
-    found = tied(*names)
+    found = advised(*(result_of(name, milliseconds=5.0) for name in names))
     assert found.level == "O4"  # fp32 weights, and no loss scale
     assert f"fp32. Equally fast within the spread: {ties}" in found.text
     assert words(found) == {"O0": "baseline", **dict.fromkeys(names, "ties"), "O4": "use"}
-
-
-def test_a_level_that_is_clearly_slower_does_not_tie():
-    found = advised(result_of("O4", milliseconds=6.0), result_of("O5", milliseconds=5.0))
-    assert "Equally fast" not in found.text
-    assert whys(found)["O4"].endswith("; O5 gains more")
 
 
 # -- memory and soundness --------------------------------------------------------------------
@@ -226,11 +211,6 @@ def test_levels_that_are_there_to_compare_with_are_never_advised():
     assert found.level == "O0"
 
 
-def test_where_no_level_is_sound_the_text_says_so():
-    found = advised(result_of("O1", milliseconds=1.0, emulated=True))
-    assert found.text == "Stay in fp32: no other level is usable on this machine."
-
-
 def test_the_reasons_give_time_loss_and_memory():
     masters = Stored(params=100, model=200, masters=400, optimizer=800)
     reasons = advised(result_of("O5", milliseconds=5.0, stored=masters)).reasons
@@ -240,17 +220,6 @@ def test_the_reasons_give_time_loss_and_memory():
         "Stored",
     ]
     assert "14.0 bytes per parameter, against 12.0" in reasons[2]
-
-
-def test_levels_come_in_the_table_s_order_with_the_baseline():
-    assert [v.name for v in parse_levels("O5, O4")] == ["O0", "O4", "O5"]
-    assert [v.name for v in parse_levels(",".join(LEVELS))] == list(LEVELS)
-
-
-@pytest.mark.parametrize("names", ["O6", "O4,o5", ""])
-def test_an_unknown_level_is_refused_with_the_choices(names):
-    with pytest.raises(ValueError, match="choose from O0, O1"):
-        parse_levels(names)
 
 
 # -- the interval ----------------------------------------------------------------------------
@@ -284,15 +253,3 @@ def test_levels_take_turns_after_one_step_each_that_is_not_counted(short, monkey
     # A short step follows another of the same level.
     assert taken == [*first, *(name for name in turns for _ in range(1 + short))]
     assert {name: len(each.samples) for name, each in found.items()} == rounds
-
-
-@pytest.mark.parametrize(("steps", "said"), [(5, "5 steps"), (1, "1 step")])
-def test_few_steps_cannot_judge_training(steps, said):
-    losses = (1.0,) * steps
-    fast = result_of("O4", milliseconds=5.0, losses=tuple(2 * loss for loss in losses))
-    found = comparison_of(result_of("O0", losses=losses), fast, steps=steps).recommendation
-    assert found.text == (
-        f"No verdict on training: {said} cannot judge training. Run again with --steps 100."
-    )
-    assert (found.level, words(found)["O4"]) == (None, "unclear")
-    assert "noise" not in found.text

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from apex._core import dtypes, finite
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import masters
-from apex._engine.events import Iteration
 from apex._engine.exchange import exchange
 from apex._engine.gradients import PassGradients
 from apex._engine.masters import LazyMaster, Master, Masters, Pair
@@ -220,11 +219,6 @@ class Binding:
         self.pairs.clear()
 
     # -- gradients ---------------------------------------------------------------------------
-
-    @property
-    def iteration(self) -> Iteration:
-        """Identifies the passes that lead to the next step."""
-        return Iteration(id(self), self.steps)
 
     @untraced
     def read_masters(self) -> None:

@@ -200,7 +200,8 @@ class BlockStep(TorchDispatchMode):
         models = [pair.model.detach() for pair in pairs]
         count, kernel = dispatch_modes.OPERANDS[func], dispatch_modes.function_of(func)
         cuts = _cuts(tuple(map(_numel, params)), params[0].device.type)
-        buffer = torch.empty(max(map(_elements, cuts), default=0), device=params[0].device)
+        size, device = max(map(_elements, cuts), default=0), params[0].device
+        buffer = torch.empty(size, dtype=torch.float32, device=device)
         for block in cuts:
             operands = [_pieces(each, block) if each else [] for each in lists[:count]]
             operands[1] = _filled(buffer, operands[1], [pairs[i].factor for i, _, _ in block])

@@ -57,7 +57,7 @@ def clip_grad_norm_(
         total = nn.utils.clip_grad_norm_(own, max_norm, norm_type, error_if_nonfinite)
         return total.full_tensor() if dtensor.is_dtensor(total) else total
     if not (waiting or own):
-        return torch.tensor(0.0)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     norm = _norm(_grads(waiting, own), norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
         raise RuntimeError(

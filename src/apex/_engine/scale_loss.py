@@ -233,7 +233,7 @@ class BackwardPass:
                 if id(binding) not in left:
                     binding.note_overflow(scaler.found_inf)
         if moves:
-            scaler.update([binding.iteration for binding in bindings], own=own is not None)
+            scaler.update(len(bindings), own=own is not None)
 
     def _abort(self) -> None:
         """Drops the gradients of the pass; one that continues others leaves what it added."""

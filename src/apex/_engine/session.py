@@ -29,14 +29,13 @@ from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import LazyMaster, Master, Masters
 from apex._engine.mistakes import Mistake, Mistakes
-from apex._engine.model import ModelPlan, sharding
+from apex._engine.model import ModelPlan
 from apex._engine.optimizer_class import AmpOptimizer
 from apex._engine.scale_loss import BackwardPass
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
 from apex._torch.dynamo import untraced
-from apex._torch.modules import named_tensors
 
 Listener = Callable[["Session", ScaleUpdate], None]
 
@@ -98,7 +97,6 @@ class Session:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers, self.masters)
         self._shards: list[weakref.ref[object]] = []
-        self._prepared: frozenset[int] = frozenset()
         self._versions: dict[int, int] = {}  # of 16-bit weights, at first
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
@@ -140,15 +138,13 @@ class Session:
                 self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
             restoring.match_states(optimizers, old_dtypes)
             self._models.update(models)
-            tensors = (named_tensors(model).values() for model in models)
-            self._prepared = frozenset(map(id, chain.from_iterable(tensors)))
             groups = (group for model in models for group in fsdp.param_groups(model))
             self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
         before = conversion.floating_tensors(model)
         undo.push(conversion.undo_convert, model)
-        conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
+        conversion.convert(model, plan, self.region, self, undo)
         undo.push(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 
@@ -265,8 +261,6 @@ class Session:
         sends = list(map(_sends, bindings))  # of each, as ranks may communicate here
         delays = delay_unscale or not all(sends)
         for owner in owners:
-            if owner._prepared:
-                owner._check_sharding(bindings)
             delays = delays or (bool(owner._shards) and owner._defers_reduction())
             for other, shares in owner.others(bindings):
                 (flagged if shares else others).append(other)
@@ -284,11 +278,6 @@ class Session:
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
         )
-
-    def _check_sharding(self, bindings: Sequence[Binding]) -> None:
-        trained = [p for b in bindings for p in b.trained() if id(p) in self._prepared]
-        sharding.check_order(self._models, trained)
-        self._prepared = frozenset()
 
     def _defers_reduction(self) -> bool:
         return fsdp.defers_reduction(ref() for ref in self._shards)

@@ -99,10 +99,11 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
     """
     binding = binding_of(unwrap(optimizer))
     if binding is None:
-        return False if on_host else torch.tensor(False)
+        return False if on_host else torch.zeros((), dtype=torch.bool, device="cpu")
     if on_host:
         return binding.skipped_on_host()
     skipped, flag = binding.skipped, binding.found_inf
     if isinstance(skipped, Tensor):
         return skipped != 0
-    return torch.full((), skipped, device=None if flag is None else flag.device)
+    device = torch.device("cpu") if flag is None else flag.device
+    return torch.full((), skipped, dtype=torch.bool, device=device)

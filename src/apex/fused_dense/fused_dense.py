@@ -7,14 +7,22 @@ Weights are ``[out, in]``, biases ``[out]``, inputs ``[*, in]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apex._core import recomputed
+from apex._core.plain_function import PlainFunction
+
+__all__ = [
+    "DenseNoBias",
+    "DenseNoBiasFunc",
+    "FusedDense",
+    "FusedDenseFunc",
+    "FusedDenseGeluDense",
+    "FusedDenseGeluDenseFunc",
+    "dense_no_bias_function",
+    "fused_dense_function",
+    "fused_dense_gelu_dense_function",
+]
 
 
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -39,49 +47,33 @@ _dense_no_bias = dense_no_bias_function
 _fused_dense_gelu_dense = fused_dense_gelu_dense_function
 
 
-class _Function(torch.autograd.Function):
-    """A function as an autograd function; the modules use the functions above."""
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        """Returns the gradients of the arguments."""
-        return tuple(recomputed.gradients(ctx.function, ctx.saved_tensors, grad_output))
-
-
-def _forward(ctx: Any, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    ctx.save_for_backward(*args)
-    ctx.function = function
-    return function(*args)
-
-
-class FusedDenseFunc(_Function):
+class FusedDenseFunc(PlainFunction):
     """A linear layer as an autograd function."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: object, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Returns :func:`fused_dense_function` of the arguments."""
-        return _forward(ctx, fused_dense_function, input, weight, bias)
+        return fused_dense_function(input, weight, bias)
 
 
-class DenseNoBiasFunc(_Function):
+class DenseNoBiasFunc(PlainFunction):
     """A linear layer without bias as an autograd function."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: object, input: Tensor, weight: Tensor) -> Tensor:
         """Returns :func:`dense_no_bias_function` of the arguments."""
-        return _forward(ctx, dense_no_bias_function, input, weight)
+        return dense_no_bias_function(input, weight)
 
 
-class FusedDenseGeluDenseFunc(_Function):
+class FusedDenseGeluDenseFunc(PlainFunction):
     """Two linear layers with a GELU between them as an autograd function."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+        ctx: object, input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
     ) -> Tensor:
         """Returns :func:`fused_dense_gelu_dense_function` of the arguments."""
-        function = fused_dense_gelu_dense_function
-        return _forward(ctx, function, input, weight1, bias1, weight2, bias2)
+        return fused_dense_gelu_dense_function(input, weight1, bias1, weight2, bias2)
 
 
 class FusedDense(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,9 +64,8 @@ class ApexPrecision(_Precision):
     In manual optimization, ``self.manual_backward(loss, loss_id=1)`` selects a loss scale.
 
     With Fabric, pass the optimizers: ``ApexPrecision("O5", optimizers=[optimizer])``. The first
-    forward pass prepares them and every module that ``fabric.setup`` received. Without them, the
-    plugin looks for live optimizers that hold the modules' parameters. To save the loss scales,
-    pass the plugin to ``fabric.save`` and ``fabric.load``, as in
+    forward pass prepares them and every module that ``fabric.setup`` received. To save the loss
+    scales, pass the plugin to ``fabric.save`` and ``fabric.load``, as in
     ``{"model": model, "optimizer": optimizer, "precision": plugin}``.
 
     Args:
@@ -157,7 +155,7 @@ class ApexPrecision(_Precision):
         """
         if self._waiting:
             models = [*self._waiting]
-            self._prepare(models, self._given or _optimizers_of(map(_unwrapped, models)))
+            self._prepare(models, self._given)
             self._waiting.clear()
         try:
             yield
@@ -190,7 +188,7 @@ class ApexPrecision(_Precision):
         """
         if not self._optimizers and self._library is _FABRIC:
             raise RuntimeError(
-                "ApexPrecision found no optimizer for the modules that Fabric has set up. Pass "
+                "ApexPrecision has no optimizers for the modules that Fabric has set up. Pass "
                 "them, ApexPrecision(..., optimizers=[optimizer]), and call the modules that "
                 "fabric.setup returns."
             )
@@ -280,20 +278,3 @@ def _evaluates(optimizer: Optimizer) -> bool:
     closure = inspect.signature(own.step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
     return needed or binding is None or binding.owner is None or not binding.owner.can_skip
-
-
-def _optimizers_of(models: Iterable[nn.Module]) -> list[Optimizer]:
-    """Returns the live optimizers that hold parameters of ``models``.
-
-    Fabric passes the modules to its plugins, but not the optimizers.
-    """
-    held = {id(param) for model in models for param in model.parameters()}
-    gc.collect()  # those of an earlier run, in reference cycles
-    return [
-        each
-        for each in gc.get_objects()
-        # Not Fabric's wrappers, which have the optimizer's class and not its attributes.
-        if issubclass(type(each), Optimizer)
-        and "param_groups" in vars(each)
-        and any(id(param) in held for param in params_of(each))
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apex._core import arguments, recomputed
+from apex._core import arguments
 
 Activation = Literal["none", "relu", "sigmoid"]
 
@@ -25,7 +24,7 @@ _ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
 
 
 class MlpFunction(torch.autograd.Function):
-    """`mlp_function` as an autograd function, whose methods other functions call."""
+    """`mlp_function` as an autograd function, whose methods DLRM's own function calls."""
 
     @staticmethod
     def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -36,9 +35,17 @@ class MlpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> Any:
-        """Returns None for ``bias`` and ``activation``, then the gradients of the tensors."""
-        forward = functools.partial(mlp_function, ctx.bias, ctx.activation)
-        return None, None, *recomputed.gradients(forward, ctx.saved_tensors, grad_o)
+        """Returns None for ``bias`` and ``activation``, then the gradients of the tensors.
+
+        Computes the result again, so that they have derivatives with ``create_graph=True``.
+        """
+        again, args = torch.is_grad_enabled(), ctx.saved_tensors
+        with torch.enable_grad():
+            output = mlp_function(ctx.bias, ctx.activation, *args)
+            needed = [arg for arg in args if arg.requires_grad]
+            grads = torch.autograd.grad(output, needed, grad_o.to(output.dtype), create_graph=again)
+        found = iter(grads)
+        return None, None, *(next(found) if arg.requires_grad else None for arg in args)
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:

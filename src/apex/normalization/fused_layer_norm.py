@@ -24,6 +24,7 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from apex import _unavailable
 from apex._core.arguments import flag
 from apex._core.dtypes import CASTABLE, LOW_PRECISION
+from apex._core.plain_function import PlainFunction
 from apex._torch.dispatcher import is_under_autocast
 
 __getattr__ = _unavailable.names_instead(
@@ -93,30 +94,31 @@ def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-class _NormFunction:
-    """apex's autograd functions: ``apply`` runs torch's operators, which carry gradients.
+class _NormFunction(PlainFunction):
+    """A norm as an autograd function; the result has the input's dtype, or the weight's if mixed.
 
-    As in apex, it ignores autocast: the result has the input's dtype (of the mixed functions, the
-    weight's). ``memory_efficient`` has no effect: the input is kept for the backward.
+    As in apex, it ignores autocast. ``memory_efficient`` has no effect: the input is kept for the
+    backward.
     """
 
-    @classmethod
-    def apply(cls, *args: Any) -> Tensor:
-        """Returns the norm; the arguments are those of ``forward`` without ``ctx``."""
-        result: Tensor = cls.forward(None, *args)  # type: ignore[attr-defined]
-        return result
+    _centered = True
+    _mixed = False
 
-    @staticmethod
-    def backward(ctx: object, grad_output: Tensor) -> Any:
-        """Raises RuntimeError: torch computes the gradients of what ``apply`` returns."""
-        raise RuntimeError("No backward here: torch differentiates what apply returns.")
+    @classmethod
+    def _of(
+        cls, input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        out = weight.dtype if cls._mixed and weight is not None else input.dtype
+        form: Any = {"out": out, "centered": cls._centered, "autocasts": False}
+        return _norm(input, shape, weight, bias, eps, **form)
 
 
 class FusedLayerNormAffineFunction(_NormFunction):
     """Layer norm with weight and bias; the result has the input's dtype."""
 
-    @staticmethod
+    @classmethod
     def forward(
+        cls,
         ctx: object,
         input: Tensor,
         weight: Tensor,
@@ -126,46 +128,23 @@ class FusedLayerNormAffineFunction(_NormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        return _layer(input, normalized_shape, weight, bias, eps, out=input.dtype)
+        return cls._of(input, normalized_shape, weight, bias, eps)
 
 
-class FusedLayerNormAffineMixedDtypesFunction(_NormFunction):
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
     """Layer norm with weight and bias; the result has the weight's dtype."""
 
-    @staticmethod
-    def forward(
-        ctx: object,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the normalized input."""
-        return _layer(input, normalized_shape, weight, bias, eps, out=weight.dtype)
-
-
-class FusedLayerNormFunction(_NormFunction):
-    """Layer norm without parameters; the result has the input's dtype."""
-
-    @staticmethod
-    def forward(
-        ctx: object,
-        input: Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the normalized input."""
-        return _layer(input, normalized_shape, None, None, eps, out=input.dtype)
+    _mixed = True
 
 
 class FusedRMSNormAffineFunction(_NormFunction):
     """RMS norm with a weight; the result has the input's dtype."""
 
-    @staticmethod
+    _centered = False
+
+    @classmethod
     def forward(
+        cls,
         ctx: object,
         input: Tensor,
         weight: Tensor,
@@ -174,42 +153,35 @@ class FusedRMSNormAffineFunction(_NormFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        return _rms(input, normalized_shape, weight, None, eps, out=input.dtype)
+        return cls._of(input, normalized_shape, weight, None, eps)
 
 
-class FusedRMSNormAffineMixedDtypesFunction(_NormFunction):
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     """RMS norm with a weight; the result has the weight's dtype."""
 
-    @staticmethod
+    _mixed = True
+
+
+class FusedLayerNormFunction(_NormFunction):
+    """Layer norm without parameters; the result has the input's dtype."""
+
+    @classmethod
     def forward(
+        cls,
         ctx: object,
         input: Tensor,
-        weight: Tensor,
         normalized_shape: Shape,
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
         """Returns the normalized input."""
-        return _rms(input, normalized_shape, weight, None, eps, out=weight.dtype)
+        return cls._of(input, normalized_shape, None, None, eps)
 
 
-class FusedRMSNormFunction(_NormFunction):
+class FusedRMSNormFunction(FusedLayerNormFunction):
     """RMS norm without a weight; the result has the input's dtype."""
 
-    @staticmethod
-    def forward(
-        ctx: object,
-        input: Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        """Returns the normalized input."""
-        return _rms(input, normalized_shape, None, None, eps, out=input.dtype)
-
-
-_layer = functools.partial(_norm, centered=True, autocasts=False)
-_rms = functools.partial(_norm, centered=False, autocasts=False)
+    _centered = False
 
 
 class _FusedNorm(nn.Module):

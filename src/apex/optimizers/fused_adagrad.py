@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -19,8 +17,6 @@ class FusedAdagrad(FusedOptimizer):
     Attributes:
         adagrad_w_mode: 1 for decoupled weight decay, else 0.
     """
-
-    settings: ClassVar[tuple[str, ...]] = ("adagrad_w_mode",)
 
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
 

@@ -43,12 +43,6 @@ class FusedAdam(FusedOptimizer):
 
     steps_dtensors = True
     gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
-    settings: ClassVar[tuple[str, ...]] = (
-        "adam_w_mode",
-        "capturable",
-        "eps_mode",
-        "master_weights",
-    )
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
@@ -156,8 +150,15 @@ class FusedAdam(FusedOptimizer):
         """Clips the gradients of each group that has a greatest norm."""
         for index, group in enumerate(self.param_groups):
             own = [batch for batch in batches if batch.group is group]
-            if own and (max_norm := _max_norm(group)):
-                _clip(own, max_norm, None if self._norms is None else self._norms[index])
+            largest = float(group.get("max_grad_norm", 0.0))  # later releases of apex have none
+            if not (own and largest):
+                continue
+            known = None if self._norms is None else as_tensor(self._norms[index], own[0].device)
+            norm = global_norm(own) if known is None else known
+            divisor = ((norm + 1e-6) / largest).clamp(min=1.0)
+            for batch in own:
+                wide = [grad.to(math_dtype(grad)) for grad in batch.grads]
+                batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
@@ -172,15 +173,3 @@ class FusedAdam(FusedOptimizer):
 
     _norms: list[Any] | None = None
     """The norm of each group's gradients, if the caller of ``step`` knows them."""
-
-
-def _max_norm(group: dict[str, Any]) -> float:
-    return float(group.get("max_grad_norm", 0.0))  # states of later releases of apex have none
-
-
-def _clip(batches: list[Batch], max_norm: float, known: float | Tensor | None) -> None:
-    norm = global_norm(batches) if known is None else as_tensor(known, batches[0].device)
-    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
-    for batch in batches:
-        wide = [grad.to(math_dtype(grad)) for grad in batch.grads]
-        batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -31,7 +29,6 @@ class FusedLAMB(FusedOptimizer):
 
     steps_dtensors = True
     reduced_precision_dtype: torch.dtype | None = None
-    settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "use_nvlamb")
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)

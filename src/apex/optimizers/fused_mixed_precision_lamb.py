@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -21,7 +19,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     capturable = True
-    settings: ClassVar[tuple[str, ...]] = (*FusedLAMB.settings, "reduced_precision_dtype")
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
     # apex's name; the arguments differ from those of the base class's function.

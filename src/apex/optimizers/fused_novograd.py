@@ -27,7 +27,6 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     scalar_state: ClassVar[tuple[str, ...]] = ("step", NORM)
-    settings: ClassVar[tuple[str, ...]] = ("moment_mode",)
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
 

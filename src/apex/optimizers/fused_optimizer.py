@@ -87,9 +87,6 @@ class FusedOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    settings: ClassVar[tuple[str, ...]] = ()
-    """Attributes that copies and pickles keep, beside torch's own."""
-
     state_stays_fp32 = True
     """Read by amp: state keeps its dtype where amp converts a parameter."""
 
@@ -232,8 +229,9 @@ class FusedOptimizer(Optimizer):
     # -- copies and checkpoints --------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns torch's state and this class's settings, which torch omits."""
-        own = {name: getattr(self, name) for name in ("set_grad_none", *self.settings)}
+        """Returns torch's state and the settings of the constructor, which torch omits."""
+        plain = bool | int | torch.dtype
+        own = {name: value for name, value in vars(self).items() if isinstance(value, plain)}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

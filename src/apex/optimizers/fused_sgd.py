@@ -16,6 +16,7 @@ from apex._core.foreach.sgd import SGDRule, sgd_
 from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer
 
 BUFFER = "momentum_buffer"
+_OPTIONS = "momentum", "dampening", "weight_decay", "nesterov"
 
 
 class FusedSGD(FusedOptimizer):
@@ -30,7 +31,6 @@ class FusedSGD(FusedOptimizer):
     """
 
     gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
-    settings: ClassVar[tuple[str, ...]] = ("wd_after_momentum", "materialize_master_grads")
 
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
 
@@ -63,23 +63,16 @@ class FusedSGD(FusedOptimizer):
             TypeError: If a value is not a number.
             ValueError: If a value is out of range, or Nesterov momentum has no momentum.
         """
-        if not isinstance(lr, type(required)):
-            in_range("lr", lr)
-        in_range("momentum", momentum)
-        in_range("weight_decay", weight_decay)
+        given = {} if isinstance(lr, type(required)) else {"lr": lr}
+        for name, value in {**given, "momentum": momentum, "weight_decay": weight_decay}.items():
+            in_range(name, value)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
                 f"nesterov=True got momentum={momentum} and dampening={dampening}; it needs a "
                 "momentum above 0 and no dampening."
             )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults)
+        options = (momentum, dampening, weight_decay, nesterov)
+        super().__init__(params, {"lr": lr, **dict(zip(_OPTIONS, options, strict=True))})
         self.wd_after_momentum = flag("wd_after_momentum", wd_after_momentum)
         self.materialize_master_grads = flag("materialize_master_grads", materialize_master_grads)
         self.set_grad_none = flag("set_grad_none", set_grad_none)
@@ -96,15 +89,9 @@ class FusedSGD(FusedOptimizer):
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
-        group = batch.group
-        rule = SGDRule(
-            lr=batch.option("lr"),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            decay_after_momentum=self.wd_after_momentum,
-        )
+        options = {name: batch.group[name] for name in _OPTIONS}
+        late = self.wd_after_momentum
+        rule = SGDRule(lr=batch.option("lr"), decay_after_momentum=late, **options)
         # A start from zeros is that of a first run, unless it is dampened.
         dampened = bool(rule.momentum and rule.dampening)
         new = [dampened and BUFFER not in self.state[param] for param in batch.params]

@@ -94,15 +94,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 "torch sends the gradients. Pass a hook to register_comm_hook instead."
             )
         _check(module, message_size, shared_param)
-        delay_allreduce = arguments.flag("delay_allreduce", delay_allreduce)
-        if delay_allreduce:
+        self.delay_allreduce = arguments.flag("delay_allreduce", delay_allreduce)
+        if self.delay_allreduce:
             _check_delay(num_allreduce_streams, allreduce_trigger_params, torch_options)
-        # No group yet: this validates the factor before any communication.
-        reduction = GradientReduction(
-            always_fp32=arguments.flag("allreduce_always_fp32", allreduce_always_fp32),
-            average=arguments.flag("gradient_average", gradient_average),
-            predivide_factor=gradient_predivide_factor,
-        )
+        self.retain_allreduce_buffers = retain_allreduce_buffers
+        self.allreduce_always_fp32 = arguments.flag("allreduce_always_fp32", allreduce_always_fp32)
+        self.gradient_average = arguments.flag("gradient_average", gradient_average)
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self._reduction(None)  # validates the factor before any communication
         if message_size != _MESSAGE_SIZE:
             largest = max((param.element_size() for param in module.parameters()), default=4)
             mebibytes = max(1, round(message_size * largest / 2**20))
@@ -110,29 +109,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__init__(module, **torch_options)
         if not {"broadcast_buffers", "forward_sync_buffers"} & torch_options.keys():
             self.broadcast_buffers = False  # the constructor warns about the keyword
-        self.delay_allreduce = delay_allreduce
-        self.retain_allreduce_buffers = retain_allreduce_buffers
-        self.allreduce_always_fp32 = reduction.always_fp32
-        self.gradient_average = reduction.average
-        self.gradient_predivide_factor = reduction.predivide_factor
         self.create_hooks()
 
     def create_hooks(self) -> None:
         """Registers the hooks that reduce gradients; the constructor calls it once."""
-        late, reduction = None, self._reduction()
+        late, reduction = None, self._reduction(self.process_group)
         if self.delay_allreduce:
             late = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)
         self.__dict__[_LATE] = late
 
-    def _reduction(self) -> GradientReduction:
-        return GradientReduction(
-            self.process_group,
-            self.allreduce_always_fp32,
-            self.gradient_average,
-            self.gradient_predivide_factor,
-        )
+    def _reduction(self, group: Any) -> GradientReduction:
+        options = self.allreduce_always_fp32, self.gradient_average, self.gradient_predivide_factor
+        return GradientReduction(group, *options)
 
     def _reduced_params(self) -> list[nn.Parameter]:
         ignored, named = self.parameters_to_ignore, self.module.named_parameters()
@@ -165,7 +155,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
         A gradient missing in some processes counts as zero there.
         """
-        reduce_gradients(self._reduced_params(), self._reduction())
+        reduce_gradients(self._reduced_params(), self._reduction(self.process_group))
 
     @torch.no_grad()
     def allreduce_bucket(
@@ -179,7 +169,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             force_default_stream: Ignored: the call runs on the current stream.
         """
         del bucket_idx, force_default_stream
-        reduced = self._reduction().blocking(flatten(bucket))
+        reduced = self._reduction(self.process_group).blocking(flatten(bucket))
         for tensor, value in zip(bucket, unflatten(reduced, bucket), strict=True):
             tensor.copy_(value)
         return reduced
@@ -266,17 +256,14 @@ def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:
             model = torch.nn.parallel.DistributedDataParallel(model)
             apex.parallel.reduce_in_fp32(model)
     """
-    if isinstance(model, DistributedDataParallel):
+    wrapped = isinstance(model, parallel.DistributedDataParallel)
+    if not wrapped or isinstance(model, DistributedDataParallel):
         raise TypeError(
-            "reduce_in_fp32 got apex.parallel.DistributedDataParallel, which has an option for "
-            "this: DistributedDataParallel(model, allreduce_always_fp32=True)."
-        )
-    if not isinstance(model, parallel.DistributedDataParallel):
-        raise TypeError(
-            f"reduce_in_fp32 got {type(model).__name__}; it takes a model that is wrapped in "
-            "torch.nn.parallel.DistributedDataParallel. Call amp.initialize, wrap the model, and "
-            "pass the wrapper. For fully_shard use MixedPrecisionPolicy(reduce_dtype="
-            "torch.float32)."
+            f"reduce_in_fp32 got {type(model).__module__}.{type(model).__name__}; it takes a model "
+            "in torch.nn.parallel.DistributedDataParallel. Call amp.initialize, wrap the model, "
+            "and pass the wrapper. In apex.parallel.DistributedDataParallel pass "
+            "allreduce_always_fp32=True, for fully_shard "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
         )
     reduction = GradientReduction(model.process_group, always_fp32=True)
     model.register_comm_hook(reduction, _in_background)

@@ -28,7 +28,7 @@ def parse_device(name: str | None) -> torch.device:
     if name is None:
         return accelerator() or torch.device("cpu")
     try:
-        return torch.empty(0, device=name).device
+        return torch.empty(0, dtype=torch.uint8, device=name).device
     except (RuntimeError, AssertionError) as error:  # no device of torch, or none here
         why = str(error).partition("\n")[0]
         raise InputError(f"there is no device {name!r} here: {why}") from error

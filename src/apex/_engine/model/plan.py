@@ -93,12 +93,13 @@ class ModelPlan:
 
     def __post_init__(self) -> None:
         """Checks the sequences as far as possible without a model."""
-        for name, accepted in _ACCEPTED.items():
+        for name in ("fp32_modules", "fp32_inputs", "fp32_buffers"):
             given: tuple[object, ...] = getattr(self, name)
+            takes = "module types and names" if name == "fp32_modules" else "names"
             for rule in given:
                 is_type = isinstance(rule, type) and issubclass(rule, nn.Module)
                 if not (isinstance(rule, str) or (is_type and name == "fp32_modules")):
-                    raise TypeError(f"{name} holds {rule!r}; it takes {accepted}.")
+                    raise TypeError(f"{name} holds {rule!r}; it takes {takes}, as strings.")
             if given and not self.casts_down:
                 raise ValueError(
                     f"{name} says what stays in fp32 while the rest is cast, but this level does "
@@ -113,14 +114,6 @@ class ModelPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by value; see :mod:`apex._pickle`."""
         return rebuild, ("plan", *(getattr(self, field.name) for field in fields(self)))
-
-
-_ACCEPTED = {
-    "fp32_modules": "module types, such as torch.nn.LayerNorm, and name patterns, such as "
-    "'decoder.*.norm'",
-    "fp32_inputs": "names of arguments of the model's forward, such as 'timestep'",
-    "fp32_buffers": "name patterns of buffers, such as 'decoder.*.positions'",
-}
 
 
 def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,9 +21,6 @@ _FORWARDS = 256
 training, it writes from the start."""
 
 HasMaster = Callable[[Tensor], bool]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 
 class Writes:
@@ -86,7 +82,7 @@ class Writes:
                     yield copied.named_parameters()
 
     def note_arguments(
-        self, model: nn.Module, names: Sequence[str], given: Call, cast: Call
+        self, model: nn.Module, names: Sequence[str], given: tree.Call, cast: tree.Call
     ) -> None:
         """Names the arguments of a forward pass that it wrote into, if they were cast copies.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from apex._core import arguments
 from apex._core.dtypes import is_low_precision
 from apex._core.finite import group
-from apex._core.foreach.norms import l2_norms, max_norms, stacked, total
+from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._torch.copies import moved
 
 
@@ -65,12 +65,9 @@ def clip_grad_norm_(
 
 
 def _global_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    device = grads[0].device
-    if norm_type == float("inf"):
-        return stacked(max_norms(grads), device).max()
     if norm_type == 2.0:
-        return total(stacked(l2_norms(grads), device))
-    wide = [grad.float() if is_low_precision(grad) else grad for grad in grads]
+        return total(stacked(l2_norms(grads), grads[0].device))
+    wide = (grad.float() if is_low_precision(grad) else grad for grad in grads)
     norms = [torch.linalg.vector_norm(grad, norm_type) for grad in wide]
-    norm: Tensor = torch.linalg.vector_norm(stacked(norms, device), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(stacked(norms, grads[0].device), norm_type)
     return norm

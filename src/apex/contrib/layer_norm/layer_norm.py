@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from apex._core.plain_function import PlainFunction
 from apex.normalization.fused_layer_norm import (
     FusedLayerNorm,
     FusedLayerNormAffineFunction,
@@ -11,8 +12,8 @@ from apex.normalization.fused_layer_norm import (
 )
 
 
-class FastLayerNormFN:
-    """apex's autograd function; ``apply`` runs torch's kernel and ignores autocast."""
+class FastLayerNormFN(PlainFunction):
+    """apex's autograd function, which ignores autocast."""
 
     @staticmethod
     def forward(
@@ -23,13 +24,8 @@ class FastLayerNormFN:
         epsilon: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        """Returns the normalized ``x``, ``[*, hidden]``, in its dtype; ``ctx`` is ignored."""
+        """Returns the normalized ``x``, ``[*, hidden]``, in its dtype."""
         return FusedLayerNormAffineFunction.apply(x, gamma, beta, gamma.shape, epsilon)
-
-    @classmethod
-    def apply(cls, *args: Tensor | float) -> Tensor:
-        """Returns the normalized input; the arguments are those of ``forward`` without ``ctx``."""
-        return cls.forward(None, *args)  # type: ignore[arg-type]
 
 
 def _fast_layer_norm(

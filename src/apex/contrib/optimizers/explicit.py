@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex._core.foreach.working import store
+from apex._core.foreach.working import math_dtype, store
 from apex._core.param_groups import params_of
 from apex.optimizers.fused_optimizer import FusedOptimizer
 
@@ -46,20 +47,18 @@ class ExplicitOptimizer(FusedOptimizer):
         Raises:
             ValueError: If the lists do not match the groups.
         """
-        params = params_of(self)
-        given = self._per_param("grads", grads, params)
-        outputs = self._per_param("output_params", output_params, params)
+        given = self._by_param("grads", grads)
+        outputs = self._by_param("output_params", output_params)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._norms = None if grad_norms is None else [norm / scale for norm in grad_norms]
         if grads is not None or scale != 1.0:
-            pairs = zip(params, given, strict=True)
-            used = {p: p.grad if grad is None else grad for p, grad in pairs}
+            used = {p: given.get(p, p.grad) for p in params_of(self)}
             # In fp32 or wider: in 16 bits the quotients would be rounded before the step.
             self._grads = {
-                p: grad.detach().to(torch.promote_types(grad.dtype, torch.float32)) / scale
+                p: grad.detach().to(math_dtype(grad)) / scale
                 for p, grad in used.items()
                 if grad is not None
             }
@@ -67,27 +66,26 @@ class ExplicitOptimizer(FusedOptimizer):
             super().step(**scaling)
         finally:
             self._norms = self._grads = None
-        written = [(o, p) for o, p in zip(outputs, params, strict=True) if o is not None]
         with torch.no_grad():
-            store([output for output, _ in written], [param for _, param in written])
+            store(list(outputs.values()), list(outputs))
         return loss
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return super()._gradient(param) if self._grads is None else self._grads.get(param)
 
-    def _per_param(
-        self, name: str, given: GivenTensors | None, params: list[Any]
-    ) -> list[Tensor | None]:
-        """Returns one tensor per parameter, in group order."""
+    def _by_param(self, name: str, given: GivenTensors | None) -> dict[Tensor, Tensor]:
+        """Returns the tensors that are given, by their parameters."""
         if given is None:
-            return [None] * len(params)
+            return {}
         lists: Any = list(given)
         nested = lists if lists and isinstance(lists[0], list) else [lists]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(tensors) for tensors in nested] != sizes:
+        groups = [group["params"] for group in self.param_groups]
+        found, sizes = list(map(len, nested)), list(map(len, groups))
+        if found != sizes:
             raise ValueError(
-                f"step got {name} of {[len(tensors) for tensors in nested]} tensors per group; the "
-                f"groups hold {sizes} parameters. Pass a list for each group with one tensor (or "
-                "None) for each parameter."
+                f"step got {name} of {found} tensors per group; the groups hold {sizes} "
+                "parameters. Pass a list for each group with one tensor (or None) for each "
+                "parameter."
             )
-        return [tensor for tensors in nested for tensor in tensors]
+        pairs = zip(chain(*groups), chain(*nested), strict=True)
+        return {param: tensor for param, tensor in pairs if tensor is not None}

@@ -224,7 +224,6 @@ class Comparison:
         seed: Seed of all random numbers.
         results: In display order, the fp32 baseline first.
         notes: Remarks for the reader.
-        interleaved: Whether the levels took turns while they were timed.
         load: Load of the machine while they were timed.
         recommendation: Derived from the results.
     """
@@ -235,7 +234,6 @@ class Comparison:
     seed: int
     results: tuple[Result, ...]
     notes: tuple[str, ...] = ()
-    interleaved: bool = True
     load: Load = field(default=Load())
     recommendation: Recommendation = field(default=Recommendation(None, ""))
 
@@ -254,7 +252,7 @@ class Comparison:
         ours, base = result.timing, (other or self.baseline).timing
         if ours is None or base is None:
             return None
-        return speed_of(ours, base, paired=self.interleaved and not result.emulated)
+        return speed_of(ours, base, paired=not result.emulated)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from apex.tools.compare.timing import (
     LEAST_ROUNDS,
     Load,
     LoadMeter,
+    Timing,
     slowdown,
     time_interleaved,
 )
@@ -74,7 +75,6 @@ def compare(target: str, options: Options, stage: Callable[[str], object]) -> Co
         seed=options.seed,
         results=tuple(run.results.values()),
         notes=tuple(run.notes),
-        interleaved=run.interleaved,
         load=run.load,
     )
     return replace(found, recommendation=recommendation(found))
@@ -86,7 +86,6 @@ class _Run:
     def __init__(self, build: Build, options: Options, stage: Callable[[str], object]) -> None:
         """Draws the batches and checks which dtypes the machine emulates."""
         self.notes: list[str] = []
-        self.interleaved = True
         self.load = Load()
         self._options, self._build, self._stage = options, build, stage
         first = build()
@@ -114,7 +113,7 @@ class _Run:
 
     def _train_one(self, name: str) -> None:
         result = self.results[name]
-        experiment, trainer = self._fresh(result, self._start)
+        experiment, trainer = self._fresh(result)
         record, weights = training.train(
             trainer,
             self.batches[: self._steps(result)],
@@ -132,40 +131,29 @@ class _Run:
             self._put(name, training=training.evaluated(record, trainer, experiment))
 
     def time(self) -> None:
-        """Times all trained levels interleaved, or one by one if memory is too small."""
+        """Times all trained levels, which take turns."""
         self._stage("time all, interleaved")
         with LoadMeter() as meter:
             try:
-                self._time_together(self._trained())
+                for name, timing in self._times().items():
+                    self._put(name, timing=timing)
             except Exception as error:  # noqa: BLE001 - memory, or the user's code
-                text = format_error(error)
-                self.notes.append(f"Timed one after another, not interleaved: {text}.")
-                self.interleaved = False
-            # Outside the handler, so that the exception no longer holds the memory.
-            for name in () if self.interleaved else self._trained():
-                with self._recording_errors(name, "timing"):
-                    self._time_together([name])
+                text = f"Timing failed: {format_error(error)}."
+                self.notes.append(f"{text} With fewer --levels it takes less memory.")
         self.load = meter.load
 
-    def _time_together(self, names: Sequence[str]) -> None:
+    def _times(self) -> dict[str, Timing]:
         batch = training.to_device(self.batches[0], self._options.device)
 
         def step(trainer: Trainer) -> None:
             trainer.backward(batch)
             trainer.step()
 
-        times = time_interleaved(
-            {
-                name: functools.partial(
-                    step, self._fresh(self.results[name], self._start, settled=True)[1]
-                )
-                for name in names
-            },
-            {name: self._rounds(self.results[name]) for name in names},
-            self._options.device,
-        )
-        for name, timing in times.items():
-            self._put(name, timing=timing)
+        trained = [result for result in self.results.values() if result.training is not None]
+        steps = {r.name: functools.partial(step, self._fresh(r, settled=True)[1]) for r in trained}
+        most = self._options.rounds
+        rounds = {r.name: min(most, LEAST_ROUNDS) if r.emulated else most for r in trained}
+        return time_interleaved(steps, rounds, self._options.device)
 
     # -- notes -----------------------------------------------------------------------------
 
@@ -181,16 +169,14 @@ class _Run:
 
     # -- helpers of the phases -----------------------------------------------------------------
 
-    def _fresh(
-        self, result: Result, state: State, *, settled: bool = False
-    ) -> tuple[Experiment, Trainer]:
-        """Returns an experiment with weights ``state``, prepared at the result's level.
+    def _fresh(self, result: Result, *, settled: bool = False) -> tuple[Experiment, Trainer]:
+        """Returns an experiment with the first weights, prepared at the result's level.
 
         With ``settled``, the loss scale starts where training ended.
         """
         gc.collect()  # memory of the previous level would count
         experiment = self._build()
-        experiment.model.load_state_dict(state)
+        experiment.model.load_state_dict(self._start)
         last = result.training if settled else None
         scale = INITIAL_SCALE if last is None else last.loss_scales[-1]
         trainer = prepare(result.level, experiment, self._options.device, loss_scale=scale)
@@ -214,12 +200,6 @@ class _Run:
 
     def _steps(self, result: Result) -> int:
         return min(len(self.batches), EMULATED_STEPS if result.emulated else len(self.batches))
-
-    def _rounds(self, result: Result) -> int:
-        return min(self._options.rounds, LEAST_ROUNDS if result.emulated else self._options.rounds)
-
-    def _trained(self) -> list[str]:
-        return [name for name, result in self.results.items() if result.training is not None]
 
     def _put(self, name: str, **found: Any) -> None:
         self.results[name] = replace(self.results[name], **found)

@@ -220,12 +220,12 @@ def _wait(device: torch.device) -> None:
 
 def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     size = 256 if device.type == "cpu" else 4096
-    matrix = torch.ones(size, size, device=device).to(dtype)
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
     return lambda: matrix @ matrix
 
 
 def _conv(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     batch, channels, side = (8, 16, 16) if device.type == "cpu" else (64, 256, 56)
-    image = torch.ones(batch, channels, side, side, device=device).to(dtype).requires_grad_()
-    weight = torch.ones(channels, channels, 3, 3, device=device).to(dtype).requires_grad_()
+    image = torch.ones(batch, channels, side, side, dtype=dtype, device=device).requires_grad_()
+    weight = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device).requires_grad_()
     return lambda: torch.autograd.grad(torch.conv2d(image, weight).sum(), (image, weight))
