@@ -100,6 +100,7 @@ def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
     for dtype, flag in ((torch.float32, None), (torch.bfloat16, torch.zeros(()))):
         params = cases.parameters(dtype)
         optimizer = cases.MAKERS[name](params)
+        settings = {key: each for key, each in vars(optimizer).items() if isinstance(each, int)}
         optimizer.found_inf = flag
         torch.optim.lr_scheduler.StepLR(optimizer, 9)
         cases.run(optimizer, params, 2)
@@ -110,7 +111,6 @@ def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
         loaded.load_state_dict(torch.load(file, weights_only=True))
         others = [loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
         cases.run(optimizer, params, 3, first=2)
-        settings = {key: each for key, each in vars(optimizer).items() if isinstance(each, int)}
         for other in others:
             assert [{*group} for group in other.param_groups] == [
                 {*group} for group in optimizer.param_groups

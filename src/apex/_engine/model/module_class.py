@@ -93,7 +93,6 @@ class Converted(nn.Module):
             return new
         _continue(new, copy.deepcopy(state, memo))
         if state.link.source is not None:
-            state.link.source.note_copy(self, new)
             state.writes.note_copy(new)
         return new
 

@@ -47,9 +47,6 @@ class MasterSource(Protocol):
     def write_back(self) -> None:
         """Rounds written masters into their model parameters."""
 
-    def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
-        """Adds a deep copy of ``model``."""
-
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
 
