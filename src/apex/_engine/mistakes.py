@@ -93,13 +93,11 @@ class Mistakes:
 
     Attributes:
         blocks_left: ``scale_loss`` blocks still to be inspected.
-        averages: Whether an optimizer averages gradients over ranks, which writes them.
     """
 
     def __init__(self) -> None:
         self._warned: set[Mistake] = set()
         self.blocks_left = _INSPECTED_BLOCKS
-        self.averages = False
 
     @property
     def has_blocks(self) -> bool:
@@ -171,7 +169,9 @@ class BlockInspection:
         if reached and not self._started:
             self._found.append(Mistake.UNSCALED_BACKWARD)
         written = [grad._version != old for param, grad, old in self._seen if param.grad is grad]
-        if written and all(written) and not self._mistakes.averages:
+        # Horovod's and BytePS's optimizers average gradients there.
+        averages = any(getattr(b.optimizer, "synchronize", None) for b in self._bindings)
+        if written and all(written) and not averages:
             self._found.append(Mistake.CLIPPED_INSIDE)
         for each in self._others if self._started else ():
             each.got_scaled = _reached(each)
