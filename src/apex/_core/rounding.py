@@ -50,12 +50,12 @@ def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def update_master(param: Tensor, master: Tensor, keeps: bool) -> None:
+def update_master(param: Tensor, master: Tensor) -> None:
     """Copies ``param`` into its fp32 ``master``, in place, without reading anything on the host.
 
-    With ``keeps``, elements stay whose rounded values are those of ``param``.
+    Elements stay whose rounded values are those of ``param``.
     """
     low, values = param.detach().to(master.device), master.detach()
-    result = torch.where(values.to(low.dtype) == low, values, low) if keeps else low
+    result = torch.where(values.to(low.dtype) == low, values, low)
     # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
     parameters.uncounted(master).copy_(result)

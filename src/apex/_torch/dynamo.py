@@ -64,13 +64,21 @@ def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
     return _mark(fn, recursive=False)
 
 
-def untraced_if_called(fn: Callable[P, R]) -> Callable[P, R]:
-    """As :func:`untraced`, but compiled code that calls ``fn`` has it traced in."""
-    # Before torch 2.8, what turns dynamo off for calls cannot be traced.
-    marked: Any = _mark(fn, recursive=release >= (2, 8))
-    marked._torchdynamo_disable = False
-    result: Callable[P, R] = marked
-    return result
+def inlined(*, calls: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Marks a function to run in eager mode, except where compiled code calls it and traces it.
+
+    Args:
+        calls: Whether functions that it calls in eager mode may be compiled.
+    """
+
+    def mark(fn: Callable[P, R]) -> Callable[P, R]:
+        # Before torch 2.8, what turns dynamo off for calls cannot be traced.
+        marked: Any = _mark(fn, recursive=not calls and release >= (2, 8))
+        marked._torchdynamo_disable = False
+        result: Callable[P, R] = marked
+        return result
+
+    return mark
 
 
 def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:

@@ -10,10 +10,9 @@ from apex._core import finite
 from apex._core.foreach.norms import any_non_finite, stacked
 from apex._core.foreach.scalars import as_scalar, as_tensor, skip_flag
 from apex._core.scale import ScaleRule
-from apex._engine.events import Iteration, ScaleUpdate
+from apex._engine.events import ScaleUpdate
 from apex._engine.readback import Readback
 from apex._engine.scaler import DynamicScaler
-from tests.loop import test_loss_scale
 from tests.support.emulated_cuda import device
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -52,11 +51,6 @@ def test_bf16_gradients_on_a_device_are_unscaled_as_on_the_cpu(bad):
     assert flags[1].item() == flags[0].item() == (bad is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_dynamic_scale_without_masters_trains_16_bit_weights(dtype):
-    test_loss_scale.check_16_bit_gradients(torch.nn.Linear(1, 1, bias=False).cuda(1), dtype)
-
-
 @places
 @others
 def test_numbers_and_flags_are_taken_from_any_device(place, other):
@@ -83,7 +77,7 @@ def run_pass(scaler, place, value):
     scaler.scale(torch.ones((), device=place))
     scaler.begin_pass()
     scaler.unscale_([torch.tensor([value], device=place)])
-    scaler.update([Iteration(0, 0)])
+    scaler.update(1)
 
 
 def test_a_scale_keeps_its_state_on_its_way_through_devices():
@@ -110,7 +104,7 @@ def test_a_pass_on_a_device_waits_for_nothing():
     device.waits()
     scaler.begin_pass()
     scaler.unscale_([grad])
-    scaler.update([Iteration(0, 0)])
+    scaler.update(1)
     device.set_events_pass(False)
     assert scaler.read_updates() == []
     device.set_events_pass(True)

@@ -34,9 +34,6 @@ class Region(Protocol):
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Returns ``fn(*args, **kwargs)``, called inside the region."""
 
-    def run_eagerly(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`run`, for a caller that knows that no compiler traces it."""
-
 
 class MasterSource(Protocol):
     """A source of fp32 masters for low-precision parameters."""
@@ -49,9 +46,6 @@ class MasterSource(Protocol):
 
     def write_back(self) -> None:
         """Rounds written masters into their model parameters."""
-
-    def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
-        """Adds a deep copy of ``model``."""
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
