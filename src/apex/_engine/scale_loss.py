@@ -184,7 +184,7 @@ class BackwardPass:
             self._abort()
             return
         if inspection is not None:
-            inspection.end_of_gradients(delayed=self._delay_unscale)
+            inspection.end_of_gradients()
         if not self._delay_unscale:
             self.finish()
         elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
