@@ -16,17 +16,8 @@ from tests.support import training
 
 THEIRS = "optimizers normalization contrib mlp fused_dense multi_tensor_apply _autocast_utils"
 THEIRS = [*(f"apex.{name}" for name in THEIRS.split()), "amp_C", "apex_C"]
-OURS = [
-    "_torch",
-    "_core",
-    "_engine",
-    "amp",
-    "debug",
-    "parallel",
-    "fp16_utils",
-    "RNN",
-    "reparameterization",
-]
+OURS = ["_torch", "_core", "_engine", "amp", "debug"]
+OURS += ["parallel", "fp16_utils", "RNN", "reparameterization"]
 
 IMPORT_OURS = """
 import importlib, sys
