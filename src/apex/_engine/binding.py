@@ -6,7 +6,6 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -222,18 +221,16 @@ class Binding:
     # -- gradients ---------------------------------------------------------------------------
 
     @untraced
-    def read_masters(self, *, steps: bool = False) -> None:
+    def read_masters(self) -> None:
         """Has masters follow written weights, for a script that asks for them or for the step."""
         self.adopt_new()
-        masters.follow(self.pairs, steps=steps)
+        masters.follow(self.pairs)
 
     @untraced
-    def settle(self, *, steps: bool = False, takes: bool = True) -> None:
-        """Finishes an open pass, and gives the masters the gradients and values of the model.
+    def settle(self, *, takes: bool = True) -> None:
+        """Finishes an open pass, and gives the masters the values of the model.
 
-        Args:
-            steps: Whether masters are stepped or given back next.
-            takes: Whether gradients that wait on the model go to the masters now.
+        Its gradients, too, with ``takes``.
         """
         opened = self.open_pass
         if opened is not None:
@@ -245,7 +242,7 @@ class Binding:
                 )
             if backward_id() == -1:
                 opened.finish()
-        self.read_masters(steps=steps)
+        self.read_masters()
         if takes:
             masters.take(self.pairs)
 
@@ -279,23 +276,6 @@ class Binding:
         else:
             opened.gradients.leave_out(params)
             self.open_pass = None
-
-    @contextmanager
-    def averaging(self) -> Iterator[None]:
-        """Around a call that averages gradients over ranks. A context manager.
-
-        While a pass is unfinished, the model's parameters have the gradients, and the optimizer
-        keeps these beside its groups.
-        """
-        if self.owner is not None:
-            self.owner.mistakes.averages = True
-        unsettled = self.open_pass is not None or any(p.waiting is not None for p in self.pairs)
-        pairs = [*self.pairs] if unsettled else []
-        try:
-            exchange(self.optimizer, {id(pair.master): pair.model for pair in pairs})
-            yield
-        finally:
-            exchange(self.optimizer, {id(pair.model): pair.master for pair in pairs})
 
     # -- overflow ----------------------------------------------------------------------------
 

@@ -42,10 +42,6 @@ class PassGradients:
 
     def make_room(self) -> None:
         """Moves what waits on models to the masters; with a scale, sets that of masters aside."""
-        for pair in self._pairs:
-            if pair.spent:
-                parameters.set_grad(pair.master, None)
-                pair.spent = False
         take(self._pairs)
         for param in self._stepped:
             if (grad := parameters.grad_of(param)) is not None:

@@ -16,16 +16,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex._core import dtypes
+from apex._core.op_table import CastSpec
 from apex._core.param_groups import is_trained, params_of
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import masters, optimizer_class
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
-from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, settle
+from apex._engine.autocast.ambient import settle
+from apex._engine.autocast.region import CastRegion, UncastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.binding import Binding
-from apex._engine.communication import Communicator, note_compiled_run
+from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import LazyMaster, Master, Masters
 from apex._engine.mistakes import Mistake, Mistakes
@@ -35,8 +37,7 @@ from apex._engine.scale_loss import BackwardPass
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
-from apex._torch.dynamo import before_each_run, untraced
-from apex._torch.modules import named_tensors
+from apex._torch.dynamo import untraced
 
 Listener = Callable[["Session", ScaleUpdate], None]
 
@@ -96,8 +97,7 @@ class Session:
         self.masters = Masters(LazyMaster if lazy else Master)
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._communicator = Communicator(self.scalers)
+        self._communicator = Communicator(self.scalers, self.masters)
         self._shards: list[weakref.ref[object]] = []
         self._versions: dict[int, int] = {}  # of 16-bit weights, at first
         self._end: weakref.finalize[..., Session] | None = None
@@ -323,11 +323,6 @@ class Session:
 
     # -- called by models --------------------------------------------------------------------
 
-    def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
-        """Adds a deep copy of a model, to which an optimizer copied with it may add modules."""
-        self._copies.add(copied)
-        self.masters.keep_alike(named_tensors(model), named_tensors(copied), copied)
-
     def master_of(self, param: Tensor) -> Tensor | None:
         return self.masters.master_of(param)
 
@@ -340,8 +335,6 @@ class Session:
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)
-        if traced:
-            before_each_run(note_compiled_run)
 
     def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
         """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""
@@ -353,9 +346,8 @@ class Session:
                 yield each, not trained.isdisjoint(map(id, each.trained()))
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
-        self._communicator.forget_users()  # they may belong to another wrapper
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
-        for model in (*self._models, *self._copies) if unknown else ():
+        for model in self._models if unknown else ():
             late = conversion.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
@@ -395,7 +387,7 @@ def _sends(binding: Binding) -> bool:
     """Returns whether ranks share the gradients of a pass that begins now, if they are to."""
     owner: Any = binding.owner
     communicator: Communicator = owner._communicator
-    return communicator.of_pass(binding)
+    return communicator.sends(binding)
 
 
 def _watch_steps(session: Session) -> None:
