@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion, active_spec, casts_off
+from apex._engine.autocast.region import CastRegion, active_dtype, casts_off
 from apex._engine.autocast.user_functions import UserRegistry, cast_function
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -24,7 +24,7 @@ def region():
 def dtypes(*args, **kwargs):
     """Returns the dtypes of its tensor arguments, and whether casts are on inside."""
     values = [*args, *kwargs.values()]
-    return [v.dtype for v in values if isinstance(v, torch.Tensor)], active_spec() is not None
+    return [v.dtype for v in values if isinstance(v, torch.Tensor)], active_dtype() is not None
 
 
 def ones(dtype):

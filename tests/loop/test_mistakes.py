@@ -17,11 +17,9 @@ levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
 
 NOT_FROM_SCALED = r"did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(\)"
 LATE = r"after the end of its amp\.scale_loss block(?s:.*)Call it inside"
-CLIPPED = r"Gradients were changed inside amp\.scale_loss(?s:.*)Clip after the block"
-MASTERS = r"master_params was called inside(?s:.*)Clip after the block"
+CLIPPED = r"Gradients were changed, or amp\.master_params(?s:.*)Clip after the block"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
 EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)"
-OTHER = "reached no parameter of the optimizer"
 FORGOTTEN = "did not get this optimizer"
 UNPREPARED = r"amp has not prepared(?s:.*)amp\.initialize"
 
@@ -157,7 +155,7 @@ def test_a_step_before_any_backward_pass_is_warned_of(level, train):
 
 def test_clipping_the_masters_inside_the_block_is_warned_of():
     assert_warns_once("O1", masters_inside, CLIPPED)
-    assert_warns_once("O2", masters_inside, MASTERS)
+    assert_warns_once("O2", masters_inside, CLIPPED)
 
 
 def clip_on_a_rank(rank, level):
@@ -203,25 +201,6 @@ def two(level, **options):
     optimizers = [t.sgd(net.parameters(), lr=1e-9) for net in nets]
     amp.initialize(nets, optimizers, opt_level=level, verbosity=0, **options)
     return nets, optimizers
-
-
-@pytest.mark.parametrize("given", [[0], [1], [0, 1]], ids=str)
-@levels
-def test_a_pass_for_the_parameters_of_another_optimizer_is_warned_of(level, given):
-    """It reaches only those of the first."""
-
-    def train():
-        for _ in range(2):
-            loss = t.loss_of(nets[0], *t.batch())
-            with amp.scale_loss(loss, [optimizers[index] for index in given]) as scaled_loss:
-                scaled_loss.backward()
-
-    for scale in (1.0, 128.0):
-        nets, optimizers = two(level, loss_scale=scale)
-        found = messages(train)
-        assert len(found) == (given == [1] and scale != 1.0)
-        assert all(OTHER in message for message in found)
-        assert not any(p._post_accumulate_grad_hooks for net in nets for p in net.parameters())
 
 
 @pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "own pass"])

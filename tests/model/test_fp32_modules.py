@@ -123,5 +123,5 @@ def test_at_levels_that_cast_no_weights_they_are_refused(level):
 
 @pytest.mark.parametrize("rule", [3, int, nn.Linear(1, 1)])
 def test_other_rules_are_refused(rule):
-    with pytest.raises(TypeError, match="module types and names"):
+    with pytest.raises(ValueError, match=r"matches no submodule\. Known are"):
         kept(Two(), rule)

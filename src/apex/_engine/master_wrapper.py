@@ -441,7 +441,7 @@ def _check_optimizer(optimizer: Any) -> None:
 @torch.no_grad()
 def _unscale_(values: list[Tensor], scale: float) -> Tensor:
     """Divides dense values in place; returns whether one held inf or NaN, as a 0-d tensor."""
-    device = values[0].device if values else None
+    device = values[0].device if values else torch.device("cpu")
     found_inf = torch.zeros((), dtype=torch.float32, device=device)
     if values:
         finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)

@@ -17,13 +17,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
+from apex._core.op_table import CastSpec
 from apex._core.param_groups import is_trained, params_of
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import masters, optimizer_class
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
-from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, settle
+from apex._engine.autocast.ambient import settle
+from apex._engine.autocast.region import CastRegion, UncastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.binding import Binding
 from apex._engine.communication import Communicator

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from apex._engine import block_step, masters
-from apex._engine.autocast.blocks import UncastBlock
+from apex._engine.autocast.region import UncastBlock
 from apex._engine.block_step import BlockStep, fused_kind
 from apex._engine.mistakes import inspect_step
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame

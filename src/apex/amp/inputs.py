@@ -112,14 +112,6 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
             "optimizer once, or call amp.restore(model, optimizer) first."
         )
-    root: Any = type(optimizer)
-    while root.__base__.__dictoffset__:
-        root = root.__base__
-    if root is not Optimizer:  # Python gives no object a class of another layout
-        raise TypeError(
-            f"amp.initialize got an optimizer ({name}) whose class {root.__name__} has "
-            f"{root.__base__.__name__} as its first base. List torch.optim.Optimizer first."
-        )
     params = params_of(optimizer)
     if not params:
         raise ValueError(

@@ -252,24 +252,24 @@ class FusedOptimizer(Optimizer):
                     group.setdefault(name, value)
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        name, remedy = type(self).__name__, "Load the one that was saved with this model."
+        name, fault = type(self).__name__, ""
         defaults = state.get("defaults") or self.defaults
         for group in state["param_groups"]:
-            missing = {"betas", "momentum"} & defaults.keys() - group.keys()
-            if missing:
-                raise ValueError(
-                    f"{name} got the state of another optimizer: its parameter groups have no "
-                    f"{missing.pop()}. {remedy}"
-                )
+            for key in {"betas", "momentum"} & defaults.keys() - group.keys():
+                fault = f"its parameter groups have no {key}"
         for param, own in states_in(state["state"]):
             for key, tensor in own.items():
                 wanted = torch.Size() if key in self.scalar_state else param.shape
                 if isinstance(tensor, Tensor) and tensor.shape != wanted:
-                    raise ValueError(
-                        f"{name} got the state of another model or optimizer: {key} has the shape "
-                        f"{tuple(tensor.shape)} for a parameter of shape {tuple(param.shape)}, "
-                        f"where {name} keeps {tuple(wanted)}. {remedy}"
+                    fault = (
+                        f"{key} has the shape {tuple(tensor.shape)} for a parameter of shape "
+                        f"{tuple(param.shape)}, where {name} keeps {tuple(wanted)}"
                     )
+        if fault:
+            raise ValueError(
+                f"{name} got the state of another model or optimizer: {fault}. Load the one that "
+                "was saved with this model."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, with step counts as numbers, whether or not a flag decided about steps.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION, cast
 from apex._core.tree import map_arguments, tensors
-from apex._engine.autocast.region import UncastRegion, active_dtype
+from apex._engine.autocast.region import active_dtype, devices_on, under
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
 """How a user function's arguments are cast.
@@ -29,7 +29,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MARK = "_apex_cast_kind"
-_uncast = UncastRegion(users=True)
 
 
 def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
@@ -56,7 +55,7 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
             return plain(*args, **kwargs)
         cast_args, cast_kwargs = map_arguments(_rule(kind, dtype, args, kwargs), args, kwargs)
         if kind == "float":
-            return _uncast.run(plain, *cast_args, **cast_kwargs)
+            return under(devices_on(), None, plain, *cast_args, **cast_kwargs)
         return plain(*cast_args, **cast_kwargs)
 
     setattr(wrapper, _MARK, kind)

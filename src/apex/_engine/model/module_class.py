@@ -236,7 +236,7 @@ def _run(model: nn.Module, state: ModelState, forward: Method, args: Args, kwarg
     watched = state.plan.casts_down and state.writes.watches
     if watched:
         state.writes.note_forward(model, state.link.has_master)
-    output = _explaining(model, state, state.region.run_eagerly, forward, *args, **kwargs)
+    output = _explaining(model, state, state.region.run, forward, *args, **kwargs)
     if watched:
         names = positional_names(forward)
         state.writes.note_arguments(model, names, given, (args, kwargs))
