@@ -1,7 +1,6 @@
 """Lazy modules: refused until one batch has told their shapes."""
 
 import pytest
-import torch
 from torch import nn
 
 from apex import amp
