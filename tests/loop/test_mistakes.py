@@ -392,3 +392,24 @@ def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
             for param in model.parameters():
                 param.data.add_(share)
         t.train_step(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+def test_a_step_after_steps_in_hooks_is_no_mistake(level):
+    model, optimizer = t.prepared(level, loss_scale=1.0)
+
+    def step_now(_):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step_now)
+    for x, y in t.batches(2):
+        with amp.scale_loss(t.loss_of(model, x, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()  # pytest makes warnings errors
+    model, optimizer = t.prepared("O5")
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step_now)
+    t.loss_of(model, *t.batch()).backward()
+    optimizer.step()
