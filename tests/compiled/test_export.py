@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support.training import LEVELS, prepared, same
+from tests.compiled.cases import LEVELS
+from tests.support.training import prepared, same
 
 # torch.jit is deprecated, and torch.export uses what is.
 pytestmark = pytest.mark.filterwarnings(
@@ -58,7 +59,7 @@ def test_exported_program_computes_as_the_prepared_model(level, strict):
     del optimizer
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_decomposed_program_keeps_its_casts_without_the_session(level):
     model, optimizer = of_one_level(level)
     wanted = model(batch(3))
