@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-IMAGENET = Path(__file__).parents[2] / "examples" / "imagenet"
+IMAGENET = Path(__file__).parents[3] / "examples" / "imagenet"
 TINY = ["-a", "resnet10", "-j", "0", "-b", "4", "--image-size", "32"]
 
 

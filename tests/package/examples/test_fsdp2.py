@@ -10,7 +10,7 @@ import torch
 
 from tests.support.features import shards_on_cpu
 
-MAIN = Path(__file__).parents[2] / "examples" / "fsdp2" / "main.py"
+MAIN = Path(__file__).parents[3] / "examples" / "fsdp2" / "main.py"
 
 pytestmark = [
     pytest.mark.distributed,

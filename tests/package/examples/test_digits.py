@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-DIGITS = Path(__file__).parents[2] / "examples" / "digits"
+DIGITS = Path(__file__).parents[3] / "examples" / "digits"
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SIMPLE = Path(__file__).parents[2] / "examples" / "simple"
+SIMPLE = Path(__file__).parents[3] / "examples" / "simple"
 
 
 @pytest.fixture
