@@ -111,7 +111,7 @@ def test_public_names_are_these_and_each_is_reached_as_an_attribute(facts):
 
 def test_libraries_find_the_distribution_apex_at_our_version(facts):
     assert len(facts["versions"]) == 1
-    assert facts["command"].startswith(f"apex-amp {[*facts['versions']][0]}, torch ")
+    assert facts["command"].startswith(f"apex-amp {next(iter(facts['versions']))}, torch ")
 
 
 def test_type_checkers_find_marked_packages(alone):
