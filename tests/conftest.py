@@ -18,7 +18,7 @@ def fresh_amp():
 
 
 def _forget():
-    _amp_state.release_handle()  # that of amp.init lives until the next one
+    _amp_state.hold_handle(None)  # that of amp.init lives until the next one
     if _amp_state.sessions():
         gc.collect()  # sessions end with their models and optimizers
     _amp_state.__dict__.clear()

@@ -123,6 +123,14 @@ MUTANTS = [
         "delays = delay_unscale",
         "tests/distributed/test_data_parallel.py",
     ),
+    Mutant(
+        "the wrong operator named",
+        "apex/debug/overflow.py",
+        "        if not births:\n            return self._first_birth(call, before, kind, dtype)\n",
+        "        if not births or births:\n"
+        "            return self._first_birth(call, before, kind, dtype)\n",
+        "tests/debug/test_planted_faults.py tests/debug/test_overflow.py",
+    ),
 ]
 
 

@@ -58,20 +58,6 @@ def test_a_deep_copy_shares_nothing_with_the_original(level):
     assert t.same(grads, t.grads(amp.master_params(original[1])))
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_deep_copy_keeps_fp32_values_of_buffers_and_frozen_weights(level, keeps):
-    net = t.net()
-    net[2].requires_grad_(False)
-    net[0].register_buffer("shift", torch.rand(8))
-    original = t.prepared(level, model=net, keep_fp32_values=keeps)
-    copied = copy.deepcopy(original)
-    before = original[0].state_dict()
-    assert t.same(dict(copied[0].state_dict()), dict(before))
-    copied[0].load_state_dict({name: value * 3.0 for name, value in before.items()})
-    assert t.same(dict(original[0].state_dict()), dict(before))
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 def test_a_copy_has_the_weights_that_were_written_since_the_last_step(copied_by, elsewhere):

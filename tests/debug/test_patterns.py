@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from apex.debug.overflow import trace_overflow
@@ -30,16 +29,6 @@ def scaled_first(q, k):
 
 def variance(x):
     return x.square().mean(-1) - x.mean(-1).square()
-
-
-def ctc(x, **options):
-    target, length = torch.tensor([[1, 1]]), torch.tensor([2])
-    scores = x.log_softmax(-1).expand(2, 1, 3)  # two steps; a repeated label needs a third
-    return F.ctc_loss(scores, target, length, length, **options)
-
-
-def square(x):
-    return torch.eye(3) + x.sum() * 0
 
 
 def half_norm(x, eps):
@@ -76,39 +65,11 @@ CASES = [
         X * 200,
     ),
     (
-        "log of 0",
-        "torch.logsumexp(x, dim)",
-        lambda x: x.exp().sum(-1).log(),
-        lambda x: x.logsumexp(-1),
-        X - 200,
-    ),
-    (
         "exp of a large number",
         "x.softmax(dim)",
         lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
         lambda x: x.softmax(-1),
         X + 200,
-    ),
-    (
-        "exp of a large number",
-        "softplus(x)",
-        lambda x: (1 + x.exp()).log(),
-        F.softplus,
-        X + 200,
-    ),
-    (
-        "exp of a large number",
-        "torch.sigmoid(x)",
-        lambda x: 1 / (1 + (-x).exp()),
-        torch.sigmoid,
-        X - 200,
-    ),
-    (
-        "exp of a large number",
-        "logsumexp",
-        lambda x: x.exp(),
-        lambda x: x.clamp(max=80).exp(),
-        X + 1e5,  # beyond float64, too
     ),
     (
         "a root of a negative number",
@@ -129,13 +90,6 @@ CASES = [
         "fractional exponent",
         lambda x: x**0.3,
         lambda x: x.abs() ** 0.3,
-        X,
-    ),
-    (
-        "log of a negative number",
-        "clamp_min(eps)",
-        lambda x: x.log(),
-        lambda x: x.clamp_min(1e-6).log(),
         X,
     ),
     (
@@ -160,27 +114,6 @@ CASES = [
         X * 0,
     ),
     (
-        "the derivative of a root at 0",
-        "(x + eps).sqrt()",
-        lambda x: torch.where(x > 0, x.sqrt(), 0.0),
-        lambda x: torch.where(x > 0, (x + 1e-6).sqrt(), 0.0),
-        X * 0,
-    ),
-    (
-        "",
-        "normalize(x, dim=dim, eps=1e-6)",
-        lambda x: x / x.norm(dim=-1, keepdim=True),
-        lambda x: F.normalize(x, dim=-1, eps=1e-6),
-        X * 0,
-    ),
-    (
-        "division by 0 in fp16",
-        "epsilon of 1e-4",
-        lambda x: x.half() / (x.half() * 0 + 1e-8),
-        lambda x: x / (x * 0 + 1e-4),
-        X,
-    ),
-    (
         "division by a tiny number",
         "a / b.clamp_min(eps)",
         lambda x: x / (x * 0 + 1e-39),
@@ -193,27 +126,6 @@ CASES = [
         lambda x: x.half().pow(2).mean(-1).float(),
         lambda x: x.float().pow(2).mean(-1),
         X * 300,
-    ),
-    (
-        "the derivative of eigenvectors or singular vectors of equal values",
-        "torch.diag(1e-3 * torch.rand(n))",
-        lambda x: torch.linalg.eigh(square(x))[1],
-        lambda x: torch.linalg.eigh(square(x) + torch.diag(1e-3 * torch.rand(3)))[1],
-        X,
-    ),
-    (
-        "a singular matrix",
-        "A + eps * torch.eye(n)",
-        lambda x: torch.logdet(square(x) * 0),
-        lambda x: torch.logdet(square(x) * 0 + 1e-3 * torch.eye(3)),
-        X,
-    ),
-    (
-        "a CTC loss of a target that does not fit its input",
-        "zero_infinity=True",
-        ctc,
-        lambda x: ctc(x, zero_infinity=True),
-        X,
     ),
 ]
 

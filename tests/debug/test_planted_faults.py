@@ -76,25 +76,6 @@ def planted(op, kind, cause, **expected):
 # -- fp16 ----------------------------------------------------------------------------------------
 
 
-@planted("mm", "inf", "range", dtype=FP16)
-def fp16_matmul():
-    return through_net(
-        lambda self, x: (x.half() @ self.w.half()).float(), w=torch.full((3, 3), 3e4)
-    )
-
-
-@planted("addmm", "inf", "range", module="layers.0", dtype=FP16)
-def fp16_linear_under_op_casts():
-    net = Net(nn.Identity())
-    net, optimizer = amp.initialize(
-        net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O1", verbosity=0
-    )
-    nn.init.constant_(net.layers[0].weight, 3e4)
-    with trace_overflow(net) as trace:
-        backward(net(torch.ones(2, 3)).float().sum(), optimizer)
-    return trace
-
-
 @planted("_to_copy", "inf", "range", dtype=FP16)
 def attention_mask_of_minus_1e9_in_fp16():
     def attend(self, x):
@@ -142,11 +123,6 @@ def sqrt_backward_at_zero():
     return through_net(lambda self, x: (x - x.detach()).sqrt())
 
 
-@planted("rsqrt", "inf", "derivative", direction="backward")
-def acos_backward_at_one():
-    return through_net(lambda self, x: x.acos())
-
-
 @planted("acos", "nan", "domain")
 def acos_beyond_one():
     return through_net(lambda self, x: (x * 1.5).acos())
@@ -157,27 +133,12 @@ def division_by_zero():
     return through_net(lambda self, x: x / (x - x.detach()))
 
 
-@planted("reciprocal", "inf", "division by zero")
-def reciprocal_of_zero():
-    return through_net(lambda self, x: 1 / (x * 0))
-
-
-@planted("exp", "inf", "range")
-def exp_in_fp32():
-    return through_net(lambda self, x: (x * 100).exp())
-
-
 # -- infinities that were put there --------------------------------------------------------------
 
 
 @planted("_softmax", "nan", "constant")
 def softmax_of_a_row_that_is_all_masked():
     return through_net(lambda self, x: x.masked_fill(x > 0, -INF).softmax(-1))
-
-
-@planted("mul", "nan", "constant")
-def mask_made_by_multiplying_with_infinity():
-    return through_net(lambda self, x: x + (x > 5) * -INF)
 
 
 class ReturnsInfinity(torch.autograd.Function):
@@ -204,11 +165,6 @@ def hook_that_normalizes_a_zero_gradient():
     return through_net(watched)
 
 
-@planted("native_layer_norm", "nan", "division by zero")
-def layer_norm_without_an_epsilon():
-    return through_net(lambda self, x: F.layer_norm(x * 0, (3,), eps=0.0))
-
-
 # -- loss ----------------------------------------------------------------------------------------
 
 
@@ -217,15 +173,6 @@ def cross_entropy_with_all_targets_ignored():
     net = Net(nn.Identity())
     with trace_overflow(net) as trace:
         F.cross_entropy(net(torch.ones(2, 3)), torch.tensor([-100, -100])).backward()
-    return trace
-
-
-@planted("pow", "inf", "range", module="", dtype=FP16)
-def loss_in_fp16():
-    net = Net(nn.Identity())
-    nn.init.constant_(net.layers[0].weight, 1e3)
-    with trace_overflow(net) as trace:
-        net(torch.ones(2, 3)).half().square().sum().float().backward()
     return trace
 
 
@@ -240,35 +187,6 @@ def multiplication_by_infinity():
 @planted("addmm", "nan", "data", module="layers.0")
 def batch_with_nan():
     return through_net(lambda self, x: x, torch.tensor([[1.0, NAN, 1.0]]))
-
-
-@planted("log", "inf", "domain", module="")
-def logarithm_behind_a_norm_whose_running_mean_is_nan():
-    norm = nn.BatchNorm1d(3)  # in training mode, when its running mean changes no result
-    norm.running_mean.fill_(NAN)
-    net = Net(norm)
-    with trace_overflow(net) as trace:
-        (net(torch.ones(2, 3)) * 0).log().mean().backward()
-    return trace
-
-
-@planted("sub", "nan", "data", module="")
-def target_with_nan():
-    net = Net(nn.Identity())
-    target = torch.tensor([1.0, NAN, 2.0])
-    with trace_overflow(net) as trace:
-        (net(torch.ones(2, 3)) - target).square().mean().backward()
-    return trace
-
-
-@planted("embedding", "nan", "weights")
-def embedding_with_a_nan_weight():
-    net = nn.Module()
-    net.layers = nn.ModuleList([nn.Identity(), nn.Embedding(4, 2)])
-    net.layers[1].weight.data[2, 0] = NAN
-    with trace_overflow(net) as trace:
-        net.layers[1](torch.tensor([0, 2])).sum().backward()
-    return trace
 
 
 # -- state that breaks ---------------------------------------------------------------------------
@@ -288,14 +206,6 @@ def step_of(make_optimizer, gradient=1.0, before=None):
 @planted("add_", "inf", "update", module="")
 def learning_rate_that_leaves_fp32():
     return step_of(lambda params: torch.optim.SGD(params, lr=1e30, foreach=False), 1e20)
-
-
-@planted("mul_", "nan", "update", module="")
-def learning_rate_that_a_schedule_makes_nan():
-    def schedule(_, optimizer):
-        optimizer.param_groups[0]["lr"] = NAN
-
-    return step_of(lambda params: torch.optim.AdamW(params, foreach=False), before=schedule)
 
 
 @planted("log", "inf", "domain", module="")
@@ -324,30 +234,6 @@ def masters_that_outgrow_the_model_s_fp16():
     return trace
 
 
-@planted("addcdiv_", "inf", "update", module="", dtype=FP16)
-def adam_on_fp16_weights():
-    net = Net(nn.Identity())
-    net, optimizer = amp.initialize(
-        net, torch.optim.Adam(net.parameters(), foreach=False), opt_level="O3", verbosity=0
-    )
-    with trace_overflow(net) as trace:
-        backward(net(torch.ones(2, 3)).square().mean() * 1e-4, optimizer)
-        optimizer.step()
-    return trace
-
-
-@planted("pow", "inf", "range", module="")
-def learning_rate_that_explodes_over_steps():
-    net = Net(nn.Linear(3, 3))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e12)
-    with trace_overflow(net) as trace:
-        for _ in range(4):
-            optimizer.zero_grad()
-            net(torch.ones(2, 3)).square().mean().backward()
-            optimizer.step()
-    return trace
-
-
 @planted("lerp_", "nan", "optimizer state", module="")
 def nan_in_optimizer_state():
     def break_state(net, optimizer):
@@ -359,8 +245,7 @@ def nan_in_optimizer_state():
     return step_of(lambda params: torch.optim.Adam(params, foreach=False), before=break_state)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_first_fault_is_the_planted_one(name):
+def named_as_planted(name):
     case = CASES[name]
     first = case.run().first
     assert first is not None
@@ -368,3 +253,13 @@ def test_the_first_fault_is_the_planted_one(name):
     expected = case.op, case.kind, case.cause, case.module, case.direction, str(case.dtype)[6:]
     assert found == expected
     assert first.location.rpartition(":")[0] == __file__
+
+
+@pytest.mark.parametrize("name", [*CASES][:12])
+def test_the_first_fault_is_the_planted_one(name):
+    named_as_planted(name)
+
+
+@pytest.mark.parametrize("name", [*CASES][12:])
+def test_the_first_fault_of_the_loss_the_data_or_the_step_is_the_planted_one(name):
+    named_as_planted(name)

@@ -16,65 +16,91 @@ from tests.debug.rounding_cases import (
     Training,
     batch,
     mlp,
-    need_kernels,
+    runs,
 )
 
 KERNELS = {"aten.mkldnn_rnn_layer_backward"}
 """Healthy operators without a verdict: their workspace is of the kernel in 16 bits."""
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_planted_operator_is_named(fault, mode):
-    torch.manual_seed(0)
+def test_the_planted_operator_is_named(fault):
     faulty, length, ops, direction = FAULTS[fault]
-    if fault == "buffer" and mode == "O4":
-        pytest.skip("O4 holds buffers in fp32")
-    training = Training(Around(faulty()), mode)
-    with amp.debug.trace_rounding(training.model) as trace:
-        training.step(*batch(training.model, length))
-    worst = trace.worst
-    assert (worst.module, worst.direction) == ("faulty", direction)
-    assert worst.op in ops.split()
-    assert worst.error > worst.tolerance > worst.inherited
-    assert worst.location.split(":")[0].endswith("rounding_cases.py")
+    for mode in MODES:
+        if (fault, mode) == ("buffer", "O4"):  # which holds buffers in fp32
+            continue
+        torch.manual_seed(0)
+        training = Training(Around(faulty()), mode)
+        with amp.debug.trace_rounding(training.model) as trace:
+            training.step(*batch(training.model, length))
+        worst = trace.worst
+        assert (worst.module, worst.direction) == ("faulty", direction), mode
+        assert worst.op in ops.split()
+        assert worst.error > worst.tolerance > worst.inherited
+        assert worst.location.split(":")[0].endswith("rounding_cases.py")
 
 
-@pytest.mark.parametrize(("mode", "seed"), [*zip(MODES, range(4), strict=True), ("O1", 4)])
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_model_loses_none(name, mode, seed):
-    need_kernels(name, mode)
-    torch.manual_seed(seed)
-    training = Training(HEALTHY[name](), mode)
-    if mode == "O1" and name not in ("mlp", "transformer, -inf"):
-        pytest.skip("fp16 is emulated on most CPUs, and slow")
-    with amp.debug.trace_rounding(training.model) as trace:
-        for _ in range(2):
-            training.step(*batch(training.model))
-    assert trace.worst is None, str(trace)
-    assert {each.op for each in trace.skipped} <= KERNELS
-    assert trace.operators > 20
+def test_a_healthy_model_loses_none(name):
+    fp16 = ("O1",) if name == "mlp" else ()  # emulated on most CPUs, and slow
+    for seed, mode in enumerate((*MODES, *fp16)):
+        if not runs(name, mode):
+            continue
+        torch.manual_seed(seed)
+        training = Training(HEALTHY[name](), mode)
+        with amp.debug.trace_rounding(training.model) as trace:
+            for _ in range(2):
+                training.step(*batch(training.model))
+        assert trace.worst is None, f"{mode}: {trace}"
+        assert {each.op for each in trace.skipped} <= KERNELS
+        assert trace.operators > 20
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda output, _: output.sum(),
         lambda output, _: output.mean(),
         lambda output, _: output.softmax(-1).sum(),
         lambda output, targets: F.cross_entropy(output.bfloat16(), targets),
-        lambda output, targets: F.mse_loss(output, torch.zeros_like(output)),
     ],
-    ids=["sum", "mean", "sum of a softmax", "low", "squares"],
+    ids=["mean", "sum of a softmax", "low"],
 )
-def test_gradients_that_vanish_by_construction_or_by_chance_are_no_fault(loss, mode):
+def test_gradients_that_vanish_by_construction_or_by_chance_are_no_fault(loss):
     """A sum after a batch norm has no gradient; a mean of both signs is small by chance."""
-    for seed in range(4):
+    for seed, mode in enumerate(MODES * 2):
         torch.manual_seed(seed)
         training = Training(mlp(norm=nn.BatchNorm1d, depth=2), mode, loss)
         with amp.debug.trace_rounding(training.model) as trace:
             training.step(*batch(training.model))
+        assert trace.worst is None, str(trace)
+
+
+@pytest.mark.parametrize("scale", [2.0**14, 2.0**17], ids=["sums", "the gradient's cast"])
+def test_nothing_is_accused_behind_an_overflow(scale):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).half()
+    with amp.debug.trace_rounding(model) as trace:
+        output = model(torch.randn(16, 8, dtype=torch.float16))
+        (output.float().square().sum() * scale).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert trace.worst is None, str(trace)
+    assert {each.op for each in trace.skipped} <= {"aten.mm", "aten.sum", "aten._to_copy"}
+    assert "returned inf" in trace.skipped[0].reason
+
+
+@pytest.mark.parametrize("scale", [lambda x: x * 0.999, lambda x: x.mul_(0.999)])
+def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
+    class Scale(nn.Module):
+        def forward(self, x):
+            return scale(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Scale(), nn.Linear(16, 4)).bfloat16()
+    for grad in (True, False):
+        with amp.debug.trace_rounding(model) as trace, torch.set_grad_enabled(grad):
+            output = model(torch.randn(8, 16, dtype=torch.bfloat16))
+            if grad:
+                output.float().square().sum().backward()
         assert trace.worst is None, str(trace)
 
 
@@ -87,25 +113,6 @@ def test_an_overflow_has_no_verdict():
     assert [(each.module, each.op) for each in trace.skipped] == [("1", "aten.mm")]
     assert "amp.debug.trace_overflow" in trace.skipped[0].reason
     assert "within tolerance; 1 without a verdict." in str(trace)
-
-
-@pytest.mark.parametrize("scale", [2.0**14, 2.0**17], ids=["sums", "the gradient's cast"])
-@pytest.mark.parametrize("then", ["clip", "nan_to_num"])
-def test_nothing_is_accused_behind_an_overflow(scale, then):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).half()
-    with amp.debug.trace_rounding(model) as trace:
-        output = model(torch.randn(16, 8, dtype=torch.float16))
-        (output.float().square().sum() * scale).backward()
-        if then == "clip":
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        else:
-            for weight in model.parameters():
-                weight.grad.nan_to_num_()
-    assert trace.worst is None, str(trace)
-    assert {each.op for each in trace.skipped} <= {"aten.mm", "aten.sum", "aten._to_copy"}
-    assert all("returned inf" in each.reason for each in trace.skipped)
-    assert trace.skipped
 
 
 @pytest.mark.parametrize(("shift", "found"), [(1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")])
@@ -133,24 +140,6 @@ def test_a_running_mean_that_stands_still_is_named(momentum, op):
     assert bool((norm.running_mean == 3.0).all()) == (op is not None)
     assert getattr(trace.worst, "op", None) == op
     assert op is None or trace.worst.kind == "rounding"
-
-
-@pytest.mark.parametrize(
-    "scale", [lambda x: x * 0.999, lambda x: x.mul_(0.999), lambda x: x / 1.001]
-)
-@pytest.mark.parametrize("grad", [True, False])
-def test_an_activation_times_a_number_close_to_1_is_no_average(scale, grad):
-    class Scale(nn.Module):
-        def forward(self, x):
-            return scale(x)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), Scale(), nn.Linear(16, 4)).bfloat16()
-    with amp.debug.trace_rounding(model) as trace, torch.set_grad_enabled(grad):
-        output = model(torch.randn(8, 16, dtype=torch.bfloat16))
-        if grad:
-            output.float().square().sum().backward()
-    assert trace.worst is None, str(trace)
 
 
 @pytest.mark.parametrize(
@@ -186,20 +175,3 @@ def test_a_loss_of_large_logits_is_named():
             training.step(*batch(training.model))
         assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
         assert not trace.worst.place.inside
-
-
-def test_small_terms_do_not_excuse_a_running_sum():
-    """Terms near 0 have large relative errors, but hardly a share of the sum."""
-
-    class SumOfNumbers(nn.Module):
-        def forward(self, x):
-            total = torch.zeros((), dtype=x.dtype)
-            for number in x.abs().flatten()[:900]:
-                total = total + number
-            return x * total
-
-    torch.manual_seed(0)
-    training = Training(nn.Sequential(nn.Linear(32, 32), SumOfNumbers(), nn.Linear(32, 10)), "bf16")
-    with amp.debug.trace_rounding(training.model) as trace:
-        training.step(*batch(training.model))
-    assert (trace.worst.module, trace.worst.op, trace.worst.kind) == ("1", "aten.add", "chain")

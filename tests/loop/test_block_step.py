@@ -1,7 +1,5 @@
 """Large models without loss scale step block by block: same bits, and no fp32 gradients."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -12,10 +10,9 @@ from apex.optimizers import FusedAdam, FusedSGD
 from benchmarks.loops import with_amp
 from benchmarks.memory import peak_bytes
 from tests.support import training as t
-from tests.support.two_pass import two_pass_steps
 
 KINDS = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW": t.fused_adamw_of,
     "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, amsgrad=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
@@ -38,14 +35,12 @@ def counted(monkeypatch):
     """Counts the tensors that fused operators took by blocks."""
     taken = []
     run = block_step.BlockStep._run_blocks
-    monkeypatch.setattr(
-        block_step.BlockStep,
-        "_run_blocks",
-        lambda self, func, lists, kwargs: (
-            taken.append(len(lists[0])),
-            run(self, func, lists, kwargs),
-        )[1],
-    )
+
+    def counting(self, func, lists, kwargs):
+        taken.append(len(lists[0]))
+        return run(self, func, lists, kwargs)
+
+    monkeypatch.setattr(block_step.BlockStep, "_run_blocks", counting)
     return taken
 
 
@@ -56,7 +51,8 @@ def conv_net():
     ).to(memory_format=torch.channels_last)
 
 
-def trained(name, *, blocks, net=t.net, clip=False, passes=1, shape=(3, 4)):
+def trained(name, monkeypatch, *, blocks, net=t.net, clip=False, passes=1, shape=(3, 4)):
+    monkeypatch.setattr(block_step, "enabled", blocks)
     model, optimizer = t.prepared("O5", KINDS[name], model=net())
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -66,34 +62,26 @@ def trained(name, *, blocks, net=t.net, clip=False, passes=1, shape=(3, 4)):
             t.backward(model, optimizer, x, y)
         if clip:
             amp.clip_grad_norm_(optimizer, 0.05)
-        if blocks:
-            optimizer.step()
-        else:
-            with two_pass_steps():
-                optimizer.step()
-        rounded = [
-            m.to(p.dtype) for m, p in zip(t.masters(optimizer), model.parameters(), strict=True)
-        ]
-        assert t.same(rounded, t.values(model.parameters()))
+        optimizer.step()
+        pairs = zip(t.masters(optimizer), model.parameters(), strict=True)
+        assert all(torch.equal(master.to(param.dtype), param) for master, param in pairs)
     return t.masters(optimizer), optimizer.state_dict()["state"]
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("clip", [False, True])
-def test_blocks_give_the_bits_of_a_step_over_fp32_gradients(name, clip, counted):
-    by_blocks = trained(name, blocks=True, clip=clip)
+def test_blocks_give_the_bits_of_a_step_over_fp32_gradients(name, clip, counted, monkeypatch):
+    by_blocks = trained(name, monkeypatch, blocks=True, clip=clip)
     assert counted == [4, 4, 4]
-    assert t.same(by_blocks, trained(name, blocks=False, clip=clip))
+    assert t.same(by_blocks, trained(name, monkeypatch, blocks=False, clip=clip))
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_channels_last_and_batch_norm_go_along(passes, counted):
-    shape = (3, 3, 4, 4)
-    by_blocks = trained("AdamW", blocks=True, net=conv_net, passes=passes, shape=shape)
+def test_channels_last_and_batch_norm_go_along(passes, counted, monkeypatch):
+    options = {"net": conv_net, "passes": passes, "shape": (3, 3, 4, 4)}
+    by_blocks = trained("AdamW", monkeypatch, blocks=True, **options)
     assert bool(counted) == (passes == 1)  # a sum is in fp32
-    assert t.same(
-        by_blocks, trained("AdamW", blocks=False, net=conv_net, passes=passes, shape=shape)
-    )
+    assert t.same(by_blocks, trained("AdamW", monkeypatch, blocks=False, **options))
 
 
 class Clips(torch.optim.AdamW):
@@ -124,7 +112,7 @@ def test_a_pre_hook_that_reads_a_gradient_gets_it_in_fp32(counted):
 def test_a_failed_step_leaves_the_gradients(counted):
     model, optimizer = t.prepared("O5", t.fused_adamw_of)
     t.backward(model, optimizer, *t.batch())
-    before = copy.deepcopy([p.grad for p in model.parameters()])
+    before = t.grads(model.parameters())
 
     def fail(*_):
         raise KeyError
@@ -133,7 +121,7 @@ def test_a_failed_step_leaves_the_gradients(counted):
     with pytest.raises(KeyError):
         optimizer.step()
     handle.remove()
-    assert t.same(before, [p.grad for p in model.parameters()])
+    assert t.same(before, t.grads(model.parameters()))
     optimizer.step()
     assert counted == [4]
 

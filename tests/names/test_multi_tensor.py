@@ -9,7 +9,9 @@ import torch
 import amp_C
 import apex_C
 from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier, multi_tensor_apply
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.support import optimizers as cases
+from tests.support.host_reads import HostReads
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [FP16, BF16, FP32]
@@ -69,7 +71,7 @@ def like(values, dtype=None):
 
 
 def clones(values):
-    return [v.clone() for v in values]
+    return [v.detach().clone() for v in values]
 
 
 def called(name, lists, args):
@@ -97,7 +99,7 @@ def test_functions_round_what_they_give_in_fp32(dtype):
         cases.assert_same(returned, wanted, rtol=1e-6, atol=0)
 
 
-def test_arguments_are_apexs_and_lists_are_checked_before_anything_changes():
+def test_arguments_are_apexs_and_empty_lists_give_nothing():
     assert {n for n in dir(amp_C) if n.startswith("multi_tensor")} == FUNCTIONS.keys()
     for name, (count, args, names) in FUNCTIONS.items():
         function, overflow = getattr(amp_C, name), flag()
@@ -105,9 +107,7 @@ def test_arguments_are_apexs_and_lists_are_checked_before_anything_changes():
         assert found == ["chunk_size", "noop_flag", "tensor_lists", *names.split()]
         with pytest.raises(ValueError, match="lists of one length"):
             function(65536, flag(), [tensors(FP32)] * (count + 2), *args)
-        empty = [each[:0] if name != "multi_tensor_lamb" and isinstance(each, torch.Tensor)
-                 and each.numel() == 3 else each for each in args]  # fmt: skip
-        result = function(65536, overflow, [[] for _ in range(count)], *empty)
+        result = function(65536, overflow, [[] for _ in range(count)], *args)
         assert overflow.item() == 0
         assert result is None or (result[0].tolist(), result[1].tolist()) == ([0.0], [])
 
@@ -140,7 +140,7 @@ def test_scale_is_computed_in_fp32_rounded_once_and_checked(target_dtype):
     for source_dtype in DTYPES:
         sources = tensors(source_dtype)
         targets, overflow, factor = like(sources, target_dtype), flag(), torch.tensor(1 / 3)
-        with cases.HostReads() as reads:
+        with HostReads() as reads:
             amp_C.multi_tensor_scale(65536, overflow, [sources, targets], factor)
         assert (reads.count, overflow.item()) == (0, 0)
         cases.assert_same(targets, [(s.float() * factor).to(target_dtype) for s in sources])
@@ -149,9 +149,8 @@ def test_scale_is_computed_in_fp32_rounded_once_and_checked(target_dtype):
             amp_C.multi_tensor_scale(65536, overflow, [sources, targets], 1.0)
             assert overflow.item() == 1
             torch.testing.assert_close(targets[1][3].float(), torch.tensor(value), equal_nan=True)
-    target = torch.zeros(1, dtype=FP16)
-    overflow = flag()
-    amp_C.multi_tensor_scale(65536, overflow, [[torch.tensor([60000.0])], [target]], 10.0)
+    target, flat, overflow = torch.zeros(1, 1, dtype=FP16), torch.tensor([60000.0]), flag()
+    amp_C.multi_tensor_scale(65536, overflow, [[flat], [target]], 10.0)
     assert (overflow.item(), target.item()) == (0, INF)  # the sources alone count
 
 
@@ -169,26 +168,20 @@ def test_axpby_is_computed_in_fp32_and_rounded_once(dtype):
         assert overflow.item() == raised
 
 
-def plain_norms(values, factor=1.0):
-    each = torch.stack([(v.double() * factor).square().sum().sqrt() for v in values]).float()
-    return each.double().square().sum().sqrt().float().reshape(1), each
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, FP64])
 def test_norms_are_those_of_the_plain_loop(dtype):
     values = [*tensors(dtype), *tensors(FP32)]
-    before = clones(values)
-    expected = plain_norms(values)
+    each = torch.stack([v.double().square().sum().sqrt() for v in values])
+    expected = each.square().sum().sqrt().float().reshape(1), each.float()
+    before, targets, inverse = clones(values), like(values, BF16), torch.tensor([1 / 128])
     found = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [values], True)
     cases.assert_same(found, expected, rtol=1e-5, atol=0)
     assert amp_C.multi_tensor_l2norm(65536, flag(), [values], None)[1].shape == (0,)
-    targets = like(values, BF16)
     found = amp_C.multi_tensor_l2norm_scale(65536, flag(), [values, targets], 0.5, True)
     cases.assert_same(found, expected, rtol=1e-5, atol=0)
     cases.assert_same(targets, [(v * 0.5).to(BF16) for v in values])
-    inverse = torch.tensor([1 / 128])
     found = amp_C.multi_tensor_unscale_l2norm(65536, flag(), [values], inverse, True)
-    cases.assert_same(found, plain_norms(values, 1 / 128), rtol=1e-5, atol=0)
+    cases.assert_same(found, [norm / 128 for norm in expected], rtol=1e-5, atol=0)
     cases.assert_same(values, before, **EXACT)
 
 
@@ -220,7 +213,7 @@ def test_hysteresis_is_its_plain_loop(hysteresis):
         elif count == interval:
             wanted, count = wanted * 2, 0
         found, args = torch.tensor([float(overflow)]), (2.0, 0.5, interval, hysteresis)
-        with cases.HostReads() as reads:
+        with HostReads() as reads:
             returned = amp_C.update_scale_hysteresis(scale, steps, tracker, found, *args)
         assert reads.count == 0
         assert returned is scale
@@ -230,21 +223,23 @@ def test_hysteresis_is_its_plain_loop(hysteresis):
     assert scale.item() == 2.0**127  # the largest
 
 
-# -- steps ---------------------------------------------------------------------------------------
+# -- steps: the optimizers', whose rules test_optimizer_rules.py checks ---------------------------
 
 
-def stepped(kind, count, options, states):
-    """A plain loop after ``count`` steps, and the lists that amp_C gets for the last."""
-    params = [p.detach() for p in cases.parameters()]
-    reference = kind(params, **options)
-    for index in range(count - 1):
-        reference.step(cases.gradients(params, index))
-    lists = [cases.gradients(params, count - 1), clones(reference.params)]
-    for name in states:
-        pairs = zip(reference.state, params, strict=True)
-        lists.append([s.get(name, torch.zeros_like(p)).clone() for s, p in pairs])
-    reference.step(lists[0])
-    return lists, [reference.params, *([s[name] for s in reference.state] for name in states)]
+def third_step(kind, names, **options):
+    """Lists for an optimizer's third step, and what it makes of all but the gradients."""
+    params = cases.parameters()
+    optimizer = kind(params, lr=0.1, **options)
+    cases.run(optimizer, params, 2)
+    lists = [cases.gradients(params, 2), clones(params)]
+    lists += [clones(optimizer.state[p][name] for p in params) for name in names]
+    cases.run(optimizer, params, 1, first=2)
+    return lists, [params, *([optimizer.state[p][name] for p in params] for name in names)]
+
+
+def adam_case(kind=FusedAdam, **options):
+    options = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, **options}
+    return third_step(kind, ("exp_avg", "exp_avg_sq"), **options)
 
 
 def assert_stepped(lists, expected):
@@ -252,59 +247,77 @@ def assert_stepped(lists, expected):
         cases.assert_same(found, wanted, **CLOSE)
 
 
-def adam_case(count=3, **options):
-    rule = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "w_mode": True}
-    rule |= {"bias_correction": True, **options}
-    kind = cases.LAMB if "averaging" in options else cases.Adam
-    return stepped(kind, count, rule, ("m", "v"))
-
-
-def lamb_case(**options):
-    shared = {"averaging": True, "max_grad_norm": 1.0, "use_nvlamb": False}
-    return adam_case(**{**shared, **options})
-
-
 def global_norm(grads):
     return amp_C.multi_tensor_l2norm(65536, flag(), [grads])[0]
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize("bias_correction", [0, 1])
-def test_adam_is_its_plain_loop_whatever_the_flag_says(mode, bias_correction):
-    for count in (1, 3):
-        lists, expected = adam_case(count, w_mode=mode == 1, bias_correction=bias_correction)
-        args = (0.1, 0.8, 0.9, 1e-6, count, mode, bias_correction, 0.1)
+def test_adam_adagrad_and_novograd_step_as_the_optimizers_whatever_the_flag_says(mode):
+    for correct in (0, 1):
+        lists, expected = adam_case(adam_w_mode=mode == 1, bias_correction=bool(correct))
+        args = (0.1, 0.8, 0.9, 1e-6, 3, mode, correct, 0.1)
         multi_tensor_applier(amp_C.multi_tensor_adam, flag(1), lists, *args)
         assert_stepped(lists, expected)
+    options = {"eps": 1e-6, "weight_decay": 0.1}
+    lists, expected = third_step(FusedAdagrad, ["sum"], adagrad_w_mode=mode == 1, **options)
+    amp_C.multi_tensor_adagrad(65536, flag(1), lists, 0.1, 1e-6, mode, 0.1)
+    assert_stepped(lists, expected)
+    options |= {"betas": (0.8, 0.9), "reg_inside_moment": mode == 0}
+    for norm_type in (0, 2):
+        names = ("exp_avg", "exp_avg_sq")
+        lists, expected = third_step(FusedNovoGrad, names, norm_type=norm_type, **options)
+        norms = torch.stack(lists.pop())
+        args = (norms, 0.1, 0.8, 0.9, 1e-6, 3, 1, 0.1, 1, mode, norm_type)
+        amp_C.multi_tensor_novograd(65536, flag(1), lists, *args)
+        assert_stepped(lists, expected[:2])
+        torch.testing.assert_close(norms, torch.stack(expected[2]), **CLOSE)
 
 
-def adam_capturable(noop, lists, scale=64.0):
-    args = (torch.tensor(0.1), 0.8, 0.9, 1e-6, torch.tensor([3], dtype=torch.int32), 1, 1, 0.1)
-    amp_C.multi_tensor_adam_capturable(65536, noop, lists, *args, torch.tensor([1 / scale]))
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("nvlamb", [False, True])
+def test_lamb_steps_as_the_optimizer_in_one_call_and_in_two_stages(weight_decay, nvlamb):
+    options = {"kind": FusedLAMB, "weight_decay": weight_decay, "use_nvlamb": nvlamb}
+    lists, expected = adam_case(**options)
+    norm = global_norm(lists[0])
+    args = (0.1, 0.8, 0.9, 1e-6, 3, 1, weight_decay, 1, 1, norm, 1.0, nvlamb)
+    multi_tensor_applier(amp_C.multi_tensor_lamb, flag(1), lists, *args)
+    assert_stepped(lists, expected)
+    lists, expected = adam_case(**options)
+    updates = [torch.zeros_like(p) for p in lists[1]]
+    decay = torch.full((len(updates),), weight_decay)
+    args = (decay, 2, 0.8, 0.9, 1e-6, norm.item(), 1.0)
+    amp_C.multi_tensor_lamb_stage1_cuda(65536, flag(), [*lists, updates], *args)
+    norms = [amp_C.multi_tensor_l2norm(65536, flag(), [x], True)[1] for x in (lists[1], updates)]
+    args = (*norms, 0.1, weight_decay, nvlamb)
+    amp_C.multi_tensor_lamb_stage2_cuda(65536, flag(), [lists[1], updates], *args)
+    assert_stepped(lists, expected)
 
 
-def lamb_mp(noop, lists, scale=64.0):
-    count = torch.tensor([3], dtype=torch.int32)
-    args = (torch.tensor(0.1), 0.8, 0.9, 1e-6, count, 1, 0.1, 1, 1, global_norm(lists[0]))
-    rest = (torch.tensor([scale]), False, torch.zeros(1), torch.tensor([1 / scale]))
+COUNT, SCALE, INVERSE = torch.tensor([3], dtype=torch.int32), torch.tensor([64.0]), 1 / 64
+
+
+def adam_capturable(noop, lists):
+    args = (torch.tensor(0.1), 0.8, 0.9, 1e-6, COUNT, 1, 1, 0.1, torch.tensor([INVERSE]))
+    amp_C.multi_tensor_adam_capturable(65536, noop, lists, *args)
+
+
+def lamb_mp(noop, lists):
+    args = (torch.tensor(0.1), 0.8, 0.9, 1e-6, COUNT, 1, 0.1, 1, 1, global_norm(lists[0]))
+    rest = (SCALE, False, torch.zeros(1), torch.tensor([INVERSE]))
     amp_C.multi_tensor_lamb_mp(65536, noop, lists, *args, *rest)
 
 
-def sgd(noop, lists, scale=64.0, wd=0.1, momentum=0.9, first_run=False, **options):
-    rule = {"dampening": 0.0, "lr": 0.1, "nesterov": False, "wd_after_momentum": False, **options}
-    dampening, lr, nesterov, after = rule.values()
-    args = (wd, momentum, dampening, lr, nesterov, first_run, after, 1 / scale)
-    amp_C.multi_tensor_sgd(65536, noop, lists, *args)
+def sgd(noop, lists):
+    amp_C.multi_tensor_sgd(65536, noop, lists, 0.1, 0.9, 0.0, 0.1, True, False, False, INVERSE)
 
 
-def sgd_case(count=3, **options):
-    rule = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0, "lr": 0.1, "nesterov": False}
-    rule |= {"wd_after_momentum": False, **options}
-    return stepped(cases.SGD, count, rule, ("buffer",) if rule["momentum"] else ())
+def sgd_case():
+    options = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+    return third_step(FusedSGD, ["momentum_buffer"], **options)
 
 
-DEVICE_STEPS = {"adam": (adam_case, adam_capturable), "lamb": (lamb_case, lamb_mp),
-                "sgd": (sgd_case, sgd)}  # fmt: skip
+DEVICE_STEPS = {"adam": (adam_case, adam_capturable), "sgd": (sgd_case, sgd),
+                "lamb": (lambda: adam_case(FusedLAMB), lamb_mp)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DEVICE_STEPS)
@@ -314,32 +327,17 @@ def test_steps_by_device_scalars_take_scaled_gradients_and_write_16_bit_copies(n
     lists[0] = [g * 64.0 for g in lists[0]]
     copies = [torch.zeros_like(p, dtype=BF16) for p in lists[1]]
     given = [lists[0], copies, *lists[2:], lists[1]] if name == "adam" else [*lists, copies]
-    with cases.HostReads() as reads:
+    before = [clones(each) for each in given]
+    with HostReads() as reads:
+        call(flag(1), given)
+        unchanged = [clones(each) for each in given]
         call(flag(), given)
     assert reads.count == 0
+    assert all(torch.equal(*pair) for both in zip(before, unchanged) for pair in zip(*both))  # noqa: B905
     assert_stepped(lists, expected)
     cases.assert_same(copies, [p.bfloat16() for p in lists[1]], **EXACT)
     if name == "adam":  # which leaves unscaled gradients
         cases.assert_same(lists[0], cases.gradients(lists[0], 2), **EXACT)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("nvlamb", [False, True])
-def test_lamb_is_its_plain_loop_in_one_call_and_in_two_stages(weight_decay, nvlamb):
-    lists, expected = lamb_case(weight_decay=weight_decay, use_nvlamb=nvlamb)
-    norm = global_norm(lists[0])
-    args = (0.1, 0.8, 0.9, 1e-6, 3, 1, weight_decay, 1, 1, norm, 1.0, nvlamb)
-    multi_tensor_applier(amp_C.multi_tensor_lamb, flag(1), lists, *args)
-    assert_stepped(lists, expected)
-    lists, expected = lamb_case(weight_decay=weight_decay, use_nvlamb=nvlamb)
-    updates = [torch.zeros_like(p) for p in lists[1]]
-    decay = torch.full((len(updates),), weight_decay)
-    args = (decay, 2, 0.8, 0.9, 1e-6, norm.item(), 1.0)
-    amp_C.multi_tensor_lamb_stage1_cuda(65536, flag(), [*lists, updates], *args)
-    norms = [amp_C.multi_tensor_l2norm(65536, flag(), [x], True)[1] for x in (lists[1], updates)]
-    args = (*norms, 0.1, weight_decay, nvlamb)
-    amp_C.multi_tensor_lamb_stage2_cuda(65536, flag(), [lists[1], updates], *args)
-    assert_stepped(lists, expected)
 
 
 # -- apex_C and the applier ----------------------------------------------------------------------
@@ -371,21 +369,3 @@ def test_unflatten_undoes_flatten_by_views(dtype):
             apex_C.flatten(wrong)
     with pytest.raises(ValueError, match="1-d tensor with the same number"):
         apex_C.unflatten(torch.zeros(8), parts)
-
-
-@pytest.mark.parametrize("mode", [0, 1])
-def test_adagrad_and_novograd_are_their_plain_loops(mode):
-    rule = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.1}
-    lists, expected = stepped(cases.Adagrad, 2, {**rule, "w_mode": mode == 1}, ("sum",))
-    amp_C.multi_tensor_adagrad(65536, flag(), lists, 0.1, 1e-6, mode, 0.1)
-    assert_stepped(lists, expected)
-    for norm_type in (0, 2):
-        own = {"averaging": True, "inside": mode == 0, "norm_type": norm_type, "init_zero": True}
-        rule |= {"betas": (0.8, 0.9), "bias_correction": True}
-        lists, expected = stepped(cases.NovoGrad, 2, {**rule, **own}, ("m", "norm"))
-        # A norm that has not started is a tensor of zeros here.
-        norms = torch.stack([norm.reshape(-1)[0] for norm in lists.pop()])
-        args = (norms, 0.1, 0.8, 0.9, 1e-6, 2, 1, 0.1, 1, mode, norm_type)
-        amp_C.multi_tensor_novograd(65536, flag(), lists, *args)
-        assert_stepped(lists, expected[:2])
-        torch.testing.assert_close(norms, torch.stack(expected[2]), rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""Every rule of apex.optimizers and contrib.optimizers against torch's and plain loops."""
+"""Every rule of apex.optimizers, contrib.optimizers and fused_adam_cuda against plain loops."""
 
 import pytest
 import torch
@@ -7,127 +7,80 @@ import fused_adam_cuda
 from apex import optimizers
 from apex.contrib import optimizers as contrib
 from tests.support import optimizers as cases
+from tests.support.reference import optimizers as reference
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Sums in another order, over four steps.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-SHAPES = [(40, 50), (300,), ()]
+EXACT = {"rtol": 0, "atol": 0}
 
 
-class SGD(cases.SGD):
-    """Momentum of fp16 parameters is fp16, and applied as stored."""
-
-    low = False
-
-    def stored(self, momentum):
-        return momentum.half().float() if self.low else momentum.clone()
-
-
-class LowSGD(SGD):
+class LowSGD(reference.SGD):
     low = True
 
 
-def adam(dtype, p, lr=0.05, w_mode=True, weight_decay=0.1, bias=True, **options):
-    shared = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
-    shared["bias_correction"] = bias
-    optimizer = optimizers.FusedAdam(p, lr=lr, adam_w_mode=w_mode, **shared, **options)
-    return optimizer, cases.Adam, {"lr": lr, "w_mode": w_mode, **shared}
-
-
-def sgd(dtype, p, kind=optimizers.FusedSGD, **options):
-    rule = {
-        "lr": 0.05, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
-        "wd_after_momentum": False, **options,
-    }  # fmt: skip
-    return kind(p, **rule), LowSGD if dtype is FP16 else SGD, rule
-
-
-def lamb(dtype, p, kind=optimizers.FusedLAMB, weight_decay=0.1, w_mode=True, **options):
-    shared = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
-    shared |= {"max_grad_norm": 1.0, "use_nvlamb": False, "bias_correction": True, **options}
-    averaging = shared.pop("averaging", True)
-    optimizer = kind(p, lr=0.05, adam_w_mode=w_mode, grad_averaging=averaging, **shared)
-    return optimizer, cases.LAMB, {"lr": 0.05, "w_mode": w_mode, "averaging": averaging, **shared}
-
-
-def novograd(dtype, p, inside=False, norm_type=2, averaging=True, **options):
-    shared = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": True}
-    shared |= {"norm_type": norm_type, "init_zero": False, **options}
-    own = {"reg_inside_moment": inside, "grad_averaging": averaging}
-    optimizer = optimizers.FusedNovoGrad(p, lr=0.05, **own, **shared)
-    return optimizer, cases.NovoGrad, {
-        "lr": 0.05, "inside": inside, "averaging": averaging, **shared
-    }  # fmt: skip
-
-
-def adagrad(dtype, p, w_mode=False):
-    shared = {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.1}
-    optimizer = optimizers.FusedAdagrad(p, adagrad_w_mode=w_mode, **shared)
-    return optimizer, cases.Adagrad, {"w_mode": w_mode, **shared}
-
-
-def legacy_adam(dtype, p, inside=False, bias=True):
-    shared = {"betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1, "bias_correction": bias}
-    optimizer = contrib.FusedAdam(p, lr=0.05, eps_inside_sqrt=inside, **shared)
-    return optimizer, cases.LegacyAdam, {"lr": 0.05, "inside": inside, **shared}
-
-
+ADAM = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+SGD = {"lr": 0.05, "momentum": 0.9}
+LAMB = {**ADAM, "max_grad_norm": 1.0}
+# Optimizers, their rules, common options, and variants of them.
 RULES = {
-    "adam": (adam, [{}, {"w_mode": False}, {"weight_decay": 0.0}, {"capturable": True},
-                    {"bias": False}]),
-    "sgd": (sgd, [{"momentum": 0.0}, {"momentum": 0.0, "weight_decay": 0.1}, {},
-                  {"weight_decay": 0.1}, {"dampening": 0.5}, {"nesterov": True},
-                  {"weight_decay": 0.1, "wd_after_momentum": True, "dampening": 0.5},
-                  {"nesterov": True, "weight_decay": 0.1},
-                  {"nesterov": True, "weight_decay": 0.1, "wd_after_momentum": True},
-                  {"kind": contrib.FusedSGD}]),
-    "lamb": (lamb, [{}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True},
-                    {"w_mode": False}, {"averaging": False, "max_grad_norm": 1e9},
-                    {"kind": optimizers.FusedMixedPrecisionLamb}, {"bias_correction": False}]),
-    "novograd": (novograd, [{}, {"inside": True}, {"norm_type": 0}, {"init_zero": True},
-                            {"averaging": False, "bias_correction": False},
-                            {"inside": True, "norm_type": 0, "init_zero": True}]),
-    "adagrad": (adagrad, [{}, {"w_mode": True}]),
-    "legacy adam": (legacy_adam, [{}, {"inside": True}, {"bias": False}]),
+    "adam": (optimizers.FusedAdam, reference.Adam, ADAM, [
+        {}, {"adam_w_mode": False}, {"weight_decay": 0.0}, {"bias_correction": False}]),
+    "sgd": (optimizers.FusedSGD, reference.SGD, SGD, [
+        {}, {"momentum": 0.0}, {"momentum": 0.0, "weight_decay": 0.1}, {"weight_decay": 0.1},
+        {"dampening": 0.5}, {"nesterov": True}, {"nesterov": True, "weight_decay": 0.1},
+        {"weight_decay": 0.1, "wd_after_momentum": True, "dampening": 0.5},
+        {"nesterov": True, "weight_decay": 0.1, "wd_after_momentum": True}]),
+    "contrib's sgd": (contrib.FusedSGD, reference.SGD, SGD, [{}]),
+    "lamb": (optimizers.FusedLAMB, reference.LAMB, LAMB, [
+        {}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True},
+        {"adam_w_mode": False}, {"grad_averaging": False, "max_grad_norm": 1e9},
+        {"bias_correction": False}]),
+    "mixed lamb": (optimizers.FusedMixedPrecisionLamb, reference.LAMB, LAMB, [{}]),
+    "novograd": (optimizers.FusedNovoGrad, reference.NovoGrad, ADAM, [
+        {}, {"reg_inside_moment": True}, {"norm_type": 0}, {"init_zero": True},
+        {"grad_averaging": False, "bias_correction": False},
+        {"reg_inside_moment": True, "norm_type": 0, "init_zero": True}]),
+    "adagrad": (optimizers.FusedAdagrad, reference.Adagrad,
+        {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.1}, [{}, {"adagrad_w_mode": True}]),
+    "contrib's adam": (contrib.FusedAdam, reference.LegacyAdam, {**ADAM, "eps": 1e-4}, [
+        {}, {"eps_inside_sqrt": True}, {"bias_correction": False}]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_fp32_parameters_follow_the_plain_rule(name):
-    make, variants = RULES[name]
-    for options in variants:
-        params = cases.parameters()
-        optimizer, rule, own = make(FP32, params, **options)
-        reference = rule(params, **own)
+    kind, rule, common, variants = RULES[name]
+    for own in variants:
+        options, params = {**common, **own}, cases.parameters()
+        optimizer, plain = kind(params, **options), rule(params, **options)
         for step in range(4):
             cases.give(params, cases.gradients(params, step))
             optimizer.step()
-            reference.step(cases.gradients(params, step))
-        cases.assert_same(params, reference.params, **CLOSE)
+            plain.step(cases.gradients(params, step))
+        cases.assert_same(params, plain.params, **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("name", RULES)
-def test_16_bit_parameters_follow_the_plain_rule_rounded_once_per_step(name, dtype):
-    make, variants = RULES[name]
-    for options in variants:
-        params = cases.parameters(dtype, SHAPES)
-        optimizer, rule, own = make(dtype, params, **options)
-        reference = rule([p.float() for p in params], **own)
-        for step in range(4):
-            grads = cases.gradients(params, step)
-            cases.give(params, grads)
-            optimizer.step()
-            reference.step([g.float() for g in grads])
-            rounded = [p.to(dtype).float() for p in reference.params]
-            # Equal but for the ties that the order of fp32 operations decides: one in a thousand.
-            for one, other in zip(params, rounded, strict=True):
-                eps = torch.finfo(dtype).eps
-                torch.testing.assert_close(one.float(), other, rtol=eps, atol=1e-6)
-            differs = sum((a.float() != b).sum() for a, b in zip(params, rounded, strict=True))
-            assert int(differs) <= 3, options
-            # From one start again, so that a tie does not grow.
-            reference.params = [p.detach().float() for p in params]
+def test_16_bit_parameters_follow_the_plain_rule_rounded_once_per_step(dtype):
+    for name, (kind, rule, common, variants) in RULES.items():
+        stored = LowSGD if rule is reference.SGD and dtype is FP16 else rule
+        for own in variants:
+            options, params = {**common, **own}, cases.parameters(dtype, [(40, 50), (300,), ()])
+            optimizer = kind(params, **options)
+            plain = stored([p.float() for p in params], **options)
+            for step in range(4):
+                grads = cases.gradients(params, step)
+                cases.give(params, grads)
+                optimizer.step()
+                plain.step([g.float() for g in grads])
+                rounded = [p.to(dtype) for p in plain.params]
+                # Equal but for the ties that the order of operations decides: one in a thousand.
+                cases.assert_same(params, rounded, rtol=torch.finfo(dtype).eps, atol=1e-6)
+                differs = sum((a != b).sum() for a, b in zip(params, rounded, strict=True))
+                assert int(differs) <= 3, (name, own)
+                # From one start again, so that a tie does not grow.
+                plain.params = [p.detach().float() for p in params]
 
 
 @pytest.mark.parametrize("flag", [None, 0.0, 1.0])
@@ -154,7 +107,7 @@ def test_lamb_clips_by_the_norm_over_all_groups_unless_the_greatest_is_0():
     ours, theirs = cases.parameters(), cases.parameters()
     cases.run(optimizers.FusedLAMB(ours, max_grad_norm=0.0), ours, 3)
     cases.run(optimizers.FusedLAMB(theirs, max_grad_norm=1e9), theirs, 3)
-    cases.assert_same(ours, theirs, rtol=0, atol=0)
+    cases.assert_same(ours, theirs, **EXACT)
 
 
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
@@ -163,7 +116,7 @@ def test_a_step_in_parts_has_the_same_bits(name, monkeypatch):
     cases.run(cases.MAKERS[name](params), params, 3)
     monkeypatch.setattr("apex.optimizers.fused_optimizer._LARGE", 1)
     cases.run(cases.MAKERS[name](twins), twins, 3)
-    cases.assert_same(params, twins, rtol=0, atol=0)
+    cases.assert_same(params, twins, **EXACT)
 
 
 # -- apex's first FusedAdam ----------------------------------------------------------------------
@@ -176,7 +129,7 @@ def test_arguments_of_the_first_fused_adam_give_its_bits(inside):
     ours, theirs = cases.parameters(), cases.parameters()
     cases.run(optimizers.FusedAdam(ours, lr=0.05, weight_decay=0.1, **old), ours, 3)
     cases.run(contrib.FusedAdam(theirs, lr=0.05, weight_decay=0.1, **old), theirs, 3)
-    cases.assert_same(ours, theirs, rtol=0, atol=0)
+    cases.assert_same(ours, theirs, **EXACT)
 
 
 def test_adam_clips_each_group_by_the_norm_of_unscaled_gradients():
@@ -208,8 +161,8 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
     kind(masters, lr=0.05).step(grads=given[0], output_params=given[1], scale=4.0)
     cases.give(twins, [g.float() for g in grads])
     kind(twins, lr=0.05).step(scale=4.0)
-    cases.assert_same(masters, twins, rtol=0, atol=0)
-    cases.assert_same(outputs, [m.bfloat16() for m in masters], rtol=0, atol=0)
+    cases.assert_same(masters, twins, **EXACT)
+    cases.assert_same(outputs, [m.bfloat16() for m in masters], **EXACT)
     assert all(p.grad is grad for p, grad in zip(masters, own, strict=True))
     with pytest.raises(ValueError, match=r"grads of \[2\] tensors per group"):
         kind(masters, lr=0.05).step(grads=cases.gradients(masters, 0)[:2])
@@ -220,19 +173,14 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
 def test_fused_adam_cuda_is_its_plain_loop(mode, correct):
     for dtype in (FP32, BF16):
         p, m, v, g = torch.randn(4, 3, 5).unbind()
-        v = v.abs()
-        reference = cases.LegacyAdam(
-            [p.double()], lr=0.1, betas=(0.8, 0.9), eps=1e-4, inside=mode == 0, weight_decay=0.1,
-            bias_correction=bool(correct),
-        )  # fmt: skip
-        reference.count, reference.state = 2, [{"m": m.double(), "v": v.double()}]
-        out, given = torch.zeros(3, 5, dtype=dtype), (g * 8).to(dtype)
-        reference.step([given.double() / 8])
-        args = (0.1, 0.8, 0.9, 1e-4, 8.0, 3, mode, correct, 0.1)
-        fused_adam_cuda.adam(p, out, m, v, given, *args)
-        wanted = reference.params[0], reference.state[0]["m"], reference.state[0]["v"]
-        found = [each.double() for each in (p, m, v)]
-        torch.testing.assert_close(found, list(wanted), rtol=1e-6, atol=1e-6)
+        v, out, given = v.abs(), torch.zeros(3, 5, dtype=dtype), (g * 8).to(dtype)
+        options = {**ADAM, "eps_inside_sqrt": mode == 0, "bias_correction": bool(correct)}
+        plain = reference.LegacyAdam([p.double()], **options)
+        plain.count, plain.state = 2, [{"m": m.double(), "v": v.double()}]
+        plain.step([given.double() / 8])
+        fused_adam_cuda.adam(p, out, m, v, given, 0.05, 0.8, 0.95, 1e-6, 8.0, 3, mode, correct, 0.1)
+        wanted = [plain.params[0], plain.state[0]["m"], plain.state[0]["v"]]
+        torch.testing.assert_close([t.double() for t in (p, m, v)], wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(out, p.to(dtype))
         assert torch.equal(given, (g * 8).to(dtype))
 
@@ -249,7 +197,7 @@ MASTERS = [
 def test_masters_move_as_fp32_parameters_do_and_survive_a_checkpoint(kind, options, plain):
     params = cases.parameters(BF16)
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
-    optimizer, reference = kind(params, lr=1e-4, **options), kind(wide, lr=1e-4, **plain)
+    optimizer, other = kind(params, lr=1e-4, **options), kind(wide, lr=1e-4, **plain)
     for step in range(4):
         if step == 2:
             saved, optimizer = optimizer.state_dict(), kind(params, lr=1e-4, **options)
@@ -257,10 +205,10 @@ def test_masters_move_as_fp32_parameters_do_and_survive_a_checkpoint(kind, optio
         cases.give(params, cases.gradients(params, step))
         cases.give(wide, [p.grad.float() for p in params])
         optimizer.step()
-        reference.step()
+        other.step()
     masters = [optimizer.state[p]["master_param"] for p in params]
-    cases.assert_same(masters, wide, rtol=0, atol=0)
-    cases.assert_same(params, [p.to(BF16) for p in wide], rtol=0, atol=0)
+    cases.assert_same(masters, wide, **EXACT)
+    cases.assert_same(params, [p.to(BF16) for p in wide], **EXACT)
     (group,) = optimizer.param_groups
     assert isinstance(group["lr"], torch.Tensor)
     assert group["step"].dtype is torch.int32

@@ -3,15 +3,15 @@
 import copy
 import io
 import pickle
-import warnings
 
 import pytest
 import torch
-from torch import nn
 
-from apex import amp, optimizers
+from apex import optimizers
 from apex.multi_tensor_apply import multi_tensor_applier
 from tests.support import optimizers as cases
+from tests.support import training
+from tests.support.host_reads import HostReads
 
 every = pytest.mark.parametrize("name", cases.MAKERS)
 EXACT = {"rtol": 0, "atol": 0}
@@ -27,54 +27,26 @@ def step(optimizer, params, grads, found_inf):
         del optimizer.found_inf
 
 
-def overflowed(params):
-    grads = cases.gradients(params, 50)
-    grads[0].view(-1)[0] = float("inf")
-    grads[1].view(-1)[1] = float("nan")
-    return grads
-
-
-def assert_nothing_changed(before, after):
-    cases.assert_same(before[0], after[0], **EXACT)
-    assert before[1].keys() == after[1].keys()
-    cases.assert_same(before[1].values(), after[1].values(), **EXACT)
-    assert before[2] == after[2]
-
-
-# -- skipped steps -------------------------------------------------------------------------------
+# -- skipped steps and torch's GradScaler --------------------------------------------------------
 
 
 @every
 def test_a_set_flag_leaves_all_as_it_is_and_nobody_waits_for_it(name):
-    for eps in (None, 0.0):
-        params = cases.parameters()
-        optimizer = cases.MAKERS[name](params)
-        for group in optimizer.param_groups:
-            if eps is not None and "eps" in group:
-                group["eps"] = eps
-        cases.run(optimizer, params, 1)
-        step(optimizer, params, cases.gradients(params, 1), 0)
-        before = cases.snapshot(optimizer)
-        with cases.HostReads() as reads:
-            step(optimizer, params, overflowed(params), 2)
-        assert reads.count == 0
-        assert_nothing_changed(before, cases.snapshot(optimizer))
-
-
-@every
-def test_a_skipped_first_step_counts_as_none(name):
     for dtype in (torch.float32, torch.bfloat16):
         params, twins = cases.parameters(dtype), cases.parameters(dtype)
         optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
-        step(optimizer, params, overflowed(params), 1)
-        cases.assert_same(params, twins, **EXACT)
+        bad = cases.gradients(params, 50)
+        bad[0].view(-1)[0], bad[1].view(-1)[1] = float("inf"), float("nan")
+        step(optimizer, params, bad, 2)  # counts as none
         for index in range(3):
             step(optimizer, params, cases.gradients(params, index), 0)
             step(reference, twins, cases.gradients(twins, index), 0)
+            before = cases.snapshot(optimizer)
+            with HostReads() as reads:
+                step(optimizer, params, bad, 2)
+            assert reads.count == 0
+            assert training.same(cases.snapshot(optimizer), before)
         cases.assert_same(params, twins, **EXACT)
-
-
-# -- torch's GradScaler --------------------------------------------------------------------------
 
 
 def scaled(params, scaler, factor=1.0):
@@ -101,68 +73,53 @@ def test_grad_scaler_steps_by_unscaled_gradients(name):
         scaled(twins, torch.amp.GradScaler("cpu", enabled=False))
         reference.step()
         cases.assert_same(params, twins, **CLOSE)
+        cases.assert_same([p.grad for p in params], [p.grad for p in twins], **EXACT)
 
 
 @every
-def test_grad_scaler_reads_nothing_and_gradients_end_as_those_of_torchs_fused_adam(name):
-    params, twins = cases.parameters(), cases.parameters()
-    optimizer, torchs = cases.MAKERS[name](params), torch.optim.Adam(twins, fused=True)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
-    for index, factor in enumerate((1.0, 1.0, float("inf"))):
-        scaled(params, scalers[0], factor)
-        twins[0].data, twins[1].data = params[0].data.clone(), params[1].data.clone()
-        scaled(twins, scalers[1], factor)
-        where, before = [p.grad.data_ptr() for p in params], cases.snapshot(optimizer)
-        with cases.HostReads() as reads:
-            scalers[0].step(optimizer)
-            scalers[0].update()
-        assert not reads.count or index == 0  # dampening asks once, for the start of the momentum
-        scalers[1].step(torchs)
-        scalers[1].update()
-        pairs = zip(params[:2], twins[:2], strict=True)
-        assert all(torch.equal(p.grad, twin.grad) or index == 2 for p, twin in pairs)
-        assert [p.grad.data_ptr() for p in params] == where
-    assert_nothing_changed(before, cases.snapshot(optimizer))
-    assert scalers[0].get_scale() == 32.0
-
-
-@every
-def test_grad_scaler_under_a_scheduler_and_with_a_copy_warns_of_nothing(name):
-    optimizer = cases.MAKERS[name](cases.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+def test_grad_scaler_skips_without_a_wait_and_warns_of_nothing_under_a_scheduler(name):
+    params = cases.parameters()
+    optimizer, scaler = cases.MAKERS[name](params), torch.amp.GradScaler("cpu", init_scale=64.0)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for each in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        own = [p for group in each.param_groups for p in group["params"]]
-        before = [p.detach().clone() for p in own]
-        scaled(own, scaler)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            scaler.step(each)
-        assert not any(torch.equal(a, b) for a, b in zip(before, own, strict=True))
+    for index, factor in enumerate((1.0, 1.0, float("inf"))):
+        scaled(params, scaler, factor)
+        before = cases.snapshot(optimizer)
+        with HostReads() as reads:
+            scaler.step(optimizer)
+            scaler.update()
+        assert not reads.count or index == 0  # dampening asks once, for the start of the momentum
+        assert training.same(cases.snapshot(optimizer), before) is (index == 2)
+    assert scaler.get_scale() == 32.0
 
 
 # -- checkpoints and copies ----------------------------------------------------------------------
 
 
 @every
-def test_save_load_continue_is_the_uninterrupted_run(name):
+def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
     for dtype, flag in ((torch.float32, None), (torch.bfloat16, torch.zeros(()))):
         params = cases.parameters(dtype)
         optimizer = cases.MAKERS[name](params)
+        settings = {key: each for key, each in vars(optimizer).items() if isinstance(each, int)}
         optimizer.found_inf = flag
+        torch.optim.lr_scheduler.StepLR(optimizer, 9)
         cases.run(optimizer, params, 2)
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
         file.seek(0)
-        resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
-        other = cases.MAKERS[name](resumed)
-        keys = [{*group} for group in optimizer.param_groups]
-        other.load_state_dict(torch.load(file, weights_only=True))
-        assert [{*group} for group in other.param_groups] == keys
-        other.found_inf = flag
+        loaded = cases.MAKERS[name]([torch.nn.Parameter(p.detach().clone()) for p in params])
+        loaded.load_state_dict(torch.load(file, weights_only=True))
+        others = [loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
         cases.run(optimizer, params, 3, first=2)
-        cases.run(other, resumed, 3, first=2)
-        cases.assert_same(params, resumed, **EXACT)
+        for other in others:
+            assert [{*group} for group in other.param_groups] == [
+                {*group} for group in optimizer.param_groups
+            ]
+            own = [p for group in other.param_groups for p in group["params"]]
+            other.found_inf = flag
+            cases.run(other, own, 3, first=2)
+            cases.assert_same(params, own, **EXACT)
+            assert {key: getattr(other, key) for key in settings} == settings
 
 
 @pytest.mark.parametrize(
@@ -188,12 +145,12 @@ def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
     ("name", "saved", "shapes", "message"),
     [
         # torch's fused kernels would write outside the memory of what is too small.
-        ("FusedAdam", "FusedAdam", [(3, 2)], r"model or .*shape \(3, 2\) for .*shape \(3, 4\)"),
-        ("FusedSGD", "FusedSGD", [(3, 2)], r"model or .*shape \(3, 2\) for .*shape \(3, 4\)"),
-        ("FusedAdam", "FusedNovoGrad", [(3, 4)], r"model or optimizer: exp_avg_sq has the shape"),
-        ("FusedNovoGrad", "FusedAdam", [(3, 4)], r"model or optimizer: .*FusedNovoGrad keeps \(\)"),
-        ("FusedAdam", "FusedSGD", [(3, 4)], r"optimizer: its parameter groups have no betas"),
-        ("FusedSGD", "FusedAdam", [(3, 4)], r"optimizer: its parameter groups have no momentum"),
+        ("FusedAdam", "FusedAdam", [(3, 2)], r".*shape \(3, 2\) for .*shape \(3, 4\)"),
+        ("FusedSGD", "FusedSGD", [(3, 2)], r".*shape \(3, 2\) for .*shape \(3, 4\)"),
+        ("FusedAdam", "FusedNovoGrad", [(3, 4)], "exp_avg_sq has the shape"),
+        ("FusedNovoGrad", "FusedAdam", [(3, 4)], r".*FusedNovoGrad keeps \(\)"),
+        ("FusedAdam", "FusedSGD", [(3, 4)], "its parameter groups have no betas"),
+        ("FusedSGD", "FusedAdam", [(3, 4)], "its parameter groups have no momentum"),
     ],
 )
 def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes, message):
@@ -202,25 +159,11 @@ def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes,
     cases.run(other, params, 1)
     optimizer = cases.MAKERS[name](cases.parameters(shapes=[(3, 4)]))
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=rf"{name} got the state of another {message}"):
+    with pytest.raises(
+        ValueError, match=rf"{name} got the state of another model or optimizer: {message}"
+    ):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.state_dict() == before
-
-
-@every
-def test_a_copy_continues_alike(name):
-    for how in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
-        params = cases.parameters()
-        optimizer = cases.MAKERS[name](params)
-        cases.run(optimizer, params, 2)
-        other = how(optimizer)
-        copied = [p for group in other.param_groups for p in group["params"]]
-        cases.run(other, copied, 2, first=2)
-        cases.run(optimizer, params, 2, first=2)
-        cases.assert_same(params, copied, **EXACT)
-        settings = {name: each for name, each in vars(optimizer).items() if isinstance(each, int)}
-        assert {"set_grad_none", *settings} <= {*vars(other)}
-        assert {name: getattr(other, name) for name in settings} == settings
 
 
 # -- the interface of torch's optimizers ---------------------------------------------------------
@@ -230,7 +173,7 @@ def test_a_copy_continues_alike(name):
 def test_closure_scheduler_groups_and_rates(name):
     params = cases.parameters()
     optimizer = cases.MAKERS[name]([{"params": params[:2]}, {"params": params[2:3], "lr": 0.0}])
-    before = [p.detach().clone() for p in params]
+    before = training.values(params)
     cases.give(params, cases.gradients(params, 0))
     assert optimizer.step(lambda: 7.0) == 7.0
     moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
@@ -241,7 +184,7 @@ def test_closure_scheduler_groups_and_rates(name):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
     cases.run(optimizer, params, 1)
     scheduler.step()
-    before = [p.detach().clone() for p in params]
+    before = training.values(params)
     cases.run(optimizer, params, 1)
     cases.assert_same(params, before, **EXACT)
 
@@ -255,20 +198,20 @@ def test_what_no_rule_steps_is_refused_before_anything_changes(name):
     params[0].grad, params[1].grad = grads[0], grads[1].to_sparse()
     with pytest.raises(RuntimeError, match="not support sparse gradients"):
         optimizer.step()
-    assert_nothing_changed(before, cases.snapshot(optimizer))
+    assert training.same(cases.snapshot(optimizer), before)
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match="complex64"):
         cases.MAKERS[name]([param]).step()
 
 
-@pytest.mark.parametrize("set_grad_none", [True, False])
-def test_zero_grad_drops_gradients_only_if_set_so(set_grad_none):
-    params = cases.parameters()
-    optimizer = optimizers.FusedAdam(params, set_grad_none=set_grad_none)
-    cases.give(params, cases.gradients(params, 0))
-    optimizer.zero_grad()
-    assert all((p.grad is None) is set_grad_none for p in params)
+def test_zero_grad_drops_gradients_only_if_set_so():
+    for set_grad_none in (True, False):
+        params = cases.parameters()
+        optimizer = optimizers.FusedAdam(params, set_grad_none=set_grad_none)
+        cases.give(params, cases.gradients(params, 0))
+        optimizer.zero_grad()
+        assert all((p.grad is None) is set_grad_none for p in params)
 
 
 def test_get_momentums_makes_what_is_missing_and_gives_what_is_there():
@@ -338,48 +281,22 @@ def test_a_subclass_may_step_by_the_functions_of_its_class():
         assert callable(getattr(getattr(optimizers, name), f"multi_tensor_{function}"))
 
 
-# -- at amp's levels -----------------------------------------------------------------------------
-
-
-class Training:
-    def __init__(self, name, level, **options):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-        self.inputs, self.targets = torch.randn(8, 4), torch.randn(8, 2)
-        optimizer = cases.MAKERS[name](list(self.model.parameters()))
-        for group in optimizer.param_groups:
-            group["lr"] = 0.002  # NovoGrad that starts from a norm of 0 takes large steps
-        self.model, self.optimizer = amp.initialize(
-            self.model, optimizer, opt_level=level, verbosity=0, **options
-        )
-
-    def step(self, factor=1.0):
-        loss = nn.functional.mse_loss(self.model(self.inputs).float(), self.targets)
-        self.optimizer.zero_grad()
-        with amp.scale_loss(loss * factor, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
-        self.optimizer.step()
-        return loss.item()
+# -- at amp's levels, and on a GPU ---------------------------------------------------------------
 
 
 @every
 def test_an_overflow_skips_the_step_and_halves_the_scale_without_a_wait(name):
-    training = Training(name, "O5", loss_scale="dynamic")
-    training.step()
-    before = cases.snapshot(training.optimizer)
-    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
-    loss = nn.functional.mse_loss(training.model(training.inputs).float(), training.targets)
-    with cases.HostReads() as reads:
-        with amp.scale_loss(loss * float("inf"), training.optimizer) as scaled_loss:
-            scaled_loss.backward()
-        training.optimizer.step()
+    def make(params):
+        return cases.MAKERS[name](list(params))
+
+    model, optimizer = training.prepared("O5", make, loss_scale="dynamic")
+    training.train_step(model, optimizer, *training.batch())
+    before, scale = cases.snapshot(optimizer), training.loss_scale()
+    with HostReads() as reads:
+        training.train_step(model, optimizer, *training.overflowing())
     assert reads.count == 0
-    after = cases.snapshot(training.optimizer)
-    assert_nothing_changed(before, after)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
-
-
-# -- on a GPU ------------------------------------------------------------------------------------
+    assert training.same(cases.snapshot(optimizer), before)
+    assert training.loss_scale() == scale / 2
 
 
 @pytest.mark.gpu

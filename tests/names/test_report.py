@@ -77,7 +77,7 @@ def test_only_rank_0_reports_and_verbosity_0_is_silent(capsys, rank, verbosity):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_is_one_line_for_each_loss_and_step(capsys, level):
+def test_an_overflow_is_one_line_for_each_pass(capsys, level):
     model, optimizer = prepared(level, verbosity=1, num_losses=2)
     capsys.readouterr()
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_an_overflow_is_one_line_for_each_loss_and_step(capsys, level):
         optimizer.step()
     backward(loss_of(model), optimizer)
     assert capsys.readouterr().out == "".join(
-        [LINE.format(i, factor * 65536.0) for factor in (1 / 2, 1 / 8) for i in (0, 1)]
+        [LINE.format(i, 65536.0 / 2**count) for count in (1, 2, 3, 4) for i in (0, 1)]
     )
 
 

@@ -9,14 +9,14 @@ MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds its mixin."""
 
 
-def with_mixin(mixin: type, own: type, names: dict[str, Any]) -> Any:
+def with_mixin(mixin: type, own: type) -> Any:
     """Returns a new subclass of ``own`` whose methods are looked up in ``mixin`` first.
 
-    Its last base is ``own``, and it has the further attributes ``names``. Its objects'
-    ``self.__class__`` is ``own``: as in Horovod, methods may call ``super(self.__class__, self)``.
+    Its last base is ``own``, and so is its objects' ``self.__class__``: as in Horovod, methods may
+    call ``super(self.__class__, self)``.
     """
     seen = property(lambda self: own, vars(object)["__class__"].__set__)
-    return new_class(own, (mixin, own), {MIXIN: mixin, "__class__": seen, **names})
+    return new_class(own, (mixin, own), {MIXIN: mixin, "__class__": seen})
 
 
 def new_class(own: type, bases: tuple[type, ...], names: dict[str, Any]) -> Any:

@@ -41,15 +41,14 @@ class ScaleState(NamedTuple):
 class ScaleRule:
     """How a dynamic scale changes.
 
-    As in apex, the ceiling limits growth only and the floor backoff only: a scale that a script or
-    checkpoint set beyond one of them is not clamped until it changes in that direction.
+    Every update keeps the scale within its bounds, also one that a script or checkpoint set beyond.
 
     Attributes:
         growth_factor: Multiplier after ``growth_interval`` clean steps; above 1.
         backoff_factor: Multiplier after an overflow; between 0 and 1.
         growth_interval: Clean steps before growth; at least 1. A whole float becomes an int.
-        floor: Smallest scale after a backoff; ``None`` means the smallest normal fp32.
-        ceiling: Largest scale after growth; ``None`` means the largest finite fp32.
+        floor: Smallest scale; ``None`` means the smallest normal fp32.
+        ceiling: Largest scale; ``None`` means the largest finite fp32.
 
     Raises:
         TypeError: If a value is not a number, or the interval not an integer.
@@ -94,12 +93,12 @@ class ScaleRule:
 
     @property
     def least(self) -> float:
-        """The smallest scale after a backoff, always above 0."""
+        """The smallest scale, always above 0."""
         return max(SMALLEST_SCALE, self.floor or 0.0)
 
     @property
     def greatest(self) -> float:
-        """The largest scale after growth, always finite in fp32."""
+        """The largest scale, always finite in fp32."""
         return _LARGEST_SCALE if self.ceiling is None else min(_LARGEST_SCALE, self.ceiling)
 
     @property
@@ -111,51 +110,36 @@ class ScaleRule:
 def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleState:
     """Returns the loss-scale state after one backward pass: the reference form.
 
-    Backs off on overflow, to no less than ``rule.least``; grows after ``rule.growth_interval``
-    clean steps, to no more than ``rule.greatest``. Does not grow beyond the range of fp32.
+    Backs off on overflow and grows after ``rule.growth_interval`` clean steps, within the bounds of
+    the rule. Does not grow beyond the range of fp32.
 
     Args:
         state: Scale (multiplier on a 0-d loss) and clean steps so far.
         rule: Factors, interval and bounds.
         overflow: Whether any gradient held inf or NaN.
     """
+    scale, clean_steps = state.scale, state.clean_steps + 1
     if overflow:
-        return ScaleState(max(state.scale * rule.backoff_factor, rule.least), 0)
-    clean_steps = state.clean_steps + 1
-    if clean_steps < rule.window:
-        return ScaleState(state.scale, clean_steps)
-    grown = state.scale * rule.growth_factor
-    return ScaleState(min(grown if grown < _FIRST_INF else state.scale, rule.greatest), 0)
+        scale, clean_steps = scale * rule.backoff_factor, 0
+    elif clean_steps >= rule.window:
+        grown = scale * rule.growth_factor
+        scale, clean_steps = grown if grown < _FIRST_INF else scale, 0
+    return ScaleState(min(max(scale, rule.least), rule.greatest), clean_steps)
 
 
-def update_scale_(
-    scale: Tensor,
-    clean_steps: Tensor,
-    found_inf: Tensor,
-    rule: ScaleRule,
-    *,
-    in_range: bool = False,
-) -> None:
+def update_scale_(scale: Tensor, clean_steps: Tensor, found_inf: Tensor, rule: ScaleRule) -> None:
     """Updates ``scale`` and ``clean_steps`` in place as :func:`next_scale`, without a host sync.
 
     Args:
         scale: 0-d fp32.
-        clean_steps: 0-d int32 on the same device.
+        clean_steps: 0-d int32 on the same device, below the interval.
         found_inf: 0-d fp32 on the same device; non-zero means overflow.
         rule: Factors, interval and bounds.
-        in_range: Whether the scale is known to be within the rule's bounds, and the count below
-            the interval. Both then stay in range, and two kernels replace nine.
     """
-    if not in_range:
-        clean_steps.clamp_(max=rule.window - 1)  # the kernel grows only at the interval itself
     foreach.update_scale_(
         scale, clean_steps, found_inf, rule.growth_factor, rule.backoff_factor, rule.window
     )
-    if in_range:
-        scale.clamp_(rule.least, rule.greatest)
-    else:
-        grown = torch.where(clean_steps == 0, scale.clamp(max=rule.greatest), scale)
-        scale.copy_(torch.where(found_inf != 0, scale.clamp(min=rule.least), grown))
+    scale.clamp_(rule.least, rule.greatest)
 
 
 def checked_static(loss_scale: Any, name: str = "loss_scale") -> float:

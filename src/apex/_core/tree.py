@@ -18,6 +18,11 @@ T = TypeVar("T")
 TensorFunction = Callable[[Tensor], Any]
 ObjectFunction = Callable[[Any], Any]
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[Args, Kwargs]
+"""Positional and keyword arguments."""
+
 # The most common types without tensors in forward calls, returned without further tests.
 _LEAVES: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN: tuple[type, ...] = (list, tuple, dict)
@@ -54,11 +59,11 @@ def tensors(obj: object) -> list[Tensor]:
 
 def map_arguments(
     fn: TensorFunction,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     convert: ObjectFunction | None = None,
     skip: Collection[int | str] = (),
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Call:
     """Returns a call's arguments, each mapped by :func:`map_tensors`.
 
     ``skip`` holds positions and names of arguments that stay as they are.
@@ -80,13 +85,13 @@ def cast_tensors(obj: T, dtype: torch.dtype) -> T:
 
 
 def cast_arguments(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     dtype: torch.dtype,
     *,
     objects: bool = True,
     skip: Collection[int | str] = (),
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Call:
     """Returns a call's arguments with every floating-point tensor in ``dtype``.
 
     Without ``objects``, those with a ``to`` method stay as they are. See :func:`map_arguments`.

@@ -6,7 +6,6 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 from apex._core import dtypes, finite
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import masters
-from apex._engine.events import Iteration
 from apex._engine.exchange import exchange
 from apex._engine.gradients import PassGradients
 from apex._engine.masters import LazyMaster, Master, Masters, Pair
@@ -222,24 +220,17 @@ class Binding:
 
     # -- gradients ---------------------------------------------------------------------------
 
-    @property
-    def iteration(self) -> Iteration:
-        """Identifies the passes that lead to the next step."""
-        return Iteration(id(self), self.steps)
-
     @untraced
-    def read_masters(self, *, steps: bool = False) -> None:
+    def read_masters(self) -> None:
         """Has masters follow written weights, for a script that asks for them or for the step."""
         self.adopt_new()
-        masters.follow(self.pairs, steps=steps)
+        masters.follow(self.pairs)
 
     @untraced
-    def settle(self, *, steps: bool = False, takes: bool = True) -> None:
-        """Finishes an open pass, and gives the masters the gradients and values of the model.
+    def settle(self, *, takes: bool = True) -> None:
+        """Finishes an open pass, and gives the masters the values of the model.
 
-        Args:
-            steps: Whether masters are stepped or given back next.
-            takes: Whether gradients that wait on the model go to the masters now.
+        Its gradients, too, with ``takes``.
         """
         opened = self.open_pass
         if opened is not None:
@@ -251,7 +242,7 @@ class Binding:
                 )
             if backward_id() == -1:
                 opened.finish()
-        self.read_masters(steps=steps)
+        self.read_masters()
         if takes:
             masters.take(self.pairs)
 
@@ -270,38 +261,27 @@ class Binding:
         """Clears the gradients of all pairs, model and master."""
         for pair in self.pairs:
             masters.clear_grad(pair, set_to_none=set_to_none)
-        self.note_cleared()
+        self.tell_cleared()
 
-    def note_cleared(self) -> None:
-        """Leaves out what was set aside, now that the optimizer's gradients are cleared."""
-        self.got_scaled = False
-        opened = self.open_pass
-        if opened is None:
-            return
-        params = {*map(id, self.params())}
-        if opened.is_open:
-            opened.gradients.drop_aside(params)
-            opened.gradients.mark()
-        else:
-            opened.gradients.leave_out(params)
-            self.open_pass = None
+    def tell_cleared(self) -> None:
+        """Tells every optimizer of the session that this one's gradients are cleared."""
+        cleared = {*map(id, self.params())}
+        for each in [self] if self.owner is None else self.owner.bindings:
+            each.note_cleared(cleared)
 
-    @contextmanager
-    def averaging(self) -> Iterator[None]:
-        """Around a call that averages gradients over ranks. A context manager.
+    def note_cleared(self, params: set[int]) -> None:
+        """Forgets gradients that were cleared, of the stepped parameters with these ids.
 
-        While a pass is unfinished, the model's parameters have the gradients, and the optimizer
-        keeps these beside its groups.
+        What was set aside is dropped, and a delayed pass leaves out an optimizer of them alone.
         """
-        if self.owner is not None:
-            self.owner.mistakes.averages = True
-        unsettled = self.open_pass is not None or any(p.waiting is not None for p in self.pairs)
-        pairs = [*self.pairs] if unsettled else []
-        try:
-            exchange(self.optimizer, {id(pair.master): pair.model for pair in pairs})
-            yield
-        finally:
-            exchange(self.optimizer, {id(pair.model): pair.master for pair in pairs})
+        opened = self.open_pass
+        if params.issuperset(map(id, self.params())):
+            self.got_scaled = False
+            if opened is not None and not opened.is_open:
+                opened.gradients.leave_out(params)
+                self.open_pass = None
+        if opened is not None:
+            opened.gradients.note_cleared(params)
 
     # -- overflow ----------------------------------------------------------------------------
 

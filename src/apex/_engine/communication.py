@@ -2,147 +2,99 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
-from apex._core.living import Living
 from apex._engine.binding import Binding
-from apex._engine.masters import Pair
+from apex._engine.masters import Masters
 from apex._engine.scaler import Scaler
 from apex._torch import ddp
-from apex._torch.dynamo import untraced
-
-_log = logging.getLogger("apex")
 
 
 class Communicator:
     """The DistributedDataParallel wrappers that a session's models run under."""
 
-    def __init__(self, scalers: Sequence[Scaler]) -> None:
+    def __init__(self, scalers: Sequence[Scaler], masters: Masters) -> None:
         """Starts without wrappers.
 
         Args:
             scalers: The session's own list, which scripts may change.
+            masters: Those of the session.
         """
-        self._scalers = scalers
-        self._seen = False
-        self._traced: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        # In the order of their first forward passes, so that all ranks communicate alike.
-        self._sends: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._of: weakref.WeakKeyDictionary[Binding, list[weakref.ref[DistributedDataParallel]]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._join_warned = False
-        self._checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._shared: weakref.WeakSet[Pair] = weakref.WeakSet()
-        _living.add(self)
+        self._scalers, self._masters = scalers, masters
+        # In the order of their first forward passes, so that all ranks communicate alike. Of each,
+        # the ids of what it keeps equal on all ranks.
+        self._sent: weakref.WeakKeyDictionary[Wrapper, set[int]] = weakref.WeakKeyDictionary()
+        self._sends: weakref.WeakKeyDictionary[Wrapper, bool] = weakref.WeakKeyDictionary()
+        self._traced: weakref.WeakSet[Wrapper] = weakref.WeakSet()
+        self._equal: weakref.WeakSet[Wrapper] = weakref.WeakSet()
 
-    def note(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
+    def note(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         """Records that a model's forward pass begins under a wrapper, and if that sends gradients.
 
         ``traced`` tells whether the pass is being compiled, or runs in compiled code.
 
         Raises:
             RuntimeError: If the wrapper was made before its parameters were cast, so that it would
-                train each rank on gradients of its own.
+                train each rank on gradients of its own, or if ranks may run out of data.
         """
-        has_grad = torch.is_grad_enabled()
-        if has_grad and wrapper not in self._checked:
+        if wrapper not in self._sent:
             _check_order(wrapper)
-            self._checked.add(wrapper)
-        self._seen = True
+            self._sent[wrapper] = ddp.sent_params(wrapper)
+        if ddp.is_joining(wrapper):
+            self._check_join()
         if traced:
             self._traced.add(wrapper)
-        new = wrapper not in self._sends
-        if new:
-            self.forget_users()
-        if new or has_grad:
+        if torch.is_grad_enabled():
             self._sends[wrapper] = ddp.sends(wrapper)
 
-    def forget_users(self) -> None:
-        """Drops the cached map from optimizers to wrappers."""
-        self._of.clear()
-
-    def of_pass(self, binding: Binding) -> bool:
+    def sends(self, binding: Binding) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not.
 
         The first pass that sends makes the masters equal on all ranks: other passes, a single rank
         may run.
         """
-        if not self._seen:
+        if not self._sent:
             return True
-        wrappers = self._wrappers_of(binding)
+        trained = {*map(id, binding.trained())}
+        wrappers = [each for each, sent in self._sent.items() if not trained.isdisjoint(sent)]
         sends = all(
             # Compiled forward passes do not record it: use the state at the backward pass.
-            ddp.sends(wrapper) if wrapper in self._traced else self._sends.get(wrapper, True)
-            for wrapper in wrappers
+            ddp.sends(each) if each in self._traced else self._sends.get(each, True)
+            for each in wrappers
         )
-        if any(map(ddp.is_joining, wrappers)):
-            self._join(binding)
-        elif sends:
-            waiting = [pair for pair in binding.pairs if pair not in self._shared]
-            for wrapper in wrappers if waiting else ():
-                self._share(waiting, wrapper)
+        for wrapper in wrappers if sends else ():
+            if wrapper not in self._equal:
+                self._equal.add(wrapper)
+                self._share_masters(wrapper)
         return sends
 
-    def _wrappers_of(self, binding: Binding) -> list[DistributedDataParallel]:
-        """Returns the wrappers that hold a parameter of an optimizer, looked up once."""
-        if binding not in self._of:
-            trained = {id(param) for param in binding.trained()}
-            self._of[binding] = [
-                weakref.ref(wrapper)
-                for wrapper in self._sends
-                if not trained.isdisjoint(ddp.sent_params(wrapper))
-            ]
-        return [wrapper for ref in self._of[binding] if (wrapper := ref()) is not None]
-
-    def _share(self, pairs: Iterable[Pair], wrapper: DistributedDataParallel) -> None:
+    def _share_masters(self, wrapper: Wrapper) -> None:
         """Broadcasts exact values of a wrapper's masters from the first rank of its group.
 
         The wrapper broadcasts rounded weights only, which masters follow at the step. All ranks are
         about to send gradients in one order, so this cannot deadlock, as in ``initialize``.
         """
-        sent = ddp.sent_params(wrapper)
-        own = [p for p in pairs if id(p.model) in sent and p not in self._shared]
-        ddp.broadcast_from_first_rank([pair.master.detach() for pair in own], wrapper)
-        for pair in own:
-            pair.mark_shared()
-        self._shared.update(own)
+        sent = self._sent[wrapper]
+        pairs = [pair for pair in self._masters.all() if id(pair.model) in sent]
+        ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
 
-    def _join(self, binding: Binding) -> None:
-        # A join ends by broadcasting the last rank's rounded weights; ranks that kept low bits of
-        # their own would drift apart. The wrapper does not tell when it has ended.
-        for pair in binding.pairs:
-            pair.keeps = False
-        if not self._join_warned and any(scaler.dynamic for scaler in self._scalers):
-            self._join_warned = True
-            _log.warning(
-                "amp: in DistributedDataParallel.join(), ranks that finish early stop updating "
-                "their loss scale. After the join, load one rank's amp.state_dict() on all."
+    def _check_join(self) -> None:
+        # A join ends by broadcasting the last rank's rounded weights: masters would drift apart,
+        # and ranks that finish early stop updating their loss scale.
+        if any(True for _ in self._masters.all()) or any(each.dynamic for each in self._scalers):
+            raise RuntimeError(
+                "DistributedDataParallel.join() does not share fp32 masters and dynamic loss "
+                "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "
+                "DistributedSampler does."
             )
 
 
-_living: Living[Communicator] = Living()
-"""Those of every session. Compiled code may run for models of other sessions than it traced."""
-
-
-@untraced
-def note_compiled_run() -> None:
-    """Records for every session that compiled code runs in a forward pass under a wrapper."""
-    wrapper = ddp.active_wrapper()
-    if wrapper is not None:
-        for communicator in _living:
-            communicator.note(wrapper, traced=True)
-
-
-def _check_order(wrapper: DistributedDataParallel) -> None:
+def _check_order(wrapper: Wrapper) -> None:
     cast = ddp.unsent_dtypes(wrapper)
     if cast:
         name, kind = type(wrapper.module).__name__, type(wrapper).__name__

@@ -6,18 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Iteration(NamedTuple):
-    """Identifies the passes that lead to one step of an optimizer.
-
-    Attributes:
-        optimizer: Identifies the optimizer.
-        number: Changes with every step, and when the gradients are cleared.
-    """
-
-    optimizer: int
-    number: int
-
-
 class ScaleUpdate(NamedTuple):
     """One update of a loss scale, as read on the host.
 
@@ -25,8 +13,7 @@ class ScaleUpdate(NamedTuple):
         loss_id: Index of the session's scaler.
         loss_scale: The scale after the update (multiplier).
         overflow: Whether a gradient of this pass held inf or NaN.
-        optimizers: Number of optimizers of the pass; on overflow without those whose next step an
-            earlier pass of this loss already skips.
+        optimizers: Number of optimizers of the pass.
         skipped_in_row: Consecutive overflows, including this one; 0 when clean.
     """
 

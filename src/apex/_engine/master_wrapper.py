@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
@@ -116,14 +116,15 @@ class MasterWrapper:
         self.overflow = False
         self.verbose = verbose
         self._pending = self._per_step  # whether masters lack gradients that ``step`` needs
-        # The scale of the present gradients of 16-bit and of fp32 parameters, None for no own pass.
-        self._scale_of_low: float | None = None
-        self._scale_of_direct: float | None = None
+        # The scales of the present gradients of 16-bit and fp32 parameters; None for no own pass.
+        self._scales: tuple[float | None, float | None] = (None, None)
         self.fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         for group in init_optimizer.param_groups:
             self._adopt(group["params"])
+        if init_optimizer.state:
+            init_optimizer.load_state_dict(init_optimizer.state_dict())  # casts it to fp32
 
     def _dynamic_options(self, given: Any) -> dict[str, Any]:
         options, names = {} if given is None else given, ", ".join(self._scale_options)
@@ -138,11 +139,8 @@ class MasterWrapper:
         masters = {p: master.make_master(p) for p in stepped if dtypes.is_low_precision(p)}
         params[:] = [masters.get(param, param) for param in params]
         for param, own in masters.items():
-            if (state := self.optimizer.state.pop(param, None)) is not None:
-                self.optimizer.state[own] = {
-                    key: dtypes.cast(value, torch.float32) if _is_like(value, param) else value
-                    for key, value in state.items()
-                }
+            if param in self.optimizer.state:
+                self.optimizer.state[own] = self.optimizer.state.pop(param)
         self.fp16_groups.append(list(masters))
         self.fp32_from_fp16_groups.append(list(masters.values()))
         self.fp32_from_fp32_groups.append([param for param in stepped if param not in masters])
@@ -194,7 +192,7 @@ class MasterWrapper:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_().zero_()
-        self._scale_of_low = self._scale_of_direct = None
+        self._scales = None, None
         self._pending = self._per_step
 
     def backward(
@@ -219,14 +217,11 @@ class MasterWrapper:
                 "Accumulate first, then clip, then step."
             )
         scale = self.loss_scale
-        with torch.no_grad():
-            for params, earlier in (
-                (self.all_fp16_params, self._scale_of_low),
-                (self.all_fp32_from_fp32_params, self._scale_of_direct),
-            ):
-                if earlier not in (None, scale):
-                    finite.unscale_(finite.values_of(params), scale / earlier)
-        self._scale_of_low = self._scale_of_direct = scale
+        present = self.all_fp16_params, self.all_fp32_from_fp32_params
+        for params, earlier in zip(present, self._scales, strict=True):
+            if earlier not in (None, scale):
+                _unscale_(finite.values_of(params), earlier / scale)
+        self._scales = scale, scale
         self._pending = True
         torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
         if update_master_grads and not self._per_step:
@@ -239,15 +234,16 @@ class MasterWrapper:
         Gradients of passes that the script ran itself count as multiplied by the present scale, as
         in apex. Where gradients are checked this waits for the device: ``overflow`` is on the host.
         """
-        present = self.loss_scale
+        low, direct = (scale or self.loss_scale for scale in self._scales)
         copies = master.copy_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        self.overflow = _unscale_(
-            (finite.dense_values(copies), self._scale_of_low or present),
-            (finite.values_of(self.all_fp32_from_fp32_params), self._scale_of_direct or present),
-            check=self._per_step or self.loss_scaler.dynamic,
+        flags = (
+            _unscale_(finite.dense_values(copies), low),
+            _unscale_(finite.values_of(self.all_fp32_from_fp32_params), direct),
         )
-        if self._scale_of_direct is not None:
-            self._scale_of_direct = 1.0
+        checks = self._per_step or self.loss_scaler.dynamic
+        self.overflow = checks and any(flags)  # sync: apex's `overflow` is a host value
+        if self._scales[1] is not None:
+            self._scales = low, 1.0
         self._pending = False
         self.loss_scaler.update_scale(self.overflow)
 
@@ -358,7 +354,7 @@ class MasterWrapper:
         return {
             **self._saved_scale(),
             "optimizer_state_dict": self.optimizer.state_dict(),
-            self._masters_key: self._saved_masters(),
+            self._masters_key: [self._joined(group) for group in self._saved_groups()],
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -373,13 +369,20 @@ class MasterWrapper:
                 f"FP16_Optimizer.load_state_dict got {arguments.kind(state_dict)} without "
                 f"{', '.join(missing)}. Pass what FP16_Optimizer.state_dict() returned."
             )
-        scale = self._scale_in(state)
-        masters = [*chain(*self._saved_groups())]
-        values = self._by_parameter(state[self._masters_key])
+        scale, groups, saved = self._scale_in(state), self._saved_groups(), state[self._masters_key]
+        given, own = (
+            [_shapes(group) for group in each] for each in (saved, map(self._joined, groups))
+        )
+        if given != own:
+            raise ValueError(
+                f"FP16_Optimizer.load_state_dict got masters of sizes {given}; this optimizer's "
+                f"groups have {own}. Build model and groups as they were when it was saved."
+            )
         self.optimizer.load_state_dict(state["optimizer_state_dict"])
         with torch.no_grad():
-            for param, value in zip(masters, values, strict=True):
-                param.copy_(value)
+            for params, values in zip(groups, saved, strict=True):
+                for param, value in zip(params, self._split(values, params), strict=True):
+                    param.copy_(value)
         self._master_params_to_model_params()
         vars(self.loss_scaler).update(scale)
 
@@ -396,27 +399,21 @@ class MasterWrapper:
         """Returns the parameters whose values are saved, per group."""
         return self._stepped()
 
-    def _saved_masters(self) -> list[Any]:
-        return [[param.detach() for param in group] for group in self._saved_groups()]
+    def _joined(self, params: list[nn.Parameter]) -> Any:
+        """Returns a group's values as they are saved."""
+        return [param.detach() for param in params]
 
-    def _by_parameter(self, saved: Any) -> list[Tensor]:
-        """Returns the saved masters, one for each parameter; ValueError if they do not fit."""
-        groups = saved, self._saved_groups()
-        check_sizes(*([[tuple(t.shape) for t in group] for group in each] for each in groups))
-        return [*chain(*saved)]
+    def _split(self, saved: Any, params: list[nn.Parameter]) -> Sequence[Tensor]:
+        """Returns a group's values by parameter."""
+        return saved  # type: ignore[no-any-return]
 
     def __getstate__(self) -> NoReturn:
         """Refuses pickling, as apex did."""
         raise RuntimeError("FP16_Optimizer is saved by its state_dict(), not by copy or pickle.")
 
 
-def check_sizes(given: list[Any], own: list[Any]) -> None:
-    """Raises ValueError unless the groups' saved masters have the sizes of ``own``."""
-    if given != own:
-        raise ValueError(
-            f"FP16_Optimizer.load_state_dict got masters of sizes {given}; this optimizer's groups "
-            f"have {own}. Build model and groups as they were when it was saved."
-        )
+def _shapes(group: Any) -> Any:
+    return tuple(group.shape) if isinstance(group, Tensor) else [tuple(t.shape) for t in group]
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -441,18 +438,11 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _is_like(value: object, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape
-
-
-def _unscale_(*scaled: tuple[list[Tensor], float], check: bool) -> bool:
-    """Divides each list by its scale in place; returns whether checked values held inf or NaN."""
-    found_inf: Tensor | None = None
-    for values, scale in scaled:
-        if values and check:
-            if found_inf is None:
-                found_inf = torch.zeros((), dtype=torch.float32, device=values[0].device)
-            finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
-        elif values and scale != 1.0:
-            finite.unscale_(values, 1.0 / scale)
-    return found_inf is not None and bool(found_inf)  # sync: apex's `overflow` is a host value
+@torch.no_grad()
+def _unscale_(values: list[Tensor], scale: float) -> Tensor:
+    """Divides dense values in place; returns whether one held inf or NaN, as a 0-d tensor."""
+    device = values[0].device if values else torch.device("cpu")
+    found_inf = torch.zeros((), dtype=torch.float32, device=device)
+    if values:
+        finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
+    return found_inf

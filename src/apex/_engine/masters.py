@@ -8,7 +8,7 @@ Note [Which side is newer]
     written weight is copied to its master at the step, or where a script asks for masters, and only
     in the elements that differ from the rounded master. So weights that are swapped or perturbed
     and put back before the step leave the master bit-identical. If both were written, the master
-    wins. Until its first step a pair counts as written: ``dist.broadcast(p.data)`` and its like
+    wins. Until its first step a weight counts as written: ``dist.broadcast(p.data)`` and its like
     write weights in a way that torch does not count.
 
 Note [One gradient in one place]
@@ -21,7 +21,7 @@ Note [One gradient in one place]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ from torch.autograd.graph import increment_version
 
 from apex._core import master, rounding
 from apex._pickle import rebuild
-from apex._torch import parameters, ranks
+from apex._torch import parameters
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
 
 _WRITTEN = -1
-"""A version that no tensor has, so the master or the model counts as written."""
+"""A version that no tensor has, so the master counts as written."""
 
 PREPARED = "_apex_binding"
 """Attribute that marks the optimizers prepared by amp."""
@@ -118,37 +118,33 @@ class Pair:
         master: The fp32 parameter that optimizers step in its place.
         scaled: Whether the model's gradient is scaled, and so not the master's.
         factor: What clipping multiplies the gradient by that waits on the model, 0-d.
-        keeps: Whether the master keeps its low bits where a write leaves the rounded value; False
-            if ranks may hold others.
-        new: Whether no step has used the pair yet, so that other ranks may hold other low bits.
-        spent: Whether an optimizer has stepped the master's gradient, which another shares.
+        new: Whether no step has used the pair yet, so that the model's parameter counts as written.
     """
 
     __slots__ = (
         *("__weakref__", "_master_version", "_model_version", "_seen"),
-        *("factor", "keeps", "master", "model", "new", "scaled", "spent"),
+        *("factor", "master", "model", "new", "scaled"),
     )
 
     def __init__(
         self, model: nn.Parameter, exact: Tensor | None = None, kind: type[Master] = Master
     ) -> None:
         """Makes the master of ``model``, from its value before rounding if known."""
-        self._join(model, master.make_master(model, exact, kind), new=True)
+        self._join(model, master.make_master(model, exact, kind))
 
-    def _join(self, model: nn.Parameter, made: nn.Parameter, *, new: bool) -> None:
-        self.model, self.master, self.new, self.keeps = model, made, new, True
+    def _join(self, model: nn.Parameter, made: nn.Parameter) -> None:
+        self.model, self.master, self.new = model, made, True
         own = vars(made)  # scripts set attributes on parameters, which their optimizers may read
         own.update({name: value for name, value in vars(model).items() if name not in own})
         own[_PAIR] = weakref.ref(self)
-        self.scaled = self.spent = False
+        self.scaled = False
         self.factor: Tensor | None = None
         self.mark_synced()
-        self._model_version = _WRITTEN
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
         lazy = isinstance(self.master, LazyMaster)
-        return rebuild, ("tracked_pair", self.model, self.master, self.new, True, lazy)
+        return rebuild, ("tracked_pair", self.model, self.master, True, True, lazy)
 
     def mark_synced(self) -> None:
         """Records that the model holds the rounded master."""
@@ -159,10 +155,6 @@ class Pair:
     def mark_written(self) -> None:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
-
-    def mark_shared(self) -> None:
-        """Records that all ranks have the same master; the step still compares the weights."""
-        self.new, self._model_version = False, _WRITTEN
 
     def set_exact(self, value: Tensor) -> None:
         """Sets the master of a model's parameter that was set to ``value``, rounded."""
@@ -177,8 +169,8 @@ class Pair:
     @property
     def model_written(self) -> bool:
         """Whether the model's parameter was written, or given other storage, since then."""
-        model = self.model
-        return model._version != self._model_version or model.data_ptr() != self._seen.data_ptr()
+        moved = self.model.data_ptr() != self._seen.data_ptr()
+        return self.new or moved or self.model._version != self._model_version
 
     @property
     def waiting(self) -> Tensor | None:
@@ -188,12 +180,11 @@ class Pair:
     def drop_grads(self) -> None:
         """Drops the gradients of both sides."""
         parameters.set_grad(self.master, None)
-        self.model.grad, self.factor = None, None
-        self.scaled = self.spent = False
+        self.model.grad, self.factor, self.scaled = None, None, False
 
     def end_step(self, *, shared: bool) -> None:
-        """Drops the master's gradient; of a master that is shared, at the next pass."""
-        self.spent = shared
+        """Drops the master's gradient, unless other optimizers step it, too."""
+        self.new = False
         if not shared:
             parameters.set_grad(self.master, None)
 
@@ -201,15 +192,14 @@ class Pair:
 def rebuild_pair(
     model: nn.Parameter,
     made: nn.Parameter,
-    new: bool,
+    _new: bool = True,
     _low_bits: bool = True,
     lazy: object = False,
     followed: Tensor | None = None,
 ) -> Pair:
     """Rebuilds a pair from a copy or a file.
 
-    Files of earlier releases say in the fifth place how they stored the master, and in the sixth
-    which newer values its weight had.
+    Files of earlier releases say how they stored the master, and which newer values its weight had.
     """
     if model.is_inference() or made.is_inference():
         raise RuntimeError(
@@ -220,7 +210,7 @@ def rebuild_pair(
     if type(made) is nn.Parameter:
         made.__class__ = LazyMaster if lazy is True else Master
     pair = Pair.__new__(Pair)
-    pair._join(model, made, new=new)
+    pair._join(model, made)
     if followed is not None:
         with torch.no_grad():
             pair.set_exact(followed)
@@ -261,26 +251,15 @@ def mark_rounded(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
-def follow(pairs: Iterable[Pair], *, steps: bool = False) -> None:
+def follow(pairs: Iterable[Pair]) -> None:
     """Copies written model parameters to their masters, except to masters written as well.
 
     Never writes to the model: autograd may have saved its weights for the backward pass.
-
-    Args:
-        pairs: Masters and parameters.
-        steps: Whether masters are stepped next. Before a first step that no broadcast came before,
-            ranks may hold other low bits, and so take the weights, which they share.
     """
     for pair in pairs:
-        if pair.model_written:
-            if not pair.master_written:
-                keeps = pair.keeps and not (steps and pair.new and ranks.world_size() > 1)
-                rounding.update_master(pair.model, pair.master, keeps)
-                pair.mark_synced()
-            if pair.new and not steps:
-                pair._model_version = _WRITTEN  # the first step looks again
-        if steps:
-            pair.new = False
+        if pair.model_written and not pair.master_written:
+            rounding.update_master(pair.model, pair.master)
+            pair.mark_synced()
 
 
 # -- gradients --------------------------------------------------------------------------------
@@ -385,8 +364,6 @@ class Masters:
             return self._kept_value(param)
         if pair.master_written:
             write_back([pair])
-        if not pair.keeps:
-            follow([pair])
         return pair.master
 
     def _kept_value(self, param: Tensor) -> Tensor | None:
@@ -419,24 +396,15 @@ class Masters:
             elif (kept := self._kept_value(param)) is not None:
                 kept.copy_(value)
 
-    def keep_alike(
-        self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], model: nn.Module
-    ) -> None:
-        """Keeps the values of tensors without a master for their copies of the same name, too."""
-        found = ((t, copies.get(name), self._kept_value(t)) for name, t in tensors.items())
-        kept = [
-            (copied, value.clone())
-            for tensor, copied, value in found
-            if value is not None and copied is not None and copied.shape == tensor.shape
-        ]
-        if kept:
-            self.keep(kept, model)
+    def clear_grads(self, params: Set[int], *, set_to_none: bool) -> set[int]:
+        """Clears the gradients of the parameters with these ids and of their masters.
 
-    def clear_grads(self, params: Container[int], *, set_to_none: bool) -> None:
-        """Clears the master gradients of the parameters with these ids."""
-        for pair in self.all():
-            if id(pair.model) in params:
-                clear_grad(pair, set_to_none=set_to_none)
+        Returns the ids, with the masters'.
+        """
+        pairs = [pair for pair in self.all() if id(pair.model) in params]
+        for pair in pairs:
+            clear_grad(pair, set_to_none=set_to_none)
+        return {*params, *(id(pair.master) for pair in pairs)}
 
 
 def clear_grad(pair: Pair, *, set_to_none: bool) -> None:
@@ -447,4 +415,4 @@ def clear_grad(pair: Pair, *, set_to_none: bool) -> None:
     for grad in (parameters.grad_of(pair.master), pair.model.grad):
         if grad is not None:
             grad.detach().zero_()
-    pair.scaled, pair.spent, pair.factor = False, False, None
+    pair.scaled, pair.factor = False, None

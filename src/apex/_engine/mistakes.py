@@ -36,11 +36,6 @@ _AT_USERS_LINE: dict[str, Any] = (
 
 BLOCK = "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
 
-_CLIP = (
-    f"Clip after the block:\n{BLOCK}"
-    "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
-)
-
 
 class Mistake(enum.Enum):
     """A mistake, with what happened, what it does, and the lines to write."""
@@ -55,12 +50,6 @@ class Mistake(enum.Enum):
         "nothing unscales: the gradients stay multiplied by the loss scale (65536 at first), and a "
         "step ruins the weights. Call it inside the block:\n" + BLOCK
     )
-    OTHER_OPTIMIZER = (
-        "The backward pass inside amp.scale_loss reached no parameter of the optimizer that "
-        "scale_loss got, but those of another one. Nothing unscales them: their gradients stay "
-        "multiplied by the loss scale (65536 at first), and a step ruins the weights. Pass "
-        "scale_loss the optimizers of the parameters that the loss trains:\n" + BLOCK
-    )
     FORGOTTEN_OPTIMIZER = (
         "optimizer.step() got gradients of a pass inside amp.scale_loss, which did not get this "
         "optimizer. Nothing has unscaled them: they are multiplied by the loss scale (65536 at "
@@ -70,14 +59,11 @@ class Mistake(enum.Enum):
         "        scaled_loss.backward()\n"
     )
     CLIPPED_INSIDE = (
-        "Gradients were changed inside amp.scale_loss, after the backward pass, while they are "
-        "still multiplied by the loss scale. Clipping there clips far too much: to the norm "
-        f"divided by the loss scale (65536 at first). {_CLIP}"
-    )
-    MASTERS_INSIDE = (
-        "amp.master_params was called inside amp.scale_loss, where the fp32 masters do not have "
-        "the gradients of this backward pass yet, and parameters without a master still have "
-        f"scaled ones. {_CLIP}"
+        "Gradients were changed, or amp.master_params was called, inside amp.scale_loss after the "
+        "backward pass. There, gradients are still multiplied by the loss scale (65536 at first), "
+        "and fp32 masters have none of this pass yet: clipping clips far too much, or nothing. "
+        f"Clip after the block:\n{BLOCK}"
+        "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     NO_SCALE_LOSS = (
         "optimizer.step() got the gradients of a plain loss.backward(), without amp.scale_loss. In "
@@ -107,13 +93,11 @@ class Mistakes:
 
     Attributes:
         blocks_left: ``scale_loss`` blocks still to be inspected.
-        averages: Whether an optimizer averages gradients over ranks, which writes them.
     """
 
     def __init__(self) -> None:
         self._warned: set[Mistake] = set()
         self.blocks_left = _INSPECTED_BLOCKS
-        self.averages = False
 
     @property
     def has_blocks(self) -> bool:
@@ -176,12 +160,8 @@ class BlockInspection:
             if (grad := param.grad) is not None
         ]
 
-    def end_of_gradients(self, *, delayed: bool = False) -> None:
-        """Inspects the gradients of the block, before they are unscaled; idempotent.
-
-        Args:
-            delayed: Whether a later pass unscales them, with what is added until then.
-        """
+    def end_of_gradients(self) -> None:
+        """Inspects the gradients of the block, before they are unscaled; idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -189,14 +169,13 @@ class BlockInspection:
         if reached and not self._started:
             self._found.append(Mistake.UNSCALED_BACKWARD)
         written = [grad._version != old for param, grad, old in self._seen if param.grad is grad]
-        if written and all(written) and not self._mistakes.averages:
+        # Horovod's and BytePS's optimizers average gradients there.
+        averages = any(getattr(b.optimizer, "synchronize", None) for b in self._bindings)
+        if written and all(written) and not averages:
             self._found.append(Mistake.CLIPPED_INSIDE)
-        gained = [each for each in self._others if self._started and _reached(each)]
-        for each in gained:
-            each.got_scaled = True
-        if gained and self._bindings and not reached:
-            self._found.append(Mistake.OTHER_OPTIMIZER)
-        self._is_late = not (self._started or reached or delayed)
+        for each in self._others if self._started else ():
+            each.got_scaled = _reached(each)
+        self._is_late = not (self._started or reached)
         self._bindings, self._others, self._seen = (), [], []
 
     def warn(self) -> None:
@@ -221,7 +200,7 @@ def inspect_step(binding: Binding, *, in_closure: bool = False) -> None:
     if binding.got_scaled:
         owner.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
     elif not any(each.has_grads() or _reached(each) for each in stepped):
-        if not in_closure:
+        if not (in_closure or binding.steps):
             owner.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
     elif (
         owner.needs_scale

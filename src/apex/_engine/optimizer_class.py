@@ -6,12 +6,10 @@ import functools
 import inspect
 import operator
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
@@ -88,7 +86,7 @@ class AmpOptimizer(Optimizer):
         if binding is None or getattr(own, "__func__", None) is not Optimizer.zero_grad:
             own(*given, **named)
             if binding is not None and not binding.has_grads():
-                binding.note_cleared()
+                binding.tell_cleared()
             return
         set_to_none = _set_to_none(*given, **named)
         with without_overrides():
@@ -110,7 +108,7 @@ class AmpOptimizer(Optimizer):
         if binding is None:
             super().add_param_group(param_group)
             return
-        _validate_group(binding, param_group)
+        _check_group(binding, param_group)
         with all_or_nothing() as undo:
             undo.push(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
             super().add_param_group(param_group)
@@ -118,21 +116,6 @@ class AmpOptimizer(Optimizer):
             if binding.owner is not None:
                 binding.owner.convert_late(group["params"])
             binding.adopt([group], undo)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the optimizer's own, with groups that a script has added to the list."""
-        binding = binding_of(self)
-        if binding is not None:
-            binding.adopt_new()
-        state: dict[str, Any] = super().state_dict(*args, **kwargs)
-        return state
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Loads a state for the masters, also where a script has built the groups anew."""
-        binding = binding_of(self)
-        if binding is not None:
-            binding.adopt_new()
-        super().load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
@@ -207,30 +190,8 @@ def own_class(kind: type[Optimizer]) -> type[Optimizer]:
 def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Optimizer]:
     """Returns the subclass of ``own`` with ``mixin``'s overrides, always the same one."""
     known = known_with_mixin(mixin, own)
-    made = with_mixin(mixin, own, _averaging(own)) if known is None else known
+    made = with_mixin(mixin, own) if known is None else known
     return cast("type[Optimizer]", made)
-
-
-def _averaging(own: type[Optimizer]) -> dict[str, Any]:
-    """Returns the override of ``synchronize``, where the optimizer's own class has that method.
-
-    Note [Synchronize]
-        The optimizers of Horovod and BytePS average gradients over ranks by themselves: in
-        ``synchronize``, which ``step`` calls, or scripts inside the ``scale_loss`` block, so that
-        an overflow in any rank reaches all. There the gradients are still the model's, while what
-        the optimizer keeps beside its groups are masters.
-    """
-    method: Callable[..., Any] | None = getattr(own, "synchronize", None)
-    if method is None:
-        return {}
-
-    @functools.wraps(method)
-    def synchronize(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        binding = binding_of(self)
-        with nullcontext() if binding is None else binding.averaging():
-            return method(self, *args, **kwargs)
-
-    return {"synchronize": untraced(synchronize)}
 
 
 def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
@@ -261,30 +222,14 @@ def _wrap_step(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[...,
     return step
 
 
-def _validate_group(binding: Binding, param_group: object) -> None:
-    if not isinstance(param_group, dict):
-        raise TypeError(
-            f"add_param_group got a {type(param_group).__name__}; it takes one dict, such as "
-            '{"params": [...]}. Call it once for each group.'
-        )
-    if "params" not in param_group:
-        raise KeyError(  # which shows its message as a literal, quotes escaped
-            f"add_param_group got a group without params; its keys are: "
-            f"{', '.join(map(str, param_group))}. Pass the parameters under the key params."
-        )
-    params = param_group["params"]
-    if isinstance(params, torch.Tensor):
-        params = param_group["params"] = [params]
-    elif not isinstance(params, set | list):
-        params = param_group["params"] = list(params)
-    tensors = [item[1] if isinstance(item, tuple) else item for item in params]
-    for param in tensors:
-        if is_lazy(param):
-            raise ValueError(
-                "add_param_group got a parameter that is not initialized yet (a lazy module). Run "
-                "one batch through the module first, so that its shapes are known."
-            )
-    if binding.steps_any(param for param in tensors if isinstance(param, torch.Tensor)):
+def _check_group(binding: Binding, group: Any) -> None:
+    """Refuses a parameter whose master is in a group already, which torch does not find."""
+    given = group.get("params", ()) if isinstance(group, dict) else ()  # torch tells what is wrong
+    if isinstance(given, Iterator):
+        given = group["params"] = list(given)
+    params = [given] if isinstance(given, torch.Tensor) else given
+    tensors = (item[1] if isinstance(item, tuple) else item for item in params)
+    if binding.steps_any(each for each in tensors if isinstance(each, torch.Tensor)):
         raise ValueError(
             "add_param_group got a parameter that is already in a group of this optimizer, as its "
             "fp32 master. Each parameter may be in one group only."

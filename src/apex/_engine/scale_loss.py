@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from apex._engine.autocast.blocks import PassCasts
+from apex._engine.autocast.pass_casts import PassCasts
 from apex._engine.gradients import PassGradients
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._torch.dynamo import untraced
@@ -85,7 +86,8 @@ class BackwardPass:
         self._flagged = bindings if flagged is None else flagged
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        self._casts = PassCasts(casts)
+        self._spec = casts
+        self._casts = ExitStack()
         self._state = _State.NEW
         self._continued: BackwardPass | None = None
         self._mistakes = mistakes
@@ -114,10 +116,11 @@ class BackwardPass:
             self._scale_version = self._scaler.version
             self._make_room()
         try:
-            self._casts.__enter__()
+            if self._spec is not None:
+                self._casts.enter_context(PassCasts(self._spec))
             self._inspect(scaled_loss)
         except BaseException:
-            self._casts.__exit__()
+            self._casts.close()
             self._abort()
             raise
         return scaled_loss
@@ -175,13 +178,13 @@ class BackwardPass:
         traceback: TracebackType | None,
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
-        self._casts.__exit__()
+        self._casts.close()
         inspection, self._inspection = self._inspection, None
         if error is not None:
             self._abort()
             return
         if inspection is not None:
-            inspection.end_of_gradients(delayed=self._delay_unscale)
+            inspection.end_of_gradients()
         if not self._delay_unscale:
             self.finish()
         elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
@@ -233,7 +236,7 @@ class BackwardPass:
                 if id(binding) not in left:
                     binding.note_overflow(scaler.found_inf)
         if moves:
-            scaler.update([binding.iteration for binding in bindings], own=own is not None)
+            scaler.update(len(bindings), own=own is not None)
 
     def _abort(self) -> None:
         """Drops the gradients of the pass; one that continues others leaves what it added."""

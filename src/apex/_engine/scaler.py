@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
-from apex._engine.events import Iteration, ScaleUpdate
+from apex._engine.events import ScaleUpdate
 from apex._engine.readback import Readback
 from apex._torch import dtensor
 from apex._torch.copies import moved
@@ -106,11 +106,11 @@ class Scaler(ABC):
             dtensor.all_reduce_(self.found_inf, over, "MAX")
 
     @abstractmethod
-    def update(self, iterations: Iterable[Iteration], *, own: bool = False) -> None:
+    def update(self, optimizers: int, *, own: bool = False) -> None:
         """Ends the pass: updates a dynamic scale from its flag, or counts a static one's step.
 
         Args:
-            iterations: The present iteration of each optimizer of the pass, for the report.
+            optimizers: Number of optimizers of the pass, for the report.
             own: Whether ``own_update`` has updated a dynamic scale already.
         """
 
@@ -201,7 +201,7 @@ class StaticScaler(Scaler):
         if values and factor != 1.0:
             unscale_(values, factor)
 
-    def update(self, iterations: Iterable[Iteration], *, own: bool = False) -> None:
+    def update(self, optimizers: int, *, own: bool = False) -> None:
         """Counts a step."""
         self._clean_steps += 1
 
@@ -229,24 +229,21 @@ class DynamicScaler(Scaler):
 
     dynamic = True
 
-    def __init__(self, rule: ScaleRule, *, loss_id: int = 0, initial: float | None = None) -> None:
-        """Starts at ``initial``; by default at 2**16, clamped to the rule's bounds.
+    def __init__(
+        self, rule: ScaleRule, *, loss_id: int = 0, initial: float = INITIAL_SCALE
+    ) -> None:
+        """Starts at ``initial``, clamped to the rule's bounds.
 
         Raises:
             ValueError: If ``initial`` is not positive and finite.
         """
-        if initial is None:
-            initial = min(max(INITIAL_SCALE, rule.least), rule.greatest)
-        super().__init__(checked_static(initial), rule, loss_id)
+        first = min(max(checked_static(initial), rule.least), rule.greatest)
+        super().__init__(first, rule, loss_id)
         self.clean_steps = torch.tensor(0, dtype=torch.int32, device="cpu")
-        self._in_range = rule.least <= initial <= rule.greatest
-        self._readback: Readback[Sequence[Iteration]] = Readback()
-        self._skipping: dict[int, Iteration] = {}
+        self._readback: Readback[int] = Readback()
         self._skipped_in_row = 0
 
     def set_rule(self, rule: ScaleRule) -> None:
-        wider = rule.least <= self.rule.least and self.rule.greatest <= rule.greatest
-        self._in_range = self._in_range and wider
         super().set_rule(rule)
         self.clean_steps.clamp_(max=rule.window - 1)
 
@@ -270,18 +267,12 @@ class DynamicScaler(Scaler):
             factor = inverse if isinstance(inverse, Tensor) else self.inverse(self.loss_scale)
             unscale_and_check_(values, factor, self.found_inf)
 
-    def update(self, iterations: Iterable[Iteration], *, own: bool = False) -> None:
+    def update(self, optimizers: int, *, own: bool = False) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""
         # First, because memory may run out.
-        send = self._readback.prepare(tuple(iterations), self._scale_and_flag)
+        send = self._readback.prepare(optimizers, self._scale_and_flag)
         if not own:
-            update_scale_(
-                self.loss_scale,
-                self.clean_steps,
-                self.found_inf,
-                self.rule,
-                in_range=self._in_range,
-            )
+            update_scale_(self.loss_scale, self.clean_steps, self.found_inf, self.rule)
         self.pending = False
         self.version += 1
         send()
@@ -289,21 +280,13 @@ class DynamicScaler(Scaler):
     def read_updates(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host; with ``block_on_read``, all."""
         updates = []
-        for sent, (loss_scale, found_inf) in self._readback.poll(wait=self.block_on_read):
+        for optimizers, (loss_scale, found_inf) in self._readback.poll(wait=self.block_on_read):
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            optimizers = self._newly(sent, overflow=overflow)
             updates.append(
                 ScaleUpdate(self.loss_id, loss_scale, overflow, optimizers, self._skipped_in_row)
             )
         return updates
-
-    def _newly(self, iterations: Sequence[Iteration], *, overflow: bool) -> int:
-        if not overflow:
-            return len(iterations)
-        new = [each for each in iterations if self._skipping.get(each.optimizer) != each]
-        self._skipping.update((each.optimizer, each) for each in new)
-        return len(new)
 
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number
@@ -312,11 +295,9 @@ class DynamicScaler(Scaler):
         return int(self.clean_steps)  # sync: the caller asks for a host number
 
     def set_scale(self, loss_scale: float) -> None:
-        """Sets the scale, which may exceed the rule's bounds; updates continue from it."""
-        loss_scale = checked_static(loss_scale)
-        self._in_range = self.rule.least <= loss_scale <= self.rule.greatest
+        """Sets the scale, which may exceed the rule's bounds until the next update."""
+        self.loss_scale.fill_(checked_static(loss_scale))
         self.version += 1
-        self.loss_scale.fill_(loss_scale)
 
     def set_clean_steps(self, clean_steps: int) -> None:
         self.clean_steps.fill_(min(clean_steps, self.rule.window - 1))
@@ -331,12 +312,11 @@ def scaler_for(
     rule: ScaleRule,
     *,
     loss_id: int = 0,
-    initial: float | None = None,
+    initial: float = INITIAL_SCALE,
 ) -> Scaler:
     """Returns the scaler for ``loss_scale``, a number or ``"dynamic"``.
 
-    A dynamic scale starts at ``initial`` (multiplier); by default at 2**16, within the rule's
-    bounds.
+    A dynamic scale starts at ``initial`` (multiplier), within the rule's bounds.
 
     Raises:
         ValueError: If the scale is not positive and finite.

@@ -14,29 +14,31 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
+from apex._core.op_table import CastSpec
 from apex._core.param_groups import is_trained, params_of
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import masters, optimizer_class
 from apex._engine import model as conversion
 from apex._engine import restore as restoring
-from apex._engine.autocast.region import CastRegion, CastSpec, UncastRegion, settle
+from apex._engine.autocast.ambient import settle
+from apex._engine.autocast.region import CastRegion, UncastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.binding import Binding
-from apex._engine.communication import Communicator, note_compiled_run
+from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import LazyMaster, Master, Masters
 from apex._engine.mistakes import Mistake, Mistakes
-from apex._engine.model import ModelPlan, sharding
+from apex._engine.model import ModelPlan
 from apex._engine.optimizer_class import AmpOptimizer
 from apex._engine.scale_loss import BackwardPass
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
-from apex._torch.dynamo import before_each_run, untraced
-from apex._torch.modules import named_tensors
+from apex._torch.dynamo import untraced
 
 Listener = Callable[["Session", ScaleUpdate], None]
 
@@ -96,10 +98,8 @@ class Session:
         self.masters = Masters(LazyMaster if lazy else Master)
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._communicator = Communicator(self.scalers)
+        self._communicator = Communicator(self.scalers, self.masters)
         self._shards: list[weakref.ref[object]] = []
-        self._prepared: frozenset[int] = frozenset()
         self._versions: dict[int, int] = {}  # of 16-bit weights, at first
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
@@ -136,20 +136,18 @@ class Session:
             steps.push(self.close)
             self.start()
             if self.policy.master_weights:
-                _watch_steps(self)
+                _step_watch.add(self)
                 params = chain.from_iterable(model.parameters() for model in models)
                 self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
             restoring.match_states(optimizers, old_dtypes)
             self._models.update(models)
-            tensors = (named_tensors(model).values() for model in models)
-            self._prepared = frozenset(map(id, chain.from_iterable(tensors)))
             groups = (group for model in models for group in fsdp.param_groups(model))
             self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
         before = conversion.floating_tensors(model)
         undo.push(conversion.undo_convert, model)
-        conversion.convert(model, plan, self.region, masters=self, owner=self, undo=undo)
+        conversion.convert(model, plan, self.region, self, undo)
         undo.push(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 
@@ -266,8 +264,6 @@ class Session:
         sends = list(map(_sends, bindings))  # of each, as ranks may communicate here
         delays = delay_unscale or not all(sends)
         for owner in owners:
-            if owner._prepared:
-                owner._check_sharding(bindings)
             delays = delays or (bool(owner._shards) and owner._defers_reduction())
             for other, shares in owner.others(bindings):
                 (flagged if shares else others).append(other)
@@ -285,11 +281,6 @@ class Session:
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
         )
-
-    def _check_sharding(self, bindings: Sequence[Binding]) -> None:
-        trained = [p for b in bindings for p in b.trained() if id(p) in self._prepared]
-        sharding.check_order(self._models, trained)
-        self._prepared = frozenset()
 
     def _defers_reduction(self) -> bool:
         return fsdp.defers_reduction(ref() for ref in self._shards)
@@ -333,11 +324,6 @@ class Session:
 
     # -- called by models --------------------------------------------------------------------
 
-    def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
-        """Adds a deep copy of a model, to which an optimizer copied with it may add modules."""
-        self._copies.add(copied)
-        self.masters.keep_alike(named_tensors(model), named_tensors(copied), copied)
-
     def master_of(self, param: Tensor) -> Tensor | None:
         return self.masters.master_of(param)
 
@@ -350,8 +336,6 @@ class Session:
 
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)
-        if traced:
-            before_each_run(note_compiled_run)
 
     def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
         """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""
@@ -363,21 +347,18 @@ class Session:
                 yield each, not trained.isdisjoint(map(id, each.trained()))
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
-        self._communicator.forget_users()  # they may belong to another wrapper
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
-        for model in (*self._models, *self._copies) if unknown else ():
+        for model in self._models if unknown else ():
             late = conversion.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``, whose own were cleared."""
-        cleared = {id(param) for param in params}
-        self.masters.clear_grads(cleared, set_to_none=set_to_none)
+        cleared = self.masters.clear_grads({*map(id, params)}, set_to_none=set_to_none)
         for binding in self.bindings:
-            if cleared.issuperset(id(param) for param in binding.trained()):
-                binding.note_cleared()
+            binding.note_cleared(cleared)
 
-    def _after_other_step(self, optimizer: Optimizer) -> None:
+    def after_other_step(self, optimizer: Optimizer) -> None:
         """Rounds masters that an optimizer stepped which amp has not prepared.
 
         Of one that steps 16-bit weights itself, it warns.
@@ -401,25 +382,47 @@ class Session:
             increment_version(low)
 
 
+class _StepWatch:
+    """A hook on the steps of all optimizers, while sessions with masters live.
+
+    It is removed with the last one, but not beside hooks of others: torch may just iterate over
+    them, as sessions end wherever Python collects them. It then stays, idle, for the next session.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: list[weakref.ref[Session]] = []
+        self._handle: RemovableHandle | None = None
+
+    def add(self, session: Session) -> None:
+        """Watches for ``session``, as long as it lives."""
+        self._sessions.append(weakref.ref(session))
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._after_step)
+        weakref.finalize(session, self._end).atexit = False
+
+    @untraced
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for reference in () if masters.PREPARED in vars(optimizer) else [*self._sessions]:
+            session = reference()
+            if session is not None:
+                session.after_other_step(optimizer)
+
+    def _end(self) -> None:
+        self._sessions = [each for each in self._sessions if each() is not None]
+        hooks: Any = self._handle and self._handle.hooks_dict_ref()
+        if self._handle is not None and not self._sessions and len(hooks) == 1:
+            self._handle.remove()
+            self._handle = None
+
+
+_step_watch = _StepWatch()
+
+
 def _sends(binding: Binding) -> bool:
     """Returns whether ranks share the gradients of a pass that begins now, if they are to."""
     owner: Any = binding.owner
     communicator: Communicator = owner._communicator
-    return communicator.of_pass(binding)
-
-
-def _watch_steps(session: Session) -> None:
-    """Hooks into the steps of other optimizers for as long as a session with masters lives."""
-    reference = weakref.ref(session)
-
-    @untraced
-    def after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        session = None if masters.PREPARED in vars(optimizer) else reference()
-        if session is not None:
-            session._after_other_step(optimizer)
-
-    handle = register_optimizer_step_post_hook(after_step)
-    weakref.finalize(session, handle.remove).atexit = False
+    return communicator.sends(binding)
 
 
 def _end(region: CastRegion, functions: UserRegistry | None) -> None:

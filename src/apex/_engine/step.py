@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from apex._engine import block_step, masters
-from apex._engine.autocast.blocks import UncastBlock
+from apex._engine.autocast.region import UncastBlock
 from apex._engine.block_step import BlockStep, fused_kind
 from apex._engine.mistakes import inspect_step
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -55,7 +55,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
         return run() if closure is None else run(closure)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
-    binding.settle(steps=True, takes=False)
+    binding.settle(takes=False)
     inspect_step(binding)
     off = UncastBlock()
     blocks: BlockStep | None = None
@@ -162,7 +162,7 @@ def _spans_devices(binding: Binding, flag: Tensor) -> bool:
 
 @untraced_frame
 def _step_with_closure(binding: Binding, run: Run, closure: Closure) -> Any:
-    binding.read_masters(steps=True)
+    binding.read_masters()
     off = UncastBlock()
     try:
         _begin(binding, off)
@@ -212,7 +212,7 @@ def _evaluation(binding: Binding, closure: Closure, off: UncastBlock) -> Callabl
         masters.round_into_model(binding.pairs)
         with _suspended(off):
             loss = closure()
-        binding.settle(steps=True)
+        binding.settle()
         inspect_step(binding, in_closure=True)
         for pair in binding.pairs:
             pair.mark_written()

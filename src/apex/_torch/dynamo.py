@@ -11,19 +11,14 @@ import torch
 
 from apex._torch.dispatcher import release
 
-traces_copy = release >= (2, 12)
-"""Whether ``copy.copy`` of a dataclass can be traced."""
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # torch.compiler.disable does the same, but imports all of dynamo and costs 2 us per call.
-_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_eval_frame: Any = torch._C._dynamo.eval_frame
 
 
 def _mark(fn: Callable[P, R], *, recursive: bool) -> Callable[P, R]:
-    if _eval_frame is None:  # a build without dynamo
-        return fn
     set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
     if set_strategy is None:  # before torch 2.8
         marked: Any = _without_dynamo(fn) if recursive else fn
@@ -64,13 +59,21 @@ def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
     return _mark(fn, recursive=False)
 
 
-def untraced_if_called(fn: Callable[P, R]) -> Callable[P, R]:
-    """As :func:`untraced`, but compiled code that calls ``fn`` has it traced in."""
-    # Before torch 2.8, what turns dynamo off for calls cannot be traced.
-    marked: Any = _mark(fn, recursive=release >= (2, 8))
-    marked._torchdynamo_disable = False
-    result: Callable[P, R] = marked
-    return result
+def inlined(*, calls: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Marks a function to run in eager mode, except where compiled code calls it and traces it.
+
+    Args:
+        calls: Whether functions that it calls in eager mode may be compiled.
+    """
+
+    def mark(fn: Callable[P, R]) -> Callable[P, R]:
+        # Before torch 2.8, what turns dynamo off for calls cannot be traced.
+        marked: Any = _mark(fn, recursive=not calls and release >= (2, 8))
+        marked._torchdynamo_disable = False
+        result: Callable[P, R] = marked
+        return result
+
+    return mark
 
 
 def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
@@ -110,23 +113,12 @@ def _guard_of(fn: Callable[[], object]) -> Callable[[Any, object], None]:
 
 
 @untraced_frame
-def _callback() -> Any:
-    """Returns what dynamo calls for each frame of this thread."""
-    if release >= (2, 13):
-        return _eval_frame.get_eval_frame_callback()
-    # torch 2.6 returns it without a reference of its own, which frees it too early.
-    callback = _eval_frame.set_eval_frame(None)
-    _eval_frame.set_eval_frame(callback)
-    return callback
-
-
-@untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""
     if "torch._dynamo" not in sys.modules:
         return False
-    if _eval_frame is not None and callable(_callback()):
-        return True
+    callback = _eval_frame.set_eval_frame(None)  # what dynamo calls for each frame of this thread
+    _eval_frame.set_eval_frame(callback)
     guards = torch._guards
-    tracing = guards.TracingContext.try_get() is not None
-    return tracing or guards.CompileContext.try_get() is not None
+    contexts = guards.TracingContext, guards.CompileContext
+    return callable(callback) or any(context.try_get() is not None for context in contexts)

@@ -12,12 +12,12 @@ from apex._torch import ranks
 from apex.amp import scaler_states
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
 from apex.amp.properties import Properties
+from apex.amp.scaler import LossScaler, LossScalers
 
 if TYPE_CHECKING:
     from apex._engine.scaler import Scaler
     from apex._engine.session import Session
     from apex.amp.handle import AmpHandle
-    from apex.amp.scaler import LossScaler, LossScalers
 
 
 class AmpState:
@@ -105,15 +105,11 @@ class AmpState:
         options = session.options
         return not isinstance(options, Properties) or bool(options.options["enabled"])
 
-    def hold_handle(self, handle: AmpHandle) -> None:
-        """Stores the handle of ``amp.init``, which keeps its session alive."""
-        self._init_handle, self._assigned_handle = handle, None
-
-    def release_handle(self) -> None:
-        """Deactivates and drops the handle of an earlier ``amp.init``."""
+    def hold_handle(self, handle: AmpHandle | None) -> None:
+        """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""
         if self._init_handle is not None:
             self._init_handle._deactivate()
-            self._init_handle = None
+        self._init_handle, self._assigned_handle = handle, None
 
     # -- apex's view -------------------------------------------------------------------------
 
@@ -123,8 +119,6 @@ class AmpState:
 
         Assign to it, or modify it as a list, to replace scalers.
         """
-        from apex.amp.scaler import LossScalers
-
         session = self.current()
         return LossScalers(self._sessionless_scalers if session is None else session.scalers)
 

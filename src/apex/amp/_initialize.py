@@ -70,8 +70,6 @@ def custom_cast() -> AppliedCast | None:
 
     ``amp.initialize`` calls this once, so replace them in ``apex.amp._initialize`` before that.
     """
-    if (applier, to_type) == _DEFAULT:
-        return None
-    return AppliedCast(
-        None if applier is _DEFAULT[0] else applier, None if to_type is _DEFAULT[1] else to_type
-    )
+    present = zip((applier, to_type), _DEFAULT, strict=True)
+    own = [fn if fn is not default else None for fn, default in present]
+    return AppliedCast(*own) if any(own) else None

@@ -109,11 +109,10 @@ def init(
     if enabled:
         session = start_o1_session(loss_scale, allow_banned=allow_banned)
         handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
-    _amp_state.release_handle()
+    _amp_state.hold_handle(handle)
     if enabled:
         fp16 = (s for s in _amp_state.sessions() if s.policy.param_dtype is torch.float16)
         handle.cast_in(model for session in fp16 for model in session.models)
     if all(session.options is None for session in _amp_state.sessions()):
         _amp_state.opt_properties = Properties({"enabled": enabled})
-    _amp_state.hold_handle(handle)
     return handle

@@ -294,9 +294,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     second load before them replaces the first. Calls with ``enabled=False`` take none; after such
     a call, with nothing else prepared, this function does nothing.
 
-    With several live sessions, a checkpoint with as many entries as the newest session has losses
-    is loaded into that session, with a log message; one with as many as all sessions together is
-    loaded into all.
+    With several live sessions, a checkpoint with as many entries as the newest has losses is loaded
+    into that session, and others into all, in order.
 
     A dynamic scale is not loaded into a static scaler, nor the reverse; the logger ``apex`` reports
     it. If the number of scalers differs, the first ones are loaded, with a warning.
@@ -316,7 +315,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     _amp_state.pending_states = [] if scalers else states
     if not scalers:
         return
-    scalers = _target_scalers(states, scalers)
+    newest = _amp_state.scaling()[-1].scalers
+    if len(states) == len(newest):
+        scalers = newest
     if len(states) != len(scalers):
         warnings.warn(
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
@@ -326,18 +327,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             stacklevel=2,
         )
     scaler_states.set_scalers(scalers, states)
-
-
-def _target_scalers(states: Sequence[object], scalers: list[Scaler]) -> list[Scaler]:
-    """Returns the scalers to load a checkpoint into: all, or those of the newest session."""
-    newest = _amp_state.scaling()[-1].scalers
-    if len(states) in (len(scalers), 0) or len(states) != len(newest):
-        return scalers
-    _log.warning(
-        f"amp.load_state_dict: the checkpoint has {len(states)} loss scalers, which the newest "
-        f"amp.initialize call takes; the {len(scalers) - len(newest)} of earlier calls are kept."
-    )
-    return newest
 
 
 def _live_scalers() -> list[Scaler]:

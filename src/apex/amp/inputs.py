@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from, params_of
 from apex._engine import model as conversion
-from apex._engine.model import ModelPlan, sharding
+from apex._engine.model import ModelPlan
 from apex._engine.optimizer_class import binding_of
 from apex.amp._amp_state import _amp_state
 
@@ -63,14 +63,8 @@ def rules(name: str, given: object) -> tuple[Any, ...]:
 def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:
     """Raises the errors that :func:`apex.amp.initialize` documents for models."""
     _check_distinct(models)
-    for model in models:
-        conversion.check(
-            model,
-            plan,
-            op_casts=op_casts,
-            allow_float64=_amp_state.allow_incoming_model_not_fp32,
-            others=[other for other in models if other is not model],
-        )
+    wide = _amp_state.allow_incoming_model_not_fp32
+    conversion.check(models, plan, refuse_float64=op_casts and not wide)
 
 
 def _check_distinct(models: Sequence[nn.Module]) -> None:
@@ -118,14 +112,6 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
             "optimizer once, or call amp.restore(model, optimizer) first."
         )
-    root: Any = type(optimizer)
-    while root.__base__.__dictoffset__:
-        root = root.__base__
-    if root is not Optimizer:  # Python gives no object a class of another layout
-        raise TypeError(
-            f"amp.initialize got an optimizer ({name}) whose class {root.__name__} has "
-            f"{root.__base__.__name__} as its first base. List torch.optim.Optimizer first."
-        )
     params = params_of(optimizer)
     if not params:
         raise ValueError(
@@ -138,7 +124,7 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             "models. Pass the model that it trains, and create the optimizer after moving the "
             "model to its device."
         )
-    sharding.check_optimizer(optimizer)
+    conversion.check_optimizer(optimizer)
 
 
 def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:

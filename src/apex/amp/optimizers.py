@@ -87,7 +87,7 @@ def _warn_inside_block(binding: Binding) -> None:
     inside = opened is not None and opened.is_open and opened.gradients.scaled and binding.pairs
     # While a pass runs, hooks may ask for the masters, for instance to step them.
     if inside and binding.owner is not None and backward_id() == -1:
-        binding.owner.mistakes.warn(Mistake.MASTERS_INSIDE)
+        binding.owner.mistakes.warn(Mistake.CLIPPED_INSIDE)
 
 
 class AmpStash:

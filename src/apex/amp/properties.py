@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def resolve(
     values = {name: _PARSERS[name](name, value) for name, value in given.items()}
     if defaults.patch_torch_functions and values.get("cast_model_type") is False:
         del values["cast_model_type"]
-    for name, problem in _meaningless(defaults, values):
+    for name, problem in _meaningless(defaults, values).items():
         if not hard_override:
             raise RuntimeError(problem)
         warnings.warn(problem, UserWarning, stacklevel=3)
@@ -131,36 +131,29 @@ def to_policy(properties: Properties) -> Policy:
     )
 
 
-def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the overrides in ``values`` that have no meaning at the level, with the error message.
+_NOT_WITH_CASTS = {
+    "keep_batchnorm_fp32": "parameters stay fp32 and batch norm follows its input",
+    "master_weights": "the model's own parameters are fp32",
+    "cast_model_type": "operators cast and the model stays fp32",
+}
+"""Why an override has no meaning at O1 and O4."""
 
-    The caller may delete one from ``values`` before it asks for the next.
-    """
-    level, full = defaults.opt_level, "O2" if defaults.opt_level == "O1" else "O5"
-    reasons, remedy = (
-        {
-            "patch_torch_functions": f"the whole model runs in {defaults.cast_model_type}",
-            "patch_torch_functions_type": f"the whole model runs in {defaults.cast_model_type}",
-        },
-        "'O1' (fp16) or 'O4' (bf16), which cast around operators",
-    )
+
+def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the overrides that have no meaning at the level, each with the error message."""
     if defaults.patch_torch_functions:
-        reasons, remedy = (
-            {
-                "keep_batchnorm_fp32": "parameters stay fp32 and batch norm follows its input",
-                "master_weights": "the model's own parameters are fp32",
-                "cast_model_type": "operators cast and the model stays fp32",
-            },
-            repr(full),
-        )
+        reasons, remedy = _NOT_WITH_CASTS, repr({"O1": "O2", "O4": "O5"}[defaults.opt_level])
+    else:
+        why = f"the whole model runs in {defaults.cast_model_type}"
+        reasons = dict.fromkeys(("patch_torch_functions", "patch_torch_functions_type"), why)
+        remedy = "'O1' (fp16) or 'O4' (bf16), which cast around operators"
     accepted = {"cast_model_type": _FP32, "patch_torch_functions": False}
-    for name, why in reasons.items():
-        if name in values and values[name] != accepted.get(name):
-            yield (
-                name,
-                f"{name}={values[name]} has no meaning at {level}, where {why}. Leave it None, or "
-                f"use opt_level {remedy}.",
-            )
+    return {
+        name: f"{name}={values[name]} has no meaning at {defaults.opt_level}, where {why}. "
+        f"Leave it None, or use opt_level {remedy}."
+        for name, why in reasons.items()
+        if name in values and values[name] != accepted.get(name)
+    }
 
 
 def _as_master_weights(name: str, value: object) -> bool:

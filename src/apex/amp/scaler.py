@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -20,6 +20,9 @@ __getattr__ = _unavailable.names_instead(
     __name__,
     {"axpby_check_overflow_python": _LOOP, "scale_check_overflow_python": _LOOP},
 )
+
+
+_OF_RULE = "_scale_seq_len", "_min_loss_scale", "_max_loss_scale"
 
 
 def _of_rule(name: str) -> Any:
@@ -74,9 +77,7 @@ class LossScaler:
             scale_factor, scale_window, floor=min_loss_scale, ceiling=max_loss_scale
         )
         scale = as_loss_scale("loss_scale", loss_scale)
-        # The default is clamped to the bounds; a value that the caller chose is not.
-        initial = None if init_scale == INITIAL_SCALE else init_scale
-        self._view(scaler_for(scale, rule, initial=initial))
+        self._view(scaler_for(scale, rule, initial=init_scale))
 
     @classmethod
     def over(cls, scaler: Scaler) -> LossScaler:
@@ -89,17 +90,20 @@ class LossScaler:
         self._scaler = scaler
         scaler.view = self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies the values into an independent scaler; waits for the device."""
-        rule, scale = self._scaler.rule, self._scaler.read_scale()
-        if not self.dynamic:
-            return type(self), (scale,)
-        bounds = rule.growth_interval, rule.floor, rule.ceiling
-        return type(self), ("dynamic", scale, rule.growth_factor, *bounds), self._unskipped
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the values under apex's names, for an independent copy; waits for the device."""
+        names = ("dynamic", "_loss_scale", "_unskipped", *_OF_RULE)
+        return {name: getattr(self, name) for name in names} | {
+            "scale_factor": self._scaler.rule.growth_factor
+        }
 
-    def __setstate__(self, unskipped: int) -> None:
-        """Restores the count of clean steps, which the constructor does not take."""
-        self._unskipped = unskipped
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Takes the values of a file, also of apex's own scaler."""
+        window, least, most = (state[name] for name in _OF_RULE)
+        factor, scale = state.get("scale_factor", 2.0), state["_loss_scale"]
+        rule = ScaleRule.symmetric(factor, window, floor=least, ceiling=most)
+        self._view(scaler_for("dynamic" if state["dynamic"] else scale, rule, initial=scale))
+        self._unskipped = state["_unskipped"]
 
     @property
     def dynamic(self) -> bool:
@@ -214,7 +218,7 @@ class LossScaler:
         the device if the scale is dynamic.
         """
         overflow = self.dynamic and self._scaler.read_found_inf()
-        self._scaler.update(())
+        self._scaler.update(0)
         self._scaler.read_updates()
         return overflow
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from apex._core.op_table import CastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import CastSpec
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.devices import accelerator, cpu_features

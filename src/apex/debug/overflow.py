@@ -539,7 +539,7 @@ class OverflowDetector(Detector):
 
     def _sessions(self) -> list[Session]:
         """Returns the sessions of the models and of modules inside them."""
-        owners = dict.fromkeys(state.owner for _, state in self.tracker.prepared())
+        owners = dict.fromkeys(state.link.source for _, state in self.tracker.prepared())
         return [owner for owner in owners if isinstance(owner, Session)]
 
 

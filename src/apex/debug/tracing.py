@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -254,7 +253,7 @@ class Trace:
                     "by one, and a GradScaler as scaler=."
                 )
         self._tracker = Tracker(*models)
-        self._thread = 0
+        self._entered = False
         self._hooks = ExitStack()
         self.mode: TorchDispatchMode | None = None
 
@@ -268,11 +267,11 @@ class Trace:
         Raises:
             RuntimeError: If the trace was entered before.
         """
-        if self._thread:
+        if self._entered:
             raise RuntimeError(
                 f"This trace was entered before, and a trace traces once. Call {self._NAME} again."
             )
-        self._thread = threading.get_ident()
+        self._entered = True
         detector = self._detector()
         with ExitStack() as hooks:
             hooks.enter_context(self._tracker)
@@ -284,16 +283,7 @@ class Trace:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops tracing, removes all hooks and releases the models.
-
-        Raises:
-            RuntimeError: If another thread entered the trace, and goes on tracing.
-        """
-        if self.mode is not None and self._thread != threading.get_ident():
-            raise RuntimeError(
-                f"{self._NAME} ends in another thread than it began in, whose operators it traces. "
-                "End it in that one: `with` the trace in the function that the thread runs."
-            )
+        """Stops tracing, removes all hooks and releases the models."""
         self.mode = None
         self._hooks.close()
 

@@ -67,20 +67,24 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     def _scale_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
         saved = state["loss_scaler"]
+
         # A dict in files of this package; in files of apex the scaler of `apex.amp`, or an older.
-        values = saved if isinstance(saved, dict) else getattr(saved, "__dict__", {})
-        scale = values.get("_loss_scale", values.get("cur_scale"))
+        def read(name: str, default: Any = None) -> Any:
+            found = saved if isinstance(saved, dict) else {name: getattr(saved, name, default)}
+            return found.get(name, default)
+
+        scale = read("_loss_scale", read("cur_scale"))
         if scale is None:
             raise ValueError(
                 f"The state's loss_scaler is {saved!r}; it must be what "
                 "FP16_Optimizer.state_dict() returned, or a loss scaler of apex."
             )
-        unskipped = values.get("_unskipped")
-        last_overflow = values.get("last_overflow_iter", -1) if unskipped is None else -1
+        unskipped = read("_unskipped")
+        last_overflow = read("last_overflow_iter", -1) if unskipped is None else -1
         return {
             "dynamic": bool(state["dynamic_loss_scale"]),
             "cur_scale": checked_static(scale),
-            "cur_iter": int(values.get("cur_iter", 0) if unskipped is None else unskipped),
+            "cur_iter": int(read("cur_iter", 0) if unskipped is None else unskipped),
             "last_overflow_iter": int(last_overflow),
         }
 

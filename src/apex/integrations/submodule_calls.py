@@ -59,8 +59,6 @@ class SubmoduleCalls:
         finally:
             self._depth -= 1
 
-    run_eagerly = run
-
     def remove(self) -> None:
         """Removes the hooks."""
         self._state.region = self._region

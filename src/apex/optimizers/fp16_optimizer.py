@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apex._core.flat import unflatten
-from apex._engine.master_wrapper import MasterWrapper, check_sizes
+from apex._engine.master_wrapper import MasterWrapper
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
@@ -25,15 +26,11 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         """
         return [_flat_memory(params) for params in self._stepped()]
 
-    def _saved_masters(self) -> list[Any]:
-        groups = self._stepped()
-        return [torch.cat([param.detach().flatten() for param in params]) for params in groups]
+    def _joined(self, params: list[nn.Parameter]) -> Any:
+        return torch.cat([param.detach().flatten() for param in params])
 
-    def _by_parameter(self, saved: Any) -> list[Tensor]:
-        groups = self._stepped()
-        own = [sum(param.numel() for param in params) for params in groups]
-        check_sizes([flat.numel() for flat in saved], own)
-        return [part for both in zip(saved, groups, strict=True) for part in unflatten(*both)]
+    def _split(self, saved: Any, params: list[nn.Parameter]) -> Sequence[Tensor]:
+        return unflatten(saved, params)
 
 
 @torch.no_grad()

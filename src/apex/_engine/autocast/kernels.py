@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex._core import op_rows
 from apex._core.op_casts import has_sparse, rules_for
 from apex._core.op_table import CastSpec, OpTable
 from apex._torch import dispatcher
 from apex._torch.dispatcher import AUTOCAST_KEYS
-from apex._torch.dynamo import untraced
+from apex._torch.dynamo import before_each_run, untraced
 
 Kernel = Callable[..., Any]
+
+_PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
 
 _live: dict[int, CastSpec] = {}  # oldest first
 _numbers = itertools.count()
@@ -70,6 +72,18 @@ def newest(device: str, dtype: torch.dtype) -> CastSpec | None:
         if spec.dtype is dtype and device in spec.device_types:
             return spec
     return None
+
+
+@functools.cache
+def _guard(device: str, dtype: torch.dtype, spec: CastSpec | None) -> Callable[[], None]:
+    """Returns a function that raises once other rows apply than in compiled code."""
+
+    def check() -> None:
+        now = newest(device, dtype)
+        if now is not spec and now != spec:
+            raise RuntimeError("other rows apply now")
+
+    return check
 
 
 _TAG = "-apex-"
@@ -125,29 +139,15 @@ def _build(op: str, device: str) -> Kernel:
     call, rules = dispatcher.direct_call(op), rules_for(op, dispatcher.schema(op))
     fall_through, uncast = _fall_through(op, device), dispatcher.without_autocast(device)
     own, native = dispatcher.own_kernel(op, device), native_category(op, device)
-    inside = not dispatcher.has_autocast(op, device)  # inner rows of torch's cast, if any
-    # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
-    cudnn = device == "cuda" and torch.version.hip is None
-
-    def category_of(keyset: Any, args: Any, low: torch.dtype) -> str | None:
-        spec = newest(device, low)
-        if spec is None:
-            return None if inside else native
-        category = _row(op, device, spec.table)
-        if category == "low_precision" and has_sparse(args):
-            return "fp32"
-        if category == "banned" and spec.allow_banned:
-            return "fp32"
-        if category == "recurrent" and cudnn and low is torch.float16:
-            return None
-        if category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
-            return None  # torch's own kernels work in place on memory of their own
-        return category
+    unless_inside = native if dispatcher.has_autocast(op, device) else None
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype(device)
-        category = category_of(keyset, args, low)
+        spec = newest(device, low)
+        if type(args[0]) not in _PLAIN:
+            before_each_run(_guard(device, low, spec))
+        category = unless_inside if spec is None else _category(op, device, spec, keyset, args)
         if own is not None and category == native:
             return own(keyset, *args, **kwargs)
         rule = rules.get(category)
@@ -158,6 +158,21 @@ def _build(op: str, device: str) -> Kernel:
             return call(*args, **kwargs)
 
     return _of_constants(kernel) if op == "equal" else kernel
+
+
+def _category(op: str, device: str, spec: CastSpec, keyset: Any, args: Any) -> str | None:
+    """Returns how one call casts; None if not at all."""
+    category = _row(op, device, spec.table)
+    if category == "low_precision" and has_sparse(args):
+        return "fp32"
+    if category == "banned" and spec.allow_banned:
+        return "fp32"
+    if category == "recurrent" and device == "cuda" and torch.version.hip is None:
+        # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
+        return None if spec.dtype is torch.float16 else category
+    if category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
+        return None  # torch's own kernels work in place on memory of their own
+    return category
 
 
 def _fall_through(op: str, device: str) -> Kernel:

@@ -1,6 +1,7 @@
 """Model conversion and restoration: dtypes of parameters, inputs and outputs; fp32 state dicts."""
 
 from apex._engine.model.checks import check as check
+from apex._engine.model.checks import check_optimizer as check_optimizer
 from apex._engine.model.checks import refuse_inference_mode as refuse_inference_mode
 from apex._engine.model.convert import convert as convert
 from apex._engine.model.convert import convert_late as convert_late

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, jit, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from apex._engine.model import sharding
-from apex._engine.model.plan import (
-    ModelPlan,
-    fp32_modules,
-    matches,
-    named_submodules,
-    planned_dtypes,
-)
+from apex._core import dtypes
+from apex._core.param_groups import params_of
+from apex._engine.model.plan import ModelPlan, matches, named_submodules, planned_dtypes
 from apex._engine.model.state import state_of
 from apex._torch import dtensor, fsdp
-from apex._torch.modules import named_tensors, own_tensors
+from apex._torch.modules import named_tensors
 
 
-def check(
-    model: nn.Module,
-    plan: ModelPlan,
-    *,
-    op_casts: bool = False,
-    allow_float64: bool = False,
-    others: Sequence[nn.Module] = (),
-) -> None:
-    """Raises if ``model`` cannot be converted by ``plan``; changes nothing.
+def check(models: Sequence[nn.Module], plan: ModelPlan, *, refuse_float64: bool) -> None:
+    """Raises if a model cannot be converted by ``plan``; changes nothing.
 
     Args:
-        model: The model to convert.
+        models: The models to convert; a name or type in ``plan`` needs to match in one of them.
         plan: The conversion.
-        op_casts: Whether operators cast their inputs, which excludes float64 weights.
-        allow_float64: Whether to accept such weights nevertheless.
-        others: Further models of the same call; a name or type in ``plan`` needs to match in one of
-            them only.
+        refuse_float64: Whether operators cast their inputs, which excludes float64 weights.
 
     Raises:
         RuntimeError: Under ``torch.inference_mode()``; if the model is converted and either plan
@@ -51,21 +37,18 @@ def check(
         ValueError: If ``plan`` names what no model has.
     """
     refuse_inference_mode("amp.initialize")
-    for text in (each for one in (model, *others) for each in _faults(one, plan)):
-        raise RuntimeError(f"amp.initialize got {text}")
-    fsdp.reshard(model)
-    tensors = named_tensors(model)
-    cast = {id(t) for _, t, dtype in planned_dtypes(model, plan) if t.dtype is not dtype}
-    for name, tensor in tensors.items():
-        is_param = isinstance(tensor, nn.Parameter)
-        wide = is_param and op_casts and not allow_float64
-        for text in _tensor_faults(tensor, is_cast=id(tensor) in cast, wide_refused=wide):
-            kind = "parameter" if is_param else "buffer"
-            raise RuntimeError(f"amp.initialize got a model whose {kind} {name} is {text}")
-    _check_names(plan, (model, *others))
-    _check_shared(model, plan)
-    if dtensor.any_dtensor(tensors.values()):
-        sharding.check(planned_dtypes(model, plan))
+    for model in models:
+        for text in _faults(model, plan):
+            raise RuntimeError(f"amp.initialize got {text}")
+    for model in models:
+        fsdp.reshard(model)
+        planned = {id(tensor): dtype for _, tensor, dtype in planned_dtypes(model, plan)}
+        for name, tensor in named_tensors(model).items():
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            wide = refuse_float64 and kind == "parameter"
+            for text in _tensor_faults(tensor, planned.get(id(tensor)), refuse_float64=wide):
+                raise RuntimeError(f"amp.initialize got a model whose {kind} {name} is {text}")
+    _check_names(plan, models)
 
 
 def refuse_inference_mode(call: str) -> None:
@@ -86,7 +69,8 @@ def _faults(model: nn.Module, plan: ModelPlan) -> Iterator[str]:
             "weights (O0, O1, O4) can be prepared again, at one of these levels. For others, first "
             "call amp.restore(model, optimizer)."
         )
-    if isinstance(model, (DataParallel, DistributedDataParallel)):
+    library = type(model).__module__.partition(".")[0]
+    if isinstance(model, (DataParallel, DistributedDataParallel)) or library == "deepspeed":
         yield (
             f"a model wrapped in {kind}; it takes the model itself. Call amp.initialize first, "
             f"then wrap the model that it returns in {kind}."
@@ -94,12 +78,8 @@ def _faults(model: nn.Module, plan: ModelPlan) -> Iterator[str]:
     if any(map(fsdp.is_fsdp1, model.modules())):
         yield (
             f"a model ({kind}) with FullyShardedDataParallel in it, which flattens parameters. Use "
-            f"fully_shard from torch.distributed.fsdp:\n{sharding.ORDER}"
-        )
-    if type(model).__module__.partition(".")[0] == "deepspeed":
-        yield (
-            f"a model wrapped in DeepSpeed's {kind}, which does its own mixed precision. Enable "
-            "fp16 or bf16 in its config instead, or drop DeepSpeed."
+            "fully_shard(model) from torch.distributed.fsdp, then create the optimizer, then call "
+            "amp.initialize."
         )
     for name, part in model.named_modules():
         if isinstance(part, jit.ScriptModule) and (plan.casts_down or not name):
@@ -110,8 +90,11 @@ def _faults(model: nn.Module, plan: ModelPlan) -> Iterator[str]:
             )
 
 
-def _tensor_faults(tensor: Tensor, *, is_cast: bool, wide_refused: bool) -> Iterator[str]:
+def _tensor_faults(
+    tensor: Tensor, planned: torch.dtype | None, *, refuse_float64: bool
+) -> Iterator[str]:
     """Yields what makes a parameter or buffer unfit, with the way; the first is raised."""
+    is_cast = planned not in (None, tensor.dtype)
     if is_lazy(tensor):
         yield (
             "not initialized yet (a lazy module). Run one batch through the model first, so that "
@@ -124,8 +107,17 @@ def _tensor_faults(tensor: Tensor, *, is_cast: bool, wide_refused: bool) -> Iter
         )
     if tensor.is_inference() and is_cast:
         yield "made under torch.inference_mode(). Make or load the model under torch.no_grad()."
+    low = planned if planned in dtypes.LOW_PRECISION else None
+    if dtensor.is_dtensor(tensor) and dtypes.is_castable(tensor) and (low or is_cast):
+        scale = ", loss_scale='dynamic'" if low is torch.float16 else ""
+        yield (
+            "a DTensor (fully_shard, tensor parallel), which amp does not cast. For 16 bits, "
+            f"fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={low})) casts, and "
+            f"keeps fp32 shards for amp.initialize(..., opt_level='O0'{scale}). Shard an fp32 "
+            "model: model.float() before fully_shard."
+        )
     # A 0-d tensor combines with any dtype, like a Python number.
-    if wide_refused and tensor.dtype is torch.float64 and tensor.dim():
+    if refuse_float64 and tensor.dtype is torch.float64 and tensor.dim():
         yield (
             "float64; the op casts of O1 and O4 leave float64 as it is, and operators cannot "
             "combine it with 16-bit inputs. Call model.float() first, or use a level that converts "
@@ -135,46 +127,44 @@ def _tensor_faults(tensor: Tensor, *, is_cast: bool, wide_refused: bool) -> Iter
 
 def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     """Raises ValueError if ``plan`` names a module, buffer or argument that no model has."""
+    for name in ("fp32_modules", "fp32_inputs", "fp32_buffers"):
+        if getattr(plan, name) and not plan.casts_down:
+            raise ValueError(
+                f"{name} says what stays in fp32 while the rest is cast, but this level does not "
+                "cast the model to a 16-bit type. Use it at O2, O3 or O5, or leave it out."
+            )
     modules = [pair for model in models for pair in named_submodules(model)]
     for rule in plan.fp32_modules:
         if not any(matches(rule, name, module) for name, module in modules):
             own = [name if isinstance(rule, str) else type(each).__name__ for name, each in modules]
-            _refuse("fp32_modules", rule, "matches no submodule", set(own))
-    buffers = {name for model in models for name, _ in model.named_buffers()}
+            _refuse("fp32_modules", rule, "matches no submodule", own)
+    buffers = [name for model in models for name, _ in model.named_buffers()]
     for rule in plan.fp32_buffers:
-        if not any(fnmatchcase(name, rule) for name in buffers):
+        if not any(fnmatchcase(name, str(rule)) for name in buffers):
             _refuse("fp32_buffers", rule, "matches no buffer", buffers)
-    if plan.fp32_inputs:
-        params = [p for m in models for p in inspect.signature(m.forward).parameters.values()]
-        names = {p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
-        for unknown in () if takes_any else sorted(set(plan.fp32_inputs) - names):
-            _refuse("fp32_inputs", unknown, "is no argument of the model's forward", names)
+    params = [p for m in models for p in inspect.signature(m.forward).parameters.values()]
+    names = [p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
+    for rule in plan.fp32_inputs:
+        if rule not in names and not (takes_any and isinstance(rule, str)):
+            _refuse("fp32_inputs", rule, "is no argument of the model's forward", names)
 
 
-def _refuse(argument: str, rule: type | str, how: str, names: Collection[str]) -> None:
-    name = rule if isinstance(rule, str) else rule.__name__
-    close = difflib.get_close_matches(name, sorted(names), cutoff=0.5)
-    known = ", ".join(sorted(names)[:8])
-    hint = f"Did you mean {', '.join(close)}?" if close else f"Known are {known}."
-    shown = repr(rule) if isinstance(rule, str) else name
+def _refuse(argument: str, rule: object, how: str, known: Iterable[str]) -> None:
+    shown = rule.__name__ if isinstance(rule, type) else repr(rule)
+    names = sorted(set(known))
+    close = difflib.get_close_matches(shown.strip("'"), names, cutoff=0.5)
+    hint = f"Did you mean {', '.join(close)}?" if close else f"Known are {', '.join(names[:8])}."
     raise ValueError(f"{argument} holds {shown}, which {how}. {hint}")
 
 
-def _check_shared(model: nn.Module, plan: ModelPlan) -> None:
-    """Raises ValueError if a module in fp32 shares a tensor with one that is cast."""
-    kept = fp32_modules(model, plan)
-    parts = [
-        (module in kept, *each)
-        for name, module in model.named_modules()
-        if kept
-        for each in own_tensors(module, name)
-    ]
-    inside = {id(tensor): key for is_kept, key, tensor in parts if is_kept}
-    for is_kept, key, tensor in parts:
-        if not is_kept and id(tensor) in inside:
-            raise ValueError(
-                f"{inside[id(tensor)]} stays in fp32 (by fp32_modules or keep_batchnorm_fp32), but "
-                f"is the same tensor as {key}, which is to be cast. Keep both in fp32, by an entry "
-                "in fp32_modules for the second module, or neither."
-            )
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raises RuntimeError if the optimizer cannot step the DTensors that it holds."""
+    if getattr(optimizer, "steps_dtensors", True):
+        return
+    if any(map(dtensor.is_dtensor, params_of(optimizer))):
+        raise RuntimeError(
+            f"amp.initialize got {type(optimizer).__name__} with DTensor parameters (fully_shard, "
+            "tensor parallel), but its update rule needs whole tensors. Use FusedAdam or FusedLAMB "
+            "from apex.optimizers, or an optimizer from torch.optim."
+        )

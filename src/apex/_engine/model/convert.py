@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from apex._core import dtypes
-from apex._engine.model import sharding
 from apex._engine.model.module_class import convert_class
 from apex._engine.model.plan import MasterSource, ModelPlan, Region
 from apex._engine.model.state import STATE, ModelState, stash_forward, state_of, undo_convert
 from apex._engine.model.state_dict import MasterLink
 from apex._engine.undo import Undo
+from apex._torch import fsdp
 
 
 def convert(
-    model: nn.Module,
-    plan: ModelPlan,
-    region: Region,
-    masters: MasterSource | None = None,
-    owner: object = None,
-    undo: Undo | None = None,
+    model: nn.Module, plan: ModelPlan, region: Region, masters: MasterSource, undo: Undo
 ) -> None:
     """Converts ``model`` by ``plan``, in place; leaves it unchanged on failure.
 
@@ -33,10 +29,12 @@ def convert(
         plan: The conversion.
         region: Runs the model's own forward.
         masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
-        owner: Kept alive by the model, but not copied with it.
+            The model keeps it alive.
         undo: Receives the inverse of the tensors' casts.
     """
-    state = ModelState(sharding.inputs_left(model, plan), region, MasterLink(masters), owner)
+    if any(map(fsdp.compute_dtype, fsdp.param_groups(model))):
+        plan = replace(plan, input_dtype=None)  # fully_shard casts inputs itself
+    state = ModelState(plan, region, MasterLink(masters))
     model.__dict__[STATE] = state  # first, because undo_convert() needs it
     try:
         convert_class(model)
@@ -82,4 +80,4 @@ def hand_over(model: nn.Module, undo: Undo) -> None:
     state = state_of(model)
     if state is not None:
         undo_convert(model)
-        undo.push(convert, model, state.plan, state.region, state.link.source, state.owner)
+        undo.push(convert, model, state.plan, state.region, state.link.source, Undo())

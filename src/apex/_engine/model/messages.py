@@ -23,21 +23,11 @@ _NOT_FLOATING = re.compile(
 )
 _NO_ROOM = re.compile("value cannot be converted to type .*(Half|BFloat16) without overflow")
 _NO_KERNEL = re.compile(
-    "not implemented for '(Half|BFloat16)'|Low precision dtypes not supported"
+    "not implemented for '(Half|BFloat16)'|[Ll]ow precision dtypes not supported"
     "|Unsupported dtype (Half|BFloat16)|tensors(,? but got|( of type)?:) (Half|BFloat16)"
     "|[Ff]loat(,| or| and) [Dd]ouble"
 )
 
-_TOO_LARGE = (
-    "Under amp, {model} computes that tensor in 16 bits, which cannot hold the number. Mask with "
-    "the least number of the tensor's own dtype, as in "
-    "scores.masked_fill(mask, torch.finfo(scores.dtype).min), or use a bf16 level."
-)
-_WITHOUT_KERNEL = (
-    "An operator of the model {model} has no 16-bit kernel. Keep its module in fp32 with "
-    "amp.initialize(..., fp32_modules=[...]), which takes types and names; for parametrizations "
-    "such as orthogonal, torch.nn.utils.parametrize.ParametrizationList."
-)
 _HOLDS = (
     "amp prepared the model {model} to compute in {dtype}, but it now holds {found}, cast, added "
     "or assigned after amp.initialize, or passed to functional_call. Call .to({dtype}) on it, or "
@@ -45,12 +35,13 @@ _HOLDS = (
     "optimizer.add_param_group, which also makes their fp32 masters; make a copy of the model "
     "plain with amp.restore(copy)."
 )
-_MADE = (
-    "amp prepared the model {model} to compute in {dtype}: its parameters and the inputs of its "
-    "forward are cast, but a tensor that the forward makes itself or finds elsewhere, or that "
-    "another method gets, is not. Cast it, as in x.to(self.linear.weight.dtype), or keep the "
-    "module that takes it in fp32 with amp.initialize(..., fp32_modules=[...]). Levels O1 and O4 "
-    "cast around operators and need neither."
+_COMPUTES = (
+    "amp prepared the model {model} to compute in 16 bits. A tensor that the forward makes itself, "
+    "or that another method gets, is not cast. Cast it, as in x.to(self.linear.weight.dtype). If "
+    "an operator has no 16-bit kernel, keep its module in fp32: amp.initialize(..., "
+    "fp32_modules=[...]) takes names and types, such as "
+    "torch.nn.utils.parametrize.ParametrizationList. A mask takes a number that 16 bits hold: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)."
 )
 
 _MANY = 4
@@ -67,25 +58,19 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
 
     Returns if the plan's dtypes are not its cause, or if it has a remedy already.
     """
-    kind, text, found = type(error), str(error), list[str]()
+    kind, text = type(error), str(error)
     # Scripts catch subclasses, such as out of memory, by name.
     if kind not in (RuntimeError, NotImplementedError) or isinstance(error.__cause__, kind):
         return
-    if _NO_ROOM.search(text):
-        remedy = _TOO_LARGE
-    elif plan.casts_down and _NO_KERNEL.search(text):
-        remedy = _WITHOUT_KERNEL
-    elif not mixes_dtypes(error) or _NOT_FLOATING.search(text):  # the same call fails in fp32
-        return
-    elif found := _of_another_dtype(model, plan):
-        remedy = _HOLDS
-    elif plan.casts_down:
-        remedy = _MADE
-    else:
-        return
-    listed = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
-    name, dtype = type(model).__name__, plan.param_dtype or torch.float32
-    raise kind(f"{error}\n{remedy.format(model=name, dtype=dtype, found=listed)}") from error
+    no_room, mixed = _NO_ROOM.search(text), mixes_dtypes(error)
+    if not (no_room or _NO_KERNEL.search(text) or (mixed and not _NOT_FLOATING.search(text))):
+        return  # the same call fails in fp32
+    found = _of_another_dtype(model, plan) if mixed and not no_room else []
+    if found or no_room or plan.casts_down:
+        listed = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+        name, dtype = type(model).__name__, plan.param_dtype or torch.float32
+        remedy = (_HOLDS if found else _COMPUTES).format(model=name, dtype=dtype, found=listed)
+        raise kind(f"{error}\n{remedy}") from error
 
 
 def _of_another_dtype(model: nn.Module, plan: ModelPlan) -> list[str]:

@@ -13,8 +13,8 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,13 @@ from torch.fx import GraphModule
 
 from apex._core import tree
 from apex._core.mixins import MIXIN, known_with_mixin, mixin_of, new_class, plain_class, swap_class
+from apex._core.tree import Args, Call, Kwargs
 from apex._engine.model import messages
 from apex._engine.model.state import STATE, ModelState, positional_names, stash_forward, state_of
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
+
+Method = Callable[..., Any]
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -43,13 +46,6 @@ class Converted(nn.Module):
         apply = functools.partial(_own_class(self)._apply, self, recurse=recurse)
         state = state_of(self)
         return apply(fn) if state is None else state.cast_model(self, apply, fn)
-
-    def __prepare_scriptable__(self: Any) -> NoReturn:
-        raise RuntimeError(
-            f"torch.jit.script got the model {type(self).__name__}, which amp has prepared and "
-            "which casts in Python. Use torch.compile, torch.jit.trace or torch.export, or script "
-            "the plain fp32 model: amp.restore(model)."
-        )
 
     @untraced
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
@@ -80,23 +76,23 @@ class Converted(nn.Module):
         state, inner = saved if is_ours else (None, saved)
         if inner is not None or state is None:
             _own_class(self).__setstate__(self, inner)
-        if state is not None:
-            _continue(self, state)
+        _continue(self, state)
 
     def __copy__(self: Any) -> Any:
-        """Returns a converted model that shares parameters, owner and masters."""
+        """Returns a converted model that shares parameters, session and masters."""
         with _as_plain(self):
             new = copy.copy(self)
-        return _prepared_as(self, new, state_of(self))
+        return _continue(new, None if new is self else state_of(self))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Returns a converted model with its own parameters; optimizers copy the masters."""
         with _as_plain(self):
             new = copy.deepcopy(self, memo)
         state = state_of(self)
-        new = _prepared_as(self, new, copy.deepcopy(state, memo))
-        if state is not None and state.link.source is not None and new is not self:
-            state.link.source.note_copy(self, new)
+        if state is None or new is self:
+            return new
+        _continue(new, copy.deepcopy(state, memo))
+        if state.link.source is not None:
             state.writes.note_copy(new)
         return new
 
@@ -114,19 +110,14 @@ def _as_plain(model: nn.Module) -> Iterator[None]:
         swap_class(model, converted)
 
 
-def _prepared_as(model: nn.Module, new: Any, state: ModelState | None) -> Any:
-    """Converts a copy of a converted model, whose own way to copy decides what it holds."""
-    if state is not None and new is not model:
-        convert_class(new)
-        _continue(new, state)
-    return new
-
-
-def _continue(model: nn.Module, state: ModelState) -> None:
-    """Gives a copy its state, and converts what its own class rebuilt."""
-    model.__dict__[STATE] = state
-    stash_forward(model, state)
-    state.apply(model)
+def _continue(model: Any, state: ModelState | None) -> Any:
+    """Gives a copy its state, converts what its own class rebuilt, and returns it."""
+    if state is not None:
+        convert_class(model)
+        model.__dict__[STATE] = state
+        stash_forward(model, state)
+        state.apply(model)
+    return model
 
 
 def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
@@ -186,10 +177,22 @@ def _recompile(module: Any) -> Any:
         return module.recompile()
 
 
+def _wraps(fn: Method) -> Callable[[Method], Method]:
+    """Does as ``functools.wraps``, also for ``inspect.getfullargspec``, which libraries read."""
+
+    def wrapped(wrapper: Any) -> Any:
+        functools.update_wrapper(wrapper, fn)
+        with suppress(TypeError, ValueError):  # written in C
+            wrapper.__signature__ = inspect.signature(fn)
+        return wrapper
+
+    return wrapped
+
+
 def _explained(base: Any, name: str) -> Callable[..., Any]:
     """Returns a public method whose dtype errors tell the remedy, as those of ``forward`` do."""
 
-    @functools.wraps(getattr(base, name))
+    @_wraps(getattr(base, name))
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         run = getattr(base, name)  # now, as scripts replace methods
         if _is_compiling() or (state := state_of(self)) is None:
@@ -200,7 +203,7 @@ def _explained(base: Any, name: str) -> Callable[..., Any]:
 
 
 def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(base.forward)  # keeps the signature, which libraries read
+    @_wraps(base.forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
         if state is None:  # restored, or made by type(model)(...)
@@ -215,9 +218,7 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def begin_call(
-    state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any], *, traced: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def begin_call(state: ModelState, args: Args, kwargs: Kwargs, *, traced: bool) -> Call:
     """Begins a forward pass: returns its arguments, cast by the plan."""
     if traced:
         state.begin_traced_forward()
@@ -228,10 +229,8 @@ def begin_call(
         return args, kwargs
     if plan.cast is not None:
         return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
-    # In fp32, objects with a ``to`` stay as they are.
-    return tree.cast_arguments(
-        args, kwargs, plan.input_dtype, objects=plan.casts_down, skip=state.uncast
-    )
+    low, dtype = plan.casts_down, plan.input_dtype  # in fp32, objects stay as they are
+    return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=state.uncast)
 
 
 def end_call(state: ModelState, output: Any) -> Any:
@@ -242,20 +241,14 @@ def end_call(state: ModelState, output: Any) -> Any:
     return (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
 
 
-def _run(
-    model: nn.Module,
-    state: ModelState,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _run(model: nn.Module, state: ModelState, forward: Method, args: Args, kwargs: Kwargs) -> Any:
     """Calls ``forward`` in eager mode, with cast arguments; notes what it writes in vain."""
     given = args, kwargs
     args, kwargs = begin_call(state, args, kwargs, traced=False)
     watched = state.plan.casts_down and state.writes.watches
     if watched:
         state.writes.note_forward(model, state.link.has_master)
-    output = _explaining(model, state, state.region.run_eagerly, forward, *args, **kwargs)
+    output = _explaining(model, state, state.region.run, forward, *args, **kwargs)
     if watched:
         names = positional_names(forward)
         state.writes.note_arguments(model, names, given, (args, kwargs))
@@ -263,7 +256,7 @@ def _run(
 
 
 def _explaining(
-    model: nn.Module, state: ModelState, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    model: nn.Module, state: ModelState, fn: Method, /, *args: Any, **kwargs: Any
 ) -> Any:
     try:
         return fn(*args, **kwargs)

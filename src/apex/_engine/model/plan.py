@@ -34,9 +34,6 @@ class Region(Protocol):
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Returns ``fn(*args, **kwargs)``, called inside the region."""
 
-    def run_eagerly(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`run`, for a caller that knows that no compiler traces it."""
-
 
 class MasterSource(Protocol):
     """A source of fp32 masters for low-precision parameters."""
@@ -49,9 +46,6 @@ class MasterSource(Protocol):
 
     def write_back(self) -> None:
         """Rounds written masters into their model parameters."""
-
-    def note_copy(self, model: nn.Module, copied: nn.Module) -> None:
-        """Adds a deep copy of ``model``."""
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""
@@ -78,10 +72,6 @@ class ModelPlan:
         fp32_inputs: Names of arguments of ``forward`` that are not cast.
         fp32_buffers: Patterns over qualified names of buffers that stay in fp32, in addition to
             :data:`FP32_BUFFERS`.
-
-    Raises:
-        TypeError: If a sequence is a string, or holds values of the wrong type.
-        ValueError: If one is given without a low-precision ``param_dtype``.
     """
 
     param_dtype: torch.dtype | None
@@ -94,20 +84,6 @@ class ModelPlan:
     fp32_inputs: tuple[str, ...] = ()
     fp32_buffers: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        """Checks the sequences as far as possible without a model."""
-        for name, accepted in _ACCEPTED.items():
-            given: tuple[object, ...] = getattr(self, name)
-            for rule in given:
-                is_type = isinstance(rule, type) and issubclass(rule, nn.Module)
-                if not (isinstance(rule, str) or (is_type and name == "fp32_modules")):
-                    raise TypeError(f"{name} holds {rule!r}; it takes {accepted}.")
-            if given and not self.casts_down:
-                raise ValueError(
-                    f"{name} says what stays in fp32 while the rest is cast, but this level does "
-                    "not cast the model to a 16-bit type. Use it at O2, O3 or O5, or leave it out."
-                )
-
     @property
     def casts_down(self) -> bool:
         """Whether parameters are cast to a 16-bit type."""
@@ -116,14 +92,6 @@ class ModelPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by value; see :mod:`apex._pickle`."""
         return rebuild, ("plan", *(getattr(self, field.name) for field in fields(self)))
-
-
-_ACCEPTED = {
-    "fp32_modules": "module types, such as torch.nn.LayerNorm, and name patterns, such as "
-    "'decoder.*.norm'",
-    "fp32_inputs": "names of arguments of the model's forward, such as 'timestep'",
-    "fp32_buffers": "name patterns of buffers, such as 'decoder.*.positions'",
-}
 
 
 def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
@@ -181,8 +149,8 @@ def named_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def matches(rule: Rule, name: str, module: nn.Module) -> bool:
+def matches(rule: object, name: str, module: nn.Module) -> bool:
     """Returns whether an entry of ``fp32_modules`` matches a module."""
     if isinstance(rule, str):
         return fnmatchcase(name, rule)
-    return isinstance(module, rule)
+    return isinstance(rule, type) and isinstance(module, rule)

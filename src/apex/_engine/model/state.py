@@ -38,7 +38,6 @@ class ModelState:
         plan: The conversion.
         region: Runs the model's own forward.
         link: Finds the masters of the parameters.
-        owner: Kept alive by the model; not copied with it.
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
         handles: Hooks to remove at the end.
         uncast: Positions and names of the arguments of ``forward`` that are not cast.
@@ -48,7 +47,6 @@ class ModelState:
     plan: ModelPlan
     region: Region
     link: MasterLink
-    owner: object = None
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
@@ -115,30 +113,23 @@ class ModelState:
             return apply(lambda tensor: _unless_lower(tensor, fn(tensor)))
         if self.plan.casts_down:
             restore(model)
-            remedy = "It is plain again; to prepare it anew, call amp.restore, then amp.initialize."
-        else:
-            remedy = f"model.to({before}) switches back."
-        if now in dtypes.LOW_PRECISION:
-            remedy = (
-                f"The optimizer now steps {dtypes.name(now)} weights without fp32 masters. For "
-                "those, call amp.restore and then amp.initialize at opt_level O2 or O5."
-            )
         self.writes.tell(
             "dtype",
-            "%s.to(%s) after amp.initialize: the model's weights are now %s, and no longer %s, as "
-            "amp.initialize set up. %s",
-            *(type(model).__name__, now, now, before, remedy),
+            "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. In 16 "
+            "bits, an optimizer steps them without fp32 masters. For another dtype, call "
+            "amp.restore and then amp.initialize; opt_level O2 or O5 makes masters.",
+            *(type(model).__name__, now, now, before),
         )
         return apply(fn)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         new = memo[id(self)] = object.__new__(type(self))
-        own = {**self.__dict__, "owner": None, "writes": None}
+        own = {**self.__dict__, "writes": None}
         new.__dict__.update(copy.deepcopy(own, memo), writes=Writes())
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles without owner and region: no level casts both parameters and operators.
+        """Pickles without region: no level casts both parameters and operators.
 
         A model that casts no parameters is pickled as a plain model, without this state.
         """
@@ -149,7 +140,7 @@ class ModelState:
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         plan, link, forward, handles = map(saved.get, ("plan", "link", "inner_forward", "handles"))
-        self.__init__(plan, UncastRegion(), link, None, forward, handles)  # type: ignore[misc]
+        self.__init__(plan, UncastRegion(), link, forward, handles)  # type: ignore[misc]
 
 
 def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -200,9 +191,7 @@ def is_converted(model: nn.Module) -> bool:
 class InputCast:
     """A forward pre-hook that casts floating inputs to fp32; pickles by its kind."""
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
         """Returns the arguments with every floating tensor in fp32."""
         return tree.cast_arguments(args, kwargs, torch.float32)
 

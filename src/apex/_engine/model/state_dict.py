@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -22,6 +22,9 @@ from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
 _log = logging.getLogger("apex")
+
+Entries = MutableMapping[str, Any]
+"""A state dict."""
 
 
 class MasterLink:
@@ -62,7 +65,7 @@ class MasterLink:
         known = None if (source := self.source) is None else source.master_of(tensor)
         return exact_value(entry, [known, other])
 
-    def save(self, destination: MutableMapping[str, Any], key: str, tensor: Tensor) -> None:
+    def save(self, destination: Entries, key: str, tensor: Tensor) -> None:
         """Replaces the entry of a tensor by its fp32 values; entries of tied tensors share them."""
         entry = destination[key]
         if entry is tensor or not isinstance(entry, Tensor):  # with ``keep_vars``
@@ -117,26 +120,13 @@ class Fp32Hooks:
         order.move_to_end(handles[-1].id, last=False)
         handles.append(hooks.register_load_state_dict_pre_hook(self.before_loading))
 
-    def __call__(
-        self,
-        module: nn.Module,
-        destination: MutableMapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-    ) -> None:
+    def __call__(self, module: nn.Module, destination: Entries, prefix: str, _: object) -> None:
         """Replaces the module's own entries by the exact fp32 values of its tensors."""
         for key, tensor in own_tensors(module):
             if prefix + key in destination:
                 self._link.save(destination, prefix + key, tensor)
 
-    def before_loading(
-        self,
-        module: nn.Module,
-        loaded: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        *rest: Any,
-    ) -> None:
+    def before_loading(self, module: nn.Module, loaded: Entries, prefix: str, *rest: Any) -> None:
         """Sets the masters of the module's own tensors to the exact values that are loaded.
 
         Where an entry is not loaded after all, the master follows the weight that stays.
@@ -144,15 +134,15 @@ class Fp32Hooks:
         Raises:
             RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
         """
-        if isinstance(local_metadata, Mapping) and local_metadata.get("assign_to_params_buffers"):
+        if isinstance(rest[0], Mapping) and rest[0].get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
                 "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
                 "loading and amp.initialize after."
             )
-        source = self._link.source
-        if source is not None:
-            source.expect(_exact_entries(module, loaded, prefix))
+        if (source := self._link.source) is not None:
+            own = [(tensor, loaded.get(prefix + key)) for key, tensor in own_tensors(module)]
+            source.expect((tensor, entry) for tensor, entry in own if _is_exact(entry, tensor))
 
     def before_saving(self, *_: Any) -> None:
         """Does nothing; files of earlier releases name it, and :meth:`after_loading`."""
@@ -164,16 +154,12 @@ class Fp32Hooks:
         return rebuild, ("fp32_hooks", self._link)
 
 
-def _exact_entries(
-    module: nn.Module, loaded: Mapping[str, Any], prefix: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the module's 16-bit tensors whose entries hold more bits, with these."""
-    for name, tensor in own_tensors(module):
-        entry = loaded.get(prefix + name)
-        if not isinstance(entry, Tensor) or not dtypes.is_low_precision(tensor):
-            continue
-        if tensor.dim() == 0 and entry.shape == (1,):  # torch loads it, too
-            entry = entry.reshape(())
-        is_exact = entry.dtype in dtypes.CASTABLE and entry.dtype is not tensor.dtype
-        if entry.shape == tensor.shape and is_exact:
-            yield tensor, entry
+def _is_exact(entry: object, tensor: Tensor) -> TypeGuard[Tensor]:
+    """Returns whether an entry holds more bits than the 16-bit tensor that it is for."""
+    return (
+        isinstance(entry, Tensor)
+        and dtypes.is_low_precision(tensor)
+        and entry.shape == tensor.shape
+        and entry.dtype in dtypes.CASTABLE
+        and entry.dtype is not tensor.dtype
+    )

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,9 +21,6 @@ _FORWARDS = 256
 training, it writes from the start."""
 
 HasMaster = Callable[[Tensor], bool]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 
 class Writes:
@@ -56,8 +52,11 @@ class Writes:
         self._left -= 16 if model.training else 1
         now = _versions(_watched(model, has_master))
         own = set(now)
-        for copied in self._copies_without_masters(model, has_master):
-            now |= {f"copy of {name}": each for name, each in _versions(copied).items()}
+        is_trained = self._copies and any(map(has_master, model.parameters()))
+        for copied in [*self._copies] if is_trained else ():
+            if not any(map(has_master, copied.parameters())):  # no optimizer was copied with it
+                named = copied.named_parameters()
+                now |= _versions((f"copy of {name}", param) for name, param in named)
         changed = {name for name, each in now.items() if self._before.get(name, each) != each}
         again = [name for name in now if name in changed & self._changed]
         self._before, self._changed = now, changed
@@ -77,16 +76,8 @@ class Writes:
                 type(model).__name__,
             )
 
-    def _copies_without_masters(
-        self, model: nn.Module, has_master: HasMaster
-    ) -> Iterator[Iterable[tuple[str, Tensor]]]:
-        if self._copies and any(map(has_master, model.parameters())):
-            for copied in [*self._copies]:
-                if not any(map(has_master, copied.parameters())):  # its optimizer was not copied
-                    yield copied.named_parameters()
-
     def note_arguments(
-        self, model: nn.Module, names: Sequence[str], given: Call, cast: Call
+        self, model: nn.Module, names: Sequence[str], given: tree.Call, cast: tree.Call
     ) -> None:
         """Names the arguments of a forward pass that it wrote into, if they were cast copies.
 
@@ -96,13 +87,15 @@ class Writes:
             given: The caller's arguments.
             cast: The arguments that the model got.
         """
-        labels = [*names[: len(given[0])], *map(str, range(len(names), len(given[0])))]
-        before = dict(zip(labels, given[0], strict=True)) | given[1]
-        after = dict(zip(labels, cast[0], strict=True)) | cast[1]
+        known = set(map(id, tree.tensors(given)))
+        made = [t for t in tree.tensors(cast) if id(t) not in known and not t.is_inference()]
+        written = {id(tensor) for tensor in made if tensor._version > 0}
+        args, kwargs = cast
+        labelled = {names[i] if i < len(names) else str(i): arg for i, arg in enumerate(args)}
         found = [
             name
-            for name, value in after.items()
-            if value is not before[name] and _is_written(before[name], value)
+            for name, arg in (labelled | kwargs if written else {}).items()
+            if not written.isdisjoint(map(id, tree.tensors(arg)))
         ]
         if found:
             self.tell(
@@ -139,10 +132,3 @@ def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int
             with contextlib.suppress(RuntimeError):  # torch.func's tensors have no address
                 found[name] = tensor._version, tensor.data_ptr()
     return found
-
-
-def _is_written(given: object, cast: object) -> bool:
-    """Returns whether a tensor that ``cast`` has in addition to ``given`` was written."""
-    known = set(map(id, tree.tensors(given)))
-    made = (tensor for tensor in tree.tensors(cast) if id(tensor) not in known)
-    return any(tensor._version > 0 for tensor in made if not tensor.is_inference())

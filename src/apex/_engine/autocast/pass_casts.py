@@ -1,0 +1,75 @@
+"""The casts of Python code in the backward pass of a ``scale_loss`` block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from apex._core.op_casts import widest
+from apex._core.op_table import CastSpec
+from apex._engine.autocast.ambient import autocast_depth
+from apex._engine.autocast.region import UncastBlock, is_off, under
+from apex._torch.autograd import backward_id
+from apex._torch.dynamo import at_tracing, inlined, untraced_frame
+
+
+class PassCasts(TorchFunctionMode):
+    """The casts of one ``scale_loss`` block: as around it, but off in backward passes.
+
+    Note [Casts in a backward pass]
+        autograd's formulas compute in the dtypes of the forward. Python code in the same pass (a
+        function's own backward, a hook, a recompute) may mix dtypes, which apex cast. So autocast
+        is off in the pass, and a function mode, which formulas bypass, turns it on for Python
+        calls that mix dtypes. ``torch.autograd.grad``, and a pass outside of ``scale_loss``, run
+        under their thread's casts, as in ``torch.autocast``.
+    """
+
+    def __init__(self, spec: CastSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self._start = 0, 0
+
+    @inlined(calls=False)
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward or func is torch.autograd.backward:
+            return self._run_pass(*args, **kwargs)
+        if widest(args, kwargs) is None or not _is_in_pass(*self._start):
+            return func(*args, **kwargs)
+        return under(self._spec.device_types, self._spec.dtype, func, *args, **kwargs)
+
+    @untraced_frame
+    def _run_pass(
+        self, tensors: Any, grad_tensors: Any = None, *, gradient: Any = None, **options: Any
+    ) -> None:
+        """Runs a backward pass without casts, but with this mode, which torch left to call it."""
+        outputs = [*tensors] if isinstance(tensors, (list, tuple)) else [tensors]
+        given = grad_tensors if gradient is None else gradient
+        if given is None or isinstance(given, Tensor):
+            given = [given] * len(outputs)
+        self._start = threading.get_ident(), autocast_depth()
+
+        def grads() -> Iterator[Any]:
+            entered.enter_context(self)  # torch has looked for modes by now
+            yield from given
+
+        with UncastBlock(), ExitStack() as entered:
+            torch.autograd.backward(outputs, grads(), **options)  # type: ignore[arg-type]
+
+
+@at_tracing
+def _is_in_pass(thread: int, depth: int) -> bool:
+    """Returns whether Python code of a backward pass runs, outside of autocast blocks in it.
+
+    torch.utils.checkpoint recomputes in such blocks, which set the switch as in the forward.
+    """
+    outside = depth if thread == threading.get_ident() else 0
+    return backward_id() != -1 and not is_off() and autocast_depth() == outside
