@@ -82,6 +82,21 @@ def test_the_class_looks_like_the_original():
     assert str(inspect.signature(model.forward)) == "(x, *, scale=None)"
 
 
+def test_libraries_read_the_own_signatures_of_a_models_methods():
+    class Named(nn.Linear):
+        def forward(self, x, scale=1.0):
+            return super().forward(x) * scale
+
+        def encode(self, x, *, hidden=None):
+            return self(x)
+
+    model = Named(2, 2)
+    read = (inspect.signature, inspect.getfullargspec)  # Lightning 1 and tape use the second
+    plain = [look(method) for look in read for method in (model.forward, model.encode)]
+    converted(model)
+    assert [look(method) for look in read for method in (model.forward, model.encode)] == plain
+
+
 def test_generated_class_goes_with_its_models():
     class Local(nn.Linear):
         pass

@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -177,10 +177,22 @@ def _recompile(module: Any) -> Any:
         return module.recompile()
 
 
+def _wraps(fn: Method) -> Callable[[Method], Method]:
+    """Does as ``functools.wraps``, also for ``inspect.getfullargspec``, which libraries read."""
+
+    def wrapped(wrapper: Any) -> Any:
+        functools.update_wrapper(wrapper, fn)
+        with suppress(TypeError, ValueError):  # written in C
+            wrapper.__signature__ = inspect.signature(fn)
+        return wrapper
+
+    return wrapped
+
+
 def _explained(base: Any, name: str) -> Callable[..., Any]:
     """Returns a public method whose dtype errors tell the remedy, as those of ``forward`` do."""
 
-    @functools.wraps(getattr(base, name))
+    @_wraps(getattr(base, name))
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         run = getattr(base, name)  # now, as scripts replace methods
         if _is_compiling() or (state := state_of(self)) is None:
@@ -191,7 +203,7 @@ def _explained(base: Any, name: str) -> Callable[..., Any]:
 
 
 def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(base.forward)  # keeps the signature, which libraries read
+    @_wraps(base.forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
         if state is None:  # restored, or made by type(model)(...)
