@@ -4,12 +4,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 import apex
-from apex import amp
-from apex._torch import autograd, foreach
-from tests.support.training import LEVELS, OPTIMIZERS, batches, masters, prepared, same, train_step
 
 SOURCES = Path(apex.__file__).parents[1]
 # torch documents them: "Foreach Functions" of docs/torch.html, "Extending PyTorch".
@@ -55,25 +50,3 @@ def test_the_copies_module_alone_starts_copies_that_nobody_waits_for_and_records
     nodes = [(path, node) for path, tree in others for node in ast.walk(tree)]
     calls = [f"{path}: {ast.unparse(n)}" for path, n in nodes if isinstance(n, ast.Call)]
     assert not [call for call in calls if "non_blocking=" in call or ": torch.Event(" in call]
-
-
-PLAIN = {
-    (foreach, "_check_and_unscale_kernel_"): foreach.plain_check_and_unscale_,
-    (foreach, "update_scale_"): foreach.plain_update_scale_,
-    (foreach, "group"): foreach.plain_group,
-    (autograd, "backward_id"): autograd.plain_backward_id,
-}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_training_is_the_same_without_what_a_torch_may_lack(level, monkeypatch):
-    def result():
-        made = prepared(level, OPTIMIZERS["SGD"])
-        losses = [train_step(*made, x, y) for x, y in batches(4, overflow_at={1})]
-        return losses, masters(made[1]), dict(amp.state_dict())
-
-    expected = result()
-    for (module, name), plain in PLAIN.items():
-        assert getattr(module, name) is not plain, "this torch lacks what the plain form is for"
-        monkeypatch.setattr(module, name, plain)
-    assert same(result(), expected)

@@ -27,18 +27,16 @@ class Conv(nn.Module):
 class Detect(nn.Module):
     """Decodes boxes while it evaluates; the grid it keeps is no buffer."""
 
-    def __init__(self, classes, anchors):
+    def __init__(self):
         super().__init__()
-        self.outputs = classes + 5
-        self.grid = torch.zeros(1)
-        self.stride = None
-        self.register_buffer("anchors", torch.tensor(anchors).float().view(1, -1, 1, 1, 2))
-        self.m = nn.Conv2d(4, self.outputs * len(anchors), 1)
+        self.grid, self.stride = torch.zeros(1), torch.tensor(8.0)
+        self.register_buffer("anchors", torch.tensor([[10.0, 13], [16, 30]]).view(1, 2, 1, 1, 2))
+        self.m = nn.Conv2d(4, 12, 1)
 
     def forward(self, x):
         x = self.m(x)
         batch, _, rows, columns = x.shape
-        x = x.view(batch, -1, self.outputs, rows, columns).permute(0, 1, 3, 4, 2).contiguous()
+        x = x.view(batch, 2, 6, rows, columns).permute(0, 1, 3, 4, 2).contiguous()
         if self.training:
             return x
         if self.grid.shape[2:4] != x.shape[2:4]:
@@ -47,44 +45,25 @@ class Detect(nn.Module):
         y = x.sigmoid()
         y[..., 0:2] = (y[..., 0:2] * 2.0 - 0.5 + self.grid.to(x.device)) * self.stride
         y[..., 2:4] = (y[..., 2:4] * 2) ** 2 * self.anchors
-        return y.view(batch, -1, self.outputs), x
+        return y.view(batch, -1, 6), x
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.model = nn.Sequential(Conv(3, 4), Conv(4, 4), Detect(1, [[10, 13], [16, 30]]))
-        self.save = [0]
-        head = self.model[-1]
-        head.stride = torch.tensor(64.0 / self.forward(torch.zeros(1, 3, 8, 8)).shape[-2])
-        self.stride = head.stride
+        self.model = nn.Sequential(Conv(3, 4), Conv(4, 4), Detect())
+        self.stride = self.model[-1].stride
 
     def forward(self, x, augment=False):
-        return self.forward_once(x)
-
-    def forward_once(self, x):
-        kept = []
-        for index, part in enumerate(self.model):
-            x = part(x)
-            kept.append(x if index in self.save else None)
-        return x
+        return self.model(x)
 
     def fuse(self):
         for part in self.model.modules():
             if type(part) is Conv:
-                part.conv = fused(part.conv, part.bn)
+                part.conv = nn.utils.fuse_conv_bn_eval(part.conv.eval(), part.bn.eval())
                 part.bn = None
                 part.forward = part.fused_forward
         return self
-
-
-def fused(conv, norm):
-    made = nn.Conv2d(conv.in_channels, conv.out_channels, 3, padding=1)
-    scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
-    with torch.no_grad():
-        made.weight.copy_(conv.weight * scale.view(-1, 1, 1, 1))
-        made.bias.copy_(norm.bias - norm.running_mean * scale)
-    return made
 
 
 class ModelEMA:
@@ -111,17 +90,6 @@ class ModelEMA:
         for name in self.ema.__dict__:
             if not name.startswith("_"):
                 setattr(self.ema, name, getattr(model, name))
-
-
-def grouped_optimizer(model):
-    weights, norms, biases = [], [], []
-    for name, param in model.named_parameters():
-        kind = biases if ".bias" in name else norms if ".bn." in name else weights
-        kind.append(param)
-    optimizer = torch.optim.SGD(norms, lr=0.01, momentum=0.9, nesterov=True)
-    optimizer.add_param_group({"params": weights, "weight_decay": 5e-4})
-    optimizer.add_param_group({"params": biases})
-    return optimizer
 
 
 def attempt_load(path):

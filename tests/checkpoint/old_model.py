@@ -1,12 +1,10 @@
 """The model in ``data/release_0_1.pt``, a file of whole objects that the release of 2026-11 wrote.
 
-That release ran ``save``.
+It holds, by level, a trained pair, a part, the state dict, the masters, and the model's output.
 """
 
 import torch
 from torch import nn
-
-from apex import amp
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -35,40 +33,7 @@ def batch():
     return torch.tensor([0, 1, 2, 3, 4])
 
 
-def step(model, optimizer):
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(batch()).float(), batch())
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-
-
 def step_plain(model, optimizer):
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(batch()), batch()).backward()
     optimizer.step()
-
-
-def trained(level):
-    torch.manual_seed(0)
-    model = Old()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    own = {"fp32_modules": ["kept"]} if level in ("O2", "O3", "O5") else {}
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0, **own)
-    for _ in range(2):
-        step(model, optimizer)
-    return model, optimizer
-
-
-def save(path):
-    saved = {}
-    for level in LEVELS:
-        model, optimizer = trained(level)
-        saved[level] = {
-            "pair": (model, optimizer),
-            "part": model.frozen,
-            "state": {name: value.clone() for name, value in model.state_dict().items()},
-            "masters": [param.detach().clone() for param in amp.master_params(optimizer)],
-            "output": model.eval()(batch()).detach(),
-        }
-    torch.save(saved, path)

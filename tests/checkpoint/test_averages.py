@@ -8,7 +8,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -16,19 +15,11 @@ from apex import amp
 from tests.support import training as cases
 
 DECAY = 0.75
-CAST = ("O2", "O3", "O5")
 
 
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def train_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
 
 
 def exact(model, optimizer):
@@ -49,37 +40,28 @@ def twin_after(model, optimizer, level):
     return amp.restore(copy.deepcopy(model))
 
 
-def averaged_run(level, make_twin=twin_before, decay=DECAY, lr=0.1, steps=4):
+def averaged_run(level, make_twin):
     """Trains and averages; returns the average and what it was made of, step by step."""
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     twin = make_twin(model, optimizer, level)
-    average = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    average = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     history = []
-    for x, y in cases.batches(steps):
-        train_step(model, optimizer, x, y)
+    for x, y in cases.batches(4):
+        cases.train_step(model, optimizer, x, y)
         twin.load_state_dict(model.state_dict())
         average.update_parameters(twin)
         history.append(exact(model, optimizer))
-    return average, history, (model, optimizer)
+    return average, history
 
 
 @pytest.mark.parametrize("make_twin", [twin_before, twin_after])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_the_average_of_a_twin_is_the_fp32_average_of_the_masters(level, make_twin):
-    average, history, _ = averaged_run(level, make_twin)
+    average, history = averaged_run(level, make_twin)
     expected, average_step = history[0], get_ema_multi_avg_fn(DECAY)
     for values in history[1:]:
         for old, new in zip(expected, values, strict=True):
             average_step([old], [new], None)
     found = [*average.module.parameters(), *average.module.buffers()]
     assert cases.same(expected, [tensor.detach() for tensor in found])
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_the_average_moves_by_less_than_16_bits_hold(level):
-    average, history, (model, _) = averaged_run(level, decay=0.999, lr=1e-3)
-    first = average.module[0].weight
-    assert not torch.equal(first, history[0][0])
-    dtype = model[0].weight.dtype
-    assert torch.equal(first.to(dtype), history[0][0].to(dtype))

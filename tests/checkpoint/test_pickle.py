@@ -95,12 +95,6 @@ def test_files_name_one_private_module_only(level, protocol):
             assert not private(file), name
 
 
-def test_files_of_a_replaced_applier_name_no_other_private_module(monkeypatch):
-    monkeypatch.setattr(amp._initialize, "applier", copy.copy)
-    model = amp.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
-    assert private(pickle.dumps(model)) == {"apex._pickle"}
-
-
 def test_the_kinds_of_parts_in_files_are_frozen():
     assert sorted(_pickle._KINDS) == [
         "binding",

@@ -1,5 +1,9 @@
-"""A run that goes on from its state dicts in a new process is the run that never stopped."""
+"""A run that goes on from its state dicts in a new process is the run that never stopped.
 
+``python -m tests.checkpoint.test_resume FILE`` is that process: it resumes every run in the file.
+"""
+
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -7,27 +11,80 @@ import sys
 import pytest
 import torch
 
-from tests.checkpoint import runs
+from apex import amp
+from tests.support import training as t
 
-ROOT = pathlib.Path(__file__).parents[2]
+OPTIMIZERS = {
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.3, max_iter=2, history_size=2),
+}
+# The order of the three loads, and how many of them come before `initialize`.
+WAYS = list(zip(itertools.permutations(range(3)), (0, 1, 2, 3, 0, 3), strict=True))
+
+
+def run(level, name, *, saved=None, order=(0, 1, 2), before=0):
+    """Trains with two losses, from other weights and ``saved`` if given.
+
+    Returns the state dicts, weights and masters after it, and the objects.
+    """
+    model = t.net(0 if saved is None else 5)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    parts = (model, optimizer, amp)
+    for index in order[:before]:
+        parts[index].load_state_dict(saved[index])
+    amp.initialize(
+        model, optimizer, opt_level=level, num_losses=2, loss_scale="dynamic", growth_interval=3,
+        verbosity=0,
+    )  # fmt: skip
+    for index in order[before:] if saved is not None else ():
+        parts[index].load_state_dict(saved[index])
+    return parts[:2], train(*parts[:2], first=saved is None)
+
+
+def train(model, optimizer, *, first):
+    """Returns all that a run holds after its first four steps, or after its last three."""
+    for x, y in t.batches(4, overflow_at={3}) if first else t.batches(3, seed=2):
+
+        def evaluate(x=x, y=y):
+            optimizer.zero_grad()
+            # An overflow is in the second loss alone, so that the scales part.
+            for loss_id, given in enumerate((x.nan_to_num(posinf=0.5), x)):
+                loss = t.backward(model, optimizer, given, y, loss_id=loss_id)
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(evaluate)
+        else:
+            evaluate()
+            optimizer.step()
+    states = [dict(part.state_dict()) for part in (model, optimizer, amp)]
+    return t.saved_and_loaded([*states, t.values(model.parameters()), t.masters(optimizer)])
 
 
 @pytest.mark.slow
 def test_runs_resumed_in_a_new_process_are_the_uninterrupted_ones_bit_for_bit(tmp_path):
-    for level, name in runs.CONFIGS:
-        pair = runs.first_half(level, name)
-        states = [part.state_dict() for part in (*pair, runs.amp)]
-        torch.save(states, runs.file_of(tmp_path, "saved", level, name))
-        expected = runs.second_half(*pair, name)
-        torch.save(expected, runs.file_of(tmp_path, "expected", level, name))
+    runs = {}
+    for config in itertools.product(t.LEVELS_SHORT, OPTIMIZERS):
+        pair, saved = run(*config)
+        runs[config] = saved, (expected := train(*pair, first=False))
         # What makes the comparison worth its name:
-        assert all(weight.isfinite().all() for weight in expected["weights"])
-        both = (states[2].values(), runs.amp.state_dict().values())
-        saved, last = ([entry["loss_scale"] for entry in each] for each in both)
-        assert saved != last
-        assert len(set(saved)) == 2
+        assert all(weight.isfinite().all() for weight in expected[3])
+        scales = [[e["loss_scale"] for e in each[2].values()] for each in (saved, expected)]
+        assert scales[0] != scales[1]
+        assert len(set(scales[0])) == 2
         del pair
-    command = [sys.executable, "-m", "tests.checkpoint.runs", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    for config in runs.CONFIGS:
-        assert runs.file_of(tmp_path, "wrong", *config).read_text() == ""
+    torch.save(runs, tmp_path / "runs.pt")
+    subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.test_resume", str(tmp_path / "runs.pt")],
+        cwd=pathlib.Path(__file__).parents[2],
+        check=True,
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for config, (saved, expected) in torch.load(sys.argv[1], weights_only=False).items():
+        for order, before in WAYS:
+            copied = t.saved_and_loaded(saved)
+            found = run(*config, saved=copied, order=order, before=before)[1]
+            assert t.same(expected, found), (config, order, before)

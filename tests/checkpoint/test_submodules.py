@@ -43,12 +43,6 @@ def test_a_loaded_part_reaches_its_masters_to_the_last_bit_and_no_other(level, p
     assert cases.same(list(new.values()), after[:2])
     assert cases.same(before[2:], after[2:])
     assert cases.same(list(module.state_dict().values()), list(new.values()))
-    optimizer.zero_grad()
-    cases.backward(model, optimizer, *cases.batch(3))
-    grads = cases.grads(amp.master_params(optimizer))
-    optimizer.step()
-    stepped = [value.add(grad, alpha=-0.1) for value, grad in zip(after, grads, strict=True)]
-    assert cases.same(stepped, cases.masters(optimizer))
 
 
 @pytest.mark.parametrize("level", cases.WITH_MASTERS)
@@ -80,7 +74,7 @@ def test_a_loaded_buffer_is_saved_and_restored_to_the_last_bit(level):
     model[0].register_buffer("shift", torch.rand(3))
     model, optimizer = cases.prepared(level, model=model)
     new = random_like(model.state_dict())
-    model[0].load_state_dict({name[2:]: new[name] for name in new if name.startswith("0.")})
+    model.load_state_dict(new)
     assert torch.equal(model.state_dict()["0.shift"], new["0.shift"])
     amp.restore(model, optimizer)
     assert torch.equal(model[0].shift, new["0.shift"])

@@ -44,7 +44,7 @@ def trained(detector):
     """``train.py`` at O1: the model, its optimizer, their average, and the same by hand."""
     torch.manual_seed(0)
     model = detector.Model()
-    optimizer = detector.grouped_optimizer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
     model.hyp, model.gr, model.names = {"box": 0.05}, 1.0, ["person"]

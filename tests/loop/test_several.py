@@ -280,3 +280,23 @@ def test_the_newest_session_of_the_optimizers_scales():
         loss = torch.ones((), requires_grad=True)
         with amp.scale_loss(loss, [optimizers[i] for i in which]) as scaled_loss:
             assert scaled_loss == factor
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("clears", ["other", "model"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_what_is_cleared_inside_a_block_is_cleared(level, clears, delayed):
+    """Two optimizers share the weights; what either clears is gone for both."""
+    model = t.net()
+    pair = [t.sgd(model.parameters()) for _ in range(2)]
+    model, pair = amp.initialize(model, pair, opt_level=level, verbosity=0, loss_scale=8.0)
+    twin, one = t.prepared(level, loss_scale=8.0)
+    first, second = t.batches(2)
+    t.backward(model, pair[0], *first, delay_unscale=delayed)
+    with amp.scale_loss(t.loss_of(model, *second), pair[0]) as scaled_loss:
+        (pair[1] if clears == "other" else model).zero_grad()
+        scaled_loss.backward()
+    t.backward(twin, one, *second)
+    pair[0].step()
+    one.step()
+    assert t.same(t.masters(pair[0]), t.masters(one))

@@ -305,7 +305,7 @@ def test_overrides_without_a_meaning_are_refused_and_warn_under_a_hard_override(
         (TypeError, {"max_loss_scale": "3"}, "a number"),
         (TypeError, {"growth_interval": 2.5}, "an integer"),
         (TypeError, {"fp32_modules": "first"}, "it accepts a sequence"),
-        (TypeError, {"fp32_modules": [3]}, "fp32_modules holds 3; it takes module types"),
+        (ValueError, {"fp32_modules": [3]}, "fp32_modules holds 3, which matches no submodule"),
         (TypeError, {"verbosity": "loud"}, "an integer"),
         (ValueError, {"loss_scale": "abc"}, "positive, finite number.*, or a string with one"),
         (ValueError, {"loss_scale": True}, "positive, finite number"),

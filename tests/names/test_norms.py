@@ -84,26 +84,26 @@ def test_norms_of_one_dtype_are_torchs_own_bit_for_bit(dtype):
 def test_autograd_functions_give_what_the_functions_give(name):
     made = tensors()
     inputs, function = leaves(name, *made), getattr(fused, AFFINE[name][0] + "Function")
-    by_function = function.apply(*inputs, torch.Size((SIZE,)), 1e-5, True)
-    plain = run(name, *made, memory_efficient=True)
-    assert torch.equal(by_function, plain)
-    both = gradients(by_function, inputs), gradients(plain, inputs)
-    assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+    results = [
+        function.apply(*inputs, torch.Size((SIZE,)), 1e-5, True),
+        run(name, *made, memory_efficient=True),
+    ]
+    found = [[result, *gradients(result, inputs)] for result in results]
+    assert all(map(torch.equal, *found))
     with torch.autocast("cpu", BF16):
         assert function.apply(*inputs, (SIZE,), 1e-5).dtype is FULL  # as in apex
     # Megatron-LM looks for it there.
     assert inspect.getfullargspec(function.forward).args[-1] == "memory_efficient"
+    plain = getattr(fused, AFFINE[name][0].partition("Affine")[0] + "Function")
+    none = getattr(fused, "fused_rms_norm" if AFFINE[name][1] else "fused_layer_norm")
+    assert torch.equal(plain.apply(made[0], (SIZE,), 1e-5), none(made[0], (SIZE,), 1e-5))
 
 
 @pytest.mark.parametrize("name", AFFINE)
-def test_second_derivatives_are_right(name):
+def test_second_derivatives_are_right_and_an_empty_batch_has_gradients_of_zero(name):
     inputs = leaves(name, *tensors(DOUBLE, shape=(2, SIZE)))
     calls = getattr(fused, name)
     assert torch.autograd.gradgradcheck(lambda *given: calls(*given, (SIZE,), 1e-3), inputs)
-
-
-@pytest.mark.parametrize("name", AFFINE)
-def test_an_empty_batch_gives_an_empty_result_and_zero_gradients(name):
     made = tensors(shape=(0, SIZE))
     result = run(name, *made)
     result.sum().backward()
@@ -111,22 +111,21 @@ def test_an_empty_batch_gives_an_empty_result_and_zero_gradients(name):
     assert all(not leaf.grad.any() for leaf in leaves(name, *made))
 
 
-@pytest.mark.parametrize("weight_dtype", [FULL, BF16, None])
 @pytest.mark.parametrize("dtype", [FULL, BF16])
-def test_manual_rms_norm_has_the_dtype_of_t5s_own(dtype, weight_dtype):
-    x = torch.randn(3, SIZE).to(dtype)
-    weight = None if weight_dtype is None else torch.ones(SIZE, dtype=weight_dtype)
-    result = fused.manual_rms_norm(x, (SIZE,), weight, 1e-6)
-    assert result.dtype is (BF16 if weight_dtype is BF16 else FULL)
-    norms.assert_close(result, norms.rms_norm(x, weight, eps=1e-6))
+def test_manual_rms_norm_has_the_dtype_of_t5s_own(dtype):
+    x, ones = torch.randn(3, SIZE).to(dtype), torch.ones(SIZE)
+    for weight in (ones, ones.bfloat16(), None):
+        result = fused.manual_rms_norm(x, (SIZE,), weight, 1e-6)
+        low = weight is not None and weight.dtype is BF16
+        assert result.dtype is (BF16 if low else FULL)
+        norms.assert_close(result, norms.rms_norm(x, weight, eps=1e-6))
 
 
 # -- under autocast ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("low", [BF16, HALF])
-@pytest.mark.parametrize("given", [FULL, BF16, HALF])
+@pytest.mark.parametrize(("given", "low"), [(FULL, HALF), (FULL, BF16), (BF16, HALF), (HALF, HALF)])
 def test_under_autocast_norms_have_its_dtype_and_are_computed_in_fp32(given, low, device):
     for name in AFFINE:
         made = tensors(given, FULL, device=device)

@@ -145,12 +145,12 @@ def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
     ("name", "saved", "shapes", "message"),
     [
         # torch's fused kernels would write outside the memory of what is too small.
-        ("FusedAdam", "FusedAdam", [(3, 2)], r"model or .*shape \(3, 2\) for .*shape \(3, 4\)"),
-        ("FusedSGD", "FusedSGD", [(3, 2)], r"model or .*shape \(3, 2\) for .*shape \(3, 4\)"),
-        ("FusedAdam", "FusedNovoGrad", [(3, 4)], r"model or optimizer: exp_avg_sq has the shape"),
-        ("FusedNovoGrad", "FusedAdam", [(3, 4)], r"model or optimizer: .*FusedNovoGrad keeps \(\)"),
-        ("FusedAdam", "FusedSGD", [(3, 4)], r"optimizer: its parameter groups have no betas"),
-        ("FusedSGD", "FusedAdam", [(3, 4)], r"optimizer: its parameter groups have no momentum"),
+        ("FusedAdam", "FusedAdam", [(3, 2)], r".*shape \(3, 2\) for .*shape \(3, 4\)"),
+        ("FusedSGD", "FusedSGD", [(3, 2)], r".*shape \(3, 2\) for .*shape \(3, 4\)"),
+        ("FusedAdam", "FusedNovoGrad", [(3, 4)], "exp_avg_sq has the shape"),
+        ("FusedNovoGrad", "FusedAdam", [(3, 4)], r".*FusedNovoGrad keeps \(\)"),
+        ("FusedAdam", "FusedSGD", [(3, 4)], "its parameter groups have no betas"),
+        ("FusedSGD", "FusedAdam", [(3, 4)], "its parameter groups have no momentum"),
     ],
 )
 def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes, message):
@@ -159,7 +159,9 @@ def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes,
     cases.run(other, params, 1)
     optimizer = cases.MAKERS[name](cases.parameters(shapes=[(3, 4)]))
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=rf"{name} got the state of another {message}"):
+    with pytest.raises(
+        ValueError, match=rf"{name} got the state of another model or optimizer: {message}"
+    ):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.state_dict() == before
 

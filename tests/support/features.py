@@ -8,9 +8,3 @@ shards_on_cpu = pytest.mark.skipif(
     reason="fully_shard of this torch (2.6) calls for events, which its streams on CPUs lack",
 )
 """Marks tests in which a model that ``fully_shard`` splits computes, on a CPU."""
-
-properties_of_metaclasses_compile = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."),
-    reason="torch.compile of this torch (2.6) does not see properties of metaclasses",
-)
-"""Marks tests that compile a call of a function which a class has through its metaclass."""

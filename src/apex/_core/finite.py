@@ -24,7 +24,7 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
     """
     if are_plain(grads):
         return grads
-    grads = dtensor.locals_of(grads)
+    grads = [*map(dtensor.local, grads)]
     return [stored_values(grad) if grad.is_sparse else grad for grad in grads]
 
 

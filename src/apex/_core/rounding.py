@@ -7,49 +7,28 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from apex._torch import dtensor, parameters
+from apex._torch import parameters
 
 
 def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
     """Returns a 16-bit tensor in fp32, in its layout, with unrounded values where they are known.
 
     Each element comes from the last candidate, such as a master, that rounds to the parameter's
-    element, or from the parameter if there is none. ``None`` and other shapes are ignored.
+    element, or from the parameter if there is none. ``None`` and other shapes are ignored, and so
+    are all of a sparse parameter.
     """
     # Without no_grad() and the cast of ``value``, which torch.where makes: state_dict calls this
     # for every parameter.
-    result = value = dtensor.local(param.detach())
-    if value.is_sparse:
-        return _exact_sparse(value, candidates)
+    result = value = param.detach()
     for candidate in candidates:
-        if candidate is not None and candidate.shape == param.shape:
-            known = dtensor.local(dtensor.laid_out_as(param, candidate.detach()))
-            exact = known.to(device=value.device, dtype=torch.float32)
+        if candidate is not None and candidate.shape == param.shape and not value.is_sparse:
+            exact = candidate.detach().to(device=value.device, dtype=torch.float32)
             rounded = exact.to(value.dtype)
             if _same_here(rounded, value):
                 result = exact.clone()
             else:
                 result = torch.where(rounded == value, exact, result)
-    return dtensor.with_local(param, result.to(torch.float32))
-
-
-def _exact_sparse(value: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
-    """Returns a sparse ``value`` in fp32: the last candidate that rounds to all of it, if any."""
-    exact = value.to(torch.float32)
-    places, values = _parts(value)
-    for candidate in candidates:
-        if candidate is not None and candidate.is_sparse and candidate.shape == value.shape:
-            known = candidate.detach().to(device=value.device, dtype=torch.float32)
-            at, rounded = _parts(known.to(value.dtype))
-            # sync: sparse buffers are rare
-            if torch.equal(at, places) and torch.equal(rounded, values):
-                exact = known.clone()
-    return exact
-
-
-def _parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
-    sparse = sparse.coalesce()
-    return sparse.indices(), sparse.values()
+    return result.to(torch.float32)
 
 
 def _same_here(rounded: Tensor, value: Tensor) -> bool:

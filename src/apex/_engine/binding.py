@@ -261,21 +261,27 @@ class Binding:
         """Clears the gradients of all pairs, model and master."""
         for pair in self.pairs:
             masters.clear_grad(pair, set_to_none=set_to_none)
-        self.note_cleared()
+        self.tell_cleared()
 
-    def note_cleared(self) -> None:
-        """Leaves out what was set aside, now that the optimizer's gradients are cleared."""
-        self.got_scaled = False
+    def tell_cleared(self) -> None:
+        """Tells every optimizer of the session that this one's gradients are cleared."""
+        cleared = {*map(id, self.params())}
+        for each in [self] if self.owner is None else self.owner.bindings:
+            each.note_cleared(cleared)
+
+    def note_cleared(self, params: set[int]) -> None:
+        """Forgets gradients that were cleared, of the stepped parameters with these ids.
+
+        What was set aside is dropped, and a delayed pass leaves out an optimizer of them alone.
+        """
         opened = self.open_pass
-        if opened is None:
-            return
-        params = {*map(id, self.params())}
-        if opened.is_open:
-            opened.gradients.drop_aside(params)
-            opened.gradients.mark()
-        else:
-            opened.gradients.leave_out(params)
-            self.open_pass = None
+        if params.issuperset(map(id, self.params())):
+            self.got_scaled = False
+            if opened is not None and not opened.is_open:
+                opened.gradients.leave_out(params)
+                self.open_pass = None
+        if opened is not None:
+            opened.gradients.note_cleared(params)
 
     # -- overflow ----------------------------------------------------------------------------
 

@@ -57,17 +57,17 @@ class PassGradients:
             pair.scaled = pair.scaled or pair.model.grad is None
 
     def mark(self) -> None:
-        """Records that gradients which arrive on models are those of the pass, as after a clear."""
+        """Records that gradients which arrive on models are those of the pass."""
         for pair in self._pairs:
             pair.scaled = self.scaled
 
-    def drop_aside(self, params: Collection[int]) -> None:
-        """Drops what was set aside for the parameters with these ids."""
+    def note_cleared(self, params: Collection[int]) -> None:
+        """Drops what was set aside for the parameters with these ids, which were cleared."""
         self._aside = {key: each for key, each in self._aside.items() if key not in params}
+        self.mark()
 
     def leave_out(self, params: Collection[int]) -> None:
         """Leaves out the parameters with these ids, whose gradients have been cleared."""
-        self.drop_aside(params)
         self._pairs = [pair for pair in self._pairs if id(pair.master) not in params]
         self._stepped = [param for param in self._stepped if id(param) not in params]
 

@@ -21,7 +21,7 @@ Note [One gradient in one place]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -396,11 +396,15 @@ class Masters:
             elif (kept := self._kept_value(param)) is not None:
                 kept.copy_(value)
 
-    def clear_grads(self, params: Container[int], *, set_to_none: bool) -> None:
-        """Clears the master gradients of the parameters with these ids."""
-        for pair in self.all():
-            if id(pair.model) in params:
-                clear_grad(pair, set_to_none=set_to_none)
+    def clear_grads(self, params: Set[int], *, set_to_none: bool) -> set[int]:
+        """Clears the gradients of the parameters with these ids and of their masters.
+
+        Returns the ids, with the masters'.
+        """
+        pairs = [pair for pair in self.all() if id(pair.model) in params]
+        for pair in pairs:
+            clear_grad(pair, set_to_none=set_to_none)
+        return {*params, *(id(pair.master) for pair in pairs)}
 
 
 def clear_grad(pair: Pair, *, set_to_none: bool) -> None:

@@ -200,7 +200,7 @@ def inspect_step(binding: Binding, *, in_closure: bool = False) -> None:
     if binding.got_scaled:
         owner.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
     elif not any(each.has_grads() or _reached(each) for each in stepped):
-        if not in_closure:
+        if not (in_closure or binding.steps):
             owner.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
     elif (
         owner.needs_scale

@@ -86,7 +86,7 @@ class AmpOptimizer(Optimizer):
         if binding is None or getattr(own, "__func__", None) is not Optimizer.zero_grad:
             own(*given, **named)
             if binding is not None and not binding.has_grads():
-                binding.note_cleared()
+                binding.tell_cleared()
             return
         set_to_none = _set_to_none(*given, **named)
         with without_overrides():

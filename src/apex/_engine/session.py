@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.op_table import CastSpec
@@ -135,7 +136,7 @@ class Session:
             steps.push(self.close)
             self.start()
             if self.policy.master_weights:
-                _watch_steps(self)
+                _step_watch.add(self)
                 params = chain.from_iterable(model.parameters() for model in models)
                 self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
             restoring.match_states(optimizers, old_dtypes)
@@ -353,13 +354,11 @@ class Session:
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``, whose own were cleared."""
-        cleared = {id(param) for param in params}
-        self.masters.clear_grads(cleared, set_to_none=set_to_none)
+        cleared = self.masters.clear_grads({*map(id, params)}, set_to_none=set_to_none)
         for binding in self.bindings:
-            if cleared.issuperset(id(param) for param in binding.trained()):
-                binding.note_cleared()
+            binding.note_cleared(cleared)
 
-    def _after_other_step(self, optimizer: Optimizer) -> None:
+    def after_other_step(self, optimizer: Optimizer) -> None:
         """Rounds masters that an optimizer stepped which amp has not prepared.
 
         Of one that steps 16-bit weights itself, it warns.
@@ -383,25 +382,47 @@ class Session:
             increment_version(low)
 
 
+class _StepWatch:
+    """A hook on the steps of all optimizers, while sessions with masters live.
+
+    It is removed with the last one, but not beside hooks of others: torch may just iterate over
+    them, as sessions end wherever Python collects them. It then stays, idle, for the next session.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: list[weakref.ref[Session]] = []
+        self._handle: RemovableHandle | None = None
+
+    def add(self, session: Session) -> None:
+        """Watches for ``session``, as long as it lives."""
+        self._sessions.append(weakref.ref(session))
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._after_step)
+        weakref.finalize(session, self._end).atexit = False
+
+    @untraced
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for reference in () if masters.PREPARED in vars(optimizer) else [*self._sessions]:
+            session = reference()
+            if session is not None:
+                session.after_other_step(optimizer)
+
+    def _end(self) -> None:
+        self._sessions = [each for each in self._sessions if each() is not None]
+        hooks: Any = self._handle and self._handle.hooks_dict_ref()
+        if self._handle is not None and not self._sessions and len(hooks) == 1:
+            self._handle.remove()
+            self._handle = None
+
+
+_step_watch = _StepWatch()
+
+
 def _sends(binding: Binding) -> bool:
     """Returns whether ranks share the gradients of a pass that begins now, if they are to."""
     owner: Any = binding.owner
     communicator: Communicator = owner._communicator
     return communicator.sends(binding)
-
-
-def _watch_steps(session: Session) -> None:
-    """Hooks into the steps of other optimizers for as long as a session with masters lives."""
-    reference = weakref.ref(session)
-
-    @untraced
-    def after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        session = None if masters.PREPARED in vars(optimizer) else reference()
-        if session is not None:
-            session._after_other_step(optimizer)
-
-    handle = register_optimizer_step_post_hook(after_step)
-    weakref.finalize(session, handle.remove).atexit = False
 
 
 def _end(region: CastRegion, functions: UserRegistry | None) -> None:

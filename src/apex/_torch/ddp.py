@@ -16,13 +16,8 @@ _KNOWS_ACTIVE = "_active_ddp_module" in vars(DistributedDataParallel)
 SENDS_LATER = "_apex_sends_later"
 """Key in a wrapper's ``__dict__``: whether it sends gradients later, without torch's reducer."""
 
-_NAMES_IN_C = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
-"""The names of dtypes in what a wrapper logs."""
+_NAMES_IN_C = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+"""Parts of the names of 16-bit dtypes in what a wrapper logs."""
 
 
 def active_wrapper() -> DistributedDataParallel | None:
@@ -45,7 +40,7 @@ def sent_params(wrapper: DistributedDataParallel) -> set[int]:
 
 
 def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
-    """Returns the dtypes that the wrapper's parameters were cast to after it was made.
+    """Returns the 16-bit dtypes that the wrapper's parameters were cast to after it was made.
 
     With the dtype of a parameter autograd drops the wrapper's hook, which sends the gradient.
     """
@@ -55,11 +50,9 @@ def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
     report = getattr(wrapper, "_get_ddp_logging_data", None)
     if report is None or SENDS_LATER in own or own.get("mixed_precision") is not None:
         return set()
-    made_for = set(str(report().get("dtypes", "")).split(", "))
+    made_for = str(report().get("dtypes", ""))
     now = {param.dtype for param in own.get("_module_parameters", ()) if param.requires_grad}
-    if made_for.isdisjoint(_NAMES_IN_C.values()):
-        return set()
-    return {dtype for dtype in now if _NAMES_IN_C.get(dtype) not in (None, *made_for)}
+    return {each for each in now if made_for and _NAMES_IN_C.get(each, "") not in made_for}
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
@@ -79,10 +72,8 @@ def broadcast_from_first_rank(tensors: Sequence[Tensor], wrapper: DistributedDat
     """
     group = wrapper.process_group
     source = distributed.get_global_rank(group, 0)
-    sent = [distributed.broadcast(t, source, group=group, async_op=True) for t in tensors]
-    for work in sent:
-        if work is not None:
-            work.wait()
+    for tensor in tensors:
+        distributed.broadcast(tensor, source, group=group)
 
 
 def rebuild_reducer(model: nn.Module) -> None:

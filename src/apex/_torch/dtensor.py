@@ -40,46 +40,10 @@ def local(tensor: Tensor) -> Tensor:
     Elementwise operations on the parts give the same result without DTensor's dispatch, which costs
     tens of microseconds per operator and lacks ``_foreach_copy_``.
     """
-    return locals_of([tensor])[0] if is_dtensor(tensor) else tensor
-
-
-def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns :func:`local` of each tensor."""
-    if not any_dtensor(tensors):
-        return list(tensors)
+    if not is_dtensor(tensor):
+        return tensor
     with torch.no_grad():  # to_local shares memory under no_grad
-        return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
-
-
-def with_local(like: Tensor, part: Tensor) -> Tensor:
-    """Returns a tensor with the placements of ``like`` whose local part is ``part``.
-
-    The inverse of :func:`local`.
-    """
-    if not is_dtensor(like):
-        return part
-    with torch.no_grad():
-        whole: Tensor = type(like).from_local(
-            part,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-    return whole
-
-
-def same_layout(first: Tensor, second: Tensor) -> bool:
-    """Returns whether both have the same mesh and placements, or both are plain tensors."""
-    if not (is_dtensor(first) and is_dtensor(second)):
-        return is_dtensor(first) is is_dtensor(second)
-    return first.placements == second.placements and first.device_mesh == second.device_mesh
-
-
-def layout(tensor: Tensor) -> object:
-    """Returns mesh and placements of a DTensor, as a key; ``None`` for other tensors."""
-    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+        return tensor.to_local()
 
 
 def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
@@ -87,10 +51,11 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
 
     Communicates if the placements differ. Unless both are DTensors, returns ``tensor`` unchanged.
     """
-    if not (is_dtensor(like) and is_dtensor(tensor)) or same_layout(like, tensor):
+    if not (is_dtensor(like) and is_dtensor(tensor)):
         return tensor
-    moved: Tensor = tensor.redistribute(like.device_mesh, like.placements)
-    return moved
+    mesh, placements = like.device_mesh, like.placements
+    is_same = (tensor.device_mesh, tensor.placements) == (mesh, placements)
+    return tensor if is_same else tensor.redistribute(mesh, placements)
 
 
 def device_types(tensor: Tensor) -> tuple[str, ...]:

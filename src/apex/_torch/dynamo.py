@@ -11,19 +11,14 @@ import torch
 
 from apex._torch.dispatcher import release
 
-traces_copy = release >= (2, 12)
-"""Whether ``copy.copy`` of a dataclass can be traced."""
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # torch.compiler.disable does the same, but imports all of dynamo and costs 2 us per call.
-_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_eval_frame: Any = torch._C._dynamo.eval_frame
 
 
 def _mark(fn: Callable[P, R], *, recursive: bool) -> Callable[P, R]:
-    if _eval_frame is None:  # a build without dynamo
-        return fn
     set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
     if set_strategy is None:  # before torch 2.8
         marked: Any = _without_dynamo(fn) if recursive else fn
@@ -118,23 +113,12 @@ def _guard_of(fn: Callable[[], object]) -> Callable[[Any, object], None]:
 
 
 @untraced_frame
-def _callback() -> Any:
-    """Returns what dynamo calls for each frame of this thread."""
-    if release >= (2, 13):
-        return _eval_frame.get_eval_frame_callback()
-    # torch 2.6 returns it without a reference of its own, which frees it too early.
-    callback = _eval_frame.set_eval_frame(None)
-    _eval_frame.set_eval_frame(callback)
-    return callback
-
-
-@untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""
     if "torch._dynamo" not in sys.modules:
         return False
-    if _eval_frame is not None and callable(_callback()):
-        return True
+    callback = _eval_frame.set_eval_frame(None)  # what dynamo calls for each frame of this thread
+    _eval_frame.set_eval_frame(callback)
     guards = torch._guards
-    tracing = guards.TracingContext.try_get() is not None
-    return tracing or guards.CompileContext.try_get() is not None
+    contexts = guards.TracingContext, guards.CompileContext
+    return callable(callback) or any(context.try_get() is not None for context in contexts)

@@ -1,12 +1,9 @@
-"""torch's private kernels over lists of tensors, each with a fallback in public torch.
-
-The form is chosen at import, except where a device or dtype lacks the kernel.
-"""
+"""torch's private kernels over lists of tensors."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,57 +16,8 @@ _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 _has_graph = operator.attrgetter("requires_grad")
 
 
-def plain_check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiplies ``grads`` by 0-d ``inverse`` in place; sets 0-d ``found_inf`` on inf or NaN."""
-    for grad in grads:
-        bad = torch.logical_not(torch.isfinite(grad).all()).to(found_inf.dtype)
-        torch.maximum(found_inf, bad, out=found_inf)
-        grad.copy_(grad.to(torch.promote_types(grad.dtype, inverse.dtype)) * inverse)
-
-
-def plain_update_scale_(
-    scale: Tensor,
-    clean_steps: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> Tensor:
-    """Updates a scale and its clean-step count in place, without a host sync; returns the scale.
-
-    The scale backs off if 0-d ``found_inf`` is set and grows after ``growth_interval`` clean steps,
-    unless the result exceeds fp32.
-    """
-    overflow = found_inf != 0
-    steps = torch.where(overflow, 0, clean_steps + 1)
-    grows = steps == growth_interval
-    # In fp64, as in the kernel: the factors are Python numbers.
-    grown, reduced = ((scale.double() * f).float() for f in (growth_factor, backoff_factor))
-    grown = torch.where(grows & torch.isfinite(grown), grown, scale)
-    scale.copy_(torch.where(overflow, reduced, grown))
-    clean_steps.copy_(torch.where(grows, 0, steps))
-    return scale
-
-
-def plain_group(lists: Sequence[Sequence[Tensor]]) -> dict[Any, tuple[list[list[Tensor]], Any]]:
-    """Groups positions of equally long lists by device and dtype of the first list's tensor."""
-    groups: dict[Any, tuple[list[list[Tensor]], list[int]]] = {}
-    for index, tensors in enumerate(zip(*lists, strict=True)):
-        key = tensors[0].device, tensors[0].dtype
-        parts, indices = groups.setdefault(key, ([[] for _ in lists], []))
-        indices.append(index)
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.append(tensor)
-    return groups
-
-
-_check_and_unscale_kernel_: Callable[..., Any] = getattr(
-    torch, "_amp_foreach_non_finite_check_and_unscale_", plain_check_and_unscale_
-)
-
-
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Does the same as :func:`plain_check_and_unscale_`, in fewer kernels.
+    """Multiplies ``grads`` by 0-d ``inverse`` in place; sets 0-d ``found_inf`` on inf or NaN.
 
     All on one device, gradients in one real floating-point dtype. The product is part of the graph
     that gradients of a pass with ``create_graph=True`` have.
@@ -82,10 +30,10 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
         # Only the CPU kernel accepts bf16 (torch 2.13).
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         torch._foreach_copy_(wide, grads)
-        _check_and_unscale_kernel_(wide, found_inf, inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inverse)
         torch._foreach_copy_(grads, wide)
     else:
-        _check_and_unscale_kernel_(grads, found_inf, inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
 
 
 def assign_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -102,13 +50,15 @@ def _are_recorded(tensors: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(map(_has_graph, tensors))
 
 
-update_scale_: Callable[..., Any] = getattr(torch, "_amp_update_scale_", plain_update_scale_)
-group: Callable[..., Any] = getattr(Optimizer, "_group_tensors_by_device_and_dtype", plain_group)
+update_scale_: Callable[..., Any] = torch._amp_update_scale_
+"""Updates 0-d scale and clean-step count in place by ``found_inf``, without a host sync."""
+
+group: Callable[..., Any] = Optimizer._group_tensors_by_device_and_dtype
+"""Groups positions of equally long lists by device and dtype of the first list's tensor."""
 
 
 # -- fused optimizer kernels; the fallbacks are in `_core.foreach` --------------------------------
 
-fused_adagrad_ = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_

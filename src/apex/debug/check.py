@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,11 @@ from apex._engine.session import Session
 from apex._torch import copies, dtensor
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
-from apex.debug.common import checked_models, inner
+from apex.debug.common import inner
 from apex.debug.place import unwrapped
 
 
-def why_skipped(
-    optimizer: Any, *, model: nn.Module | Sequence[nn.Module] | None = None
-) -> list[NonfiniteGradient]:
+def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[NonfiniteGradient]:
     """Returns the gradients that hold inf or NaN; empty if all are finite or cleared.
 
     Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device. With
@@ -37,7 +35,7 @@ def why_skipped(
     Args:
         optimizer: An optimizer prepared by ``amp.initialize``, at any level, or that of a plain
             loop: call it after ``backward`` or, with a ``GradScaler``, after ``scaler.step``.
-        model: The model or models of a plain loop, for names.
+        model: The model of a plain loop, for names.
 
     Example:
         >>> import torch
@@ -54,9 +52,12 @@ def why_skipped(
     """
     own = inner(optimizer)
     binding = binding_of(own)
-    models = [] if model is None else checked_models("why_skipped", model)
-    if binding is not None and isinstance(binding.owner, Session):
-        models += binding.owner.models
+    models: list[nn.Module] = []
+    if model is not None:
+        arguments.module("amp.debug.why_skipped", model)
+        models = [model]
+    elif binding is not None and isinstance(binding.owner, Session):
+        models = binding.owner.models
     names = {id(p): name for each in models for name, p in unwrapped(each).named_parameters()}
     # A step drops the masters' gradients; the model's own stay.
     weights = {id(pair.master): pair.model for pair in (() if binding is None else binding.pairs)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -39,15 +39,6 @@ def check_scaler(caller: str, scaler: Any) -> None:
             f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
             "torch.amp.GradScaler that scales the losses."
         )
-
-
-def checked_models(caller: str, models: Any) -> list[nn.Module]:
-    """Returns one model or several as a list; raises TypeError if any is no module."""
-    single = isinstance(models, nn.Module) or not isinstance(models, Iterable)
-    found = [models] if single else list(models)
-    for model in found:
-        arguments.module(f"amp.debug.{caller}", model)
-    return found
 
 
 def checked_model(caller: str, model: Any, given: object) -> nn.Module:

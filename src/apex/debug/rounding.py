@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
 from apex.debug.causes import in_fp32
 from apex.debug.common import json_types, listed
-from apex.debug.place import Finding, Place
+from apex.debug.place import Finding, Place, Tracker
 from apex.debug.tracing import Call, Detector, Trace, floating
 
 Kind = Literal["rounding", "cancellation", "chain"]
@@ -149,16 +149,6 @@ class Skipped:
     reason: str
 
 
-@dataclass
-class _Log:
-    """What a trace has found; ``lost`` is in order of time."""
-
-    operators: int = 0
-    seen: int = 0
-    skipped: dict[Skipped, None] = field(default_factory=dict)
-    lost: dict[tuple[Any, ...], RoundingRow] = field(default_factory=dict)
-
-
 class RoundingTrace(Trace):
     """The result of :func:`trace_rounding`. ``print`` shows it."""
 
@@ -166,10 +156,15 @@ class RoundingTrace(Trace):
 
     def __init__(self, *models: nn.Module) -> None:
         super().__init__(*models)
-        self._log = _Log()
+        self._found = _RoundingDetector(self._tracker)
 
     def _detector(self) -> Detector:
-        return _RoundingDetector(self._tracker, self._log)
+        return self._found
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Stops tracing, removes all hooks and releases the models and all values."""
+        super().__exit__(*exc_info)
+        self._found.shadows = _Shadows()
 
     @property
     def worst(self) -> RoundingRow | None:
@@ -182,17 +177,17 @@ class RoundingTrace(Trace):
 
         One record per module, operator, direction and dtype.
         """
-        return tuple(self._log.lost.values())
+        return tuple(self._found.lost.values())
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """The operators without a verdict: from there on, their results count as exact."""
-        return tuple(self._log.skipped)
+        return tuple(self._found.skipped)
 
     @property
     def operators(self) -> int:
         """Number of operator calls that were compared with fp32."""
-        return self._log.operators
+        return self._found.operators
 
     def __str__(self) -> str:
         later = [f"{row.op} {row.place}, {row.direction}" for row in self.lost[1:]]
@@ -206,13 +201,13 @@ class RoundingTrace(Trace):
     def _verdict(self) -> str:
         if self.worst is not None:
             return f"Digits first lost: {self.worst}"
-        if not self._log.seen:
+        if not self._found.seen:
             return (
                 "Nothing traced: no operator ran inside. Write `with "
                 "amp.debug.trace_rounding(model) as trace:` around a whole iteration."
             )
         if not self.operators and not self.skipped:
-            return f"Nothing to judge: none of {self._log.seen} operators computed in 16 bits."
+            return f"Nothing to judge: none of {self._found.seen} operators computed in 16 bits."
         rest = f"; {len(self.skipped)} without a verdict" if self.skipped else ""
         return f"No digits lost: {self.operators} operators traced, all within tolerance{rest}."
 
@@ -259,26 +254,33 @@ _OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflo
 
 
 class _RoundingDetector(Detector):
-    """Computes the shadows of every operator's results, and logs their errors."""
+    """Computes the shadows of every operator's results, and keeps those with errors.
 
-    def __init__(self, tracker: Any, log: _Log) -> None:
+    Attributes:
+        seen, operators: Number of calls, and of those that were compared with fp32.
+        lost, skipped: Results beyond tolerance in order of time, and operators without a verdict.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
         super().__init__(tracker)
-        self._log = log
-        self._shadows = _Shadows()
+        self.seen = self.operators = 0
+        self.lost: dict[tuple[Any, ...], RoundingRow] = {}
+        self.skipped: dict[Skipped, None] = {}
+        self.shadows = _Shadows()
 
     def leave_step(self, optimizer: Optimizer) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         own = [list(model.parameters()) for model in self.tracker.models]
         state = [list(each.values()) for _, each in states_in(optimizer.state)]
         for tensor in floating([own, params_of(optimizer), state]):
-            self._shadows.discard(tensor)
+            self.shadows.discard(tensor)
 
     def before(self, call: Call) -> _ShadowCall | str | None:
         """Returns the call on shadows of what it overwrites, which has to be read before."""
-        self._log.seen += 1
+        self.seen += 1
         given = [call.args, call.kwargs]
         with _apart():
-            if not call.traits.writes or self.in_step or not self._shadows.touch(given):
+            if not call.traits.writes or self.in_step or not self.shadows.touch(given):
                 return None
             return self._shadow_call(call)
 
@@ -291,12 +293,12 @@ class _RoundingDetector(Detector):
             reason = self._follow(before, call, result) if outputs else None
             if reason is not None:
                 for tensor in outputs:
-                    self._shadows.discard(tensor)
+                    self.shadows.discard(tensor)
                 if reason:
                     self._skip(call.name, reason)
 
     def _skip(self, op: str, reason: str) -> None:
-        self._log.skipped.setdefault(Skipped(self.tracker.module[0], op, reason))
+        self.skipped.setdefault(Skipped(self.tracker.module[0], op, reason))
 
     def _follow(self, before: _ShadowCall | str | None, call: Call, result: Any) -> str | None:
         """Computes the shadows of a call's results.
@@ -304,7 +306,7 @@ class _RoundingDetector(Detector):
         Returns:
             Why its results are without: ``""`` if they are exact, None if they have shadows.
         """
-        if self.in_step or not self._shadows.touch([call.args, call.kwargs, result]):
+        if self.in_step or not self.shadows.touch([call.args, call.kwargs, result]):
             return ""
         reason = _without_verdict(call, result)
         if reason is not None:
@@ -312,7 +314,7 @@ class _RoundingDetector(Detector):
         shadow_call = before or self._shadow_call(call)
         if isinstance(shadow_call, str):
             return shadow_call
-        self._log.operators += 1
+        self.operators += 1
         try:
             return self._compare(shadow_call, result)
         except Exception as error:  # noqa: BLE001 - as in _shadow_call
@@ -321,7 +323,7 @@ class _RoundingDetector(Detector):
     def _shadow_call(self, call: Call) -> _ShadowCall | str:
         """Returns the call with its arguments in fp32, or why it has none."""
         try:
-            return _ShadowCall(call, self._shadows)
+            return _ShadowCall(call, self.shadows)
         except Exception as error:  # noqa: BLE001 - such as memory: the run goes on
             return f"its arguments cannot be read in fp32: {_first_line(error)}"
 
@@ -341,7 +343,7 @@ class _RoundingDetector(Detector):
         entry = call.inherited if call.name in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
-            self._shadows.write(low, high, unit=unit, entry=entry)
+            self.shadows.write(low, high, unit=unit, entry=entry)
         return None
 
     def _judge(self, call: _ShadowCall, result: Any, pairs: list[Pair]) -> bool:
@@ -363,9 +365,9 @@ class _RoundingDetector(Detector):
         """Logs a result beyond its tolerance."""
         name = dtypes.name(low.dtype)
         key = *self.tracker.module, self.tracker.direction, call.name, name
-        if key not in self._log.lost:
+        if key not in self.lost:
             row = _row(self.tracker.place, call, name, error, tolerance, kind)
-            self._log.lost[key] = row
+            self.lost[key] = row
 
     def _error(
         self, call: _ShadowCall, low: Tensor, high: Tensor, index: int

@@ -113,9 +113,8 @@ def suggest_fp32(
     before = trials.run([], trace=True)
     found, notes = _faulty(inner, trials)
     limit = max(_EXPLAINED * trials.run(found), trials.noise)
-    errors = {name: trials.run(_without(found, name)) for name in found}
-    modules = list(found)
-    for name in sorted(found, key=lambda each: errors[each]):
+    modules = found
+    for name in found:
         fewer = _without(modules, name)
         if trials.run(fewer) <= limit:
             modules = fewer
@@ -193,13 +192,8 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
             )
             continue
         # Modules of one class have the same fault; one after another would take a trace for each.
-        names += dict.fromkeys(
-            row.module
-            for row in lost
-            if row.module
-            and kinds[row.module] is kinds[first.module]
-            and not _is_within(row.module, names)
-        )
+        alike = [r.module for r in lost if r.module and kinds[r.module] is kinds[first.module]]
+        names += dict.fromkeys(name for name in alike if not _is_within(name, names))
         trials.run(names, trace=True)
     return [name for name in names if not _is_within(name, _without(names, name))], notes
 
@@ -246,7 +240,6 @@ class _Trials:
         """Runs the model twice in fp32; raises ValueError if the gradients tell nothing."""
         self._model, self._arguments, self._loss_fn = model, arguments, loss_fn
         self._policy: Policy = to_policy(level_defaults("O5"))
-        self._known: dict[tuple[str, ...], float] = {}
         self.lost: tuple[RoundingRow, ...] = ()
         self.notes: list[str] = []
         self._reference = self._in_fp32()
@@ -266,13 +259,7 @@ class _Trials:
             )
 
     def run(self, fp32: Sequence[str], *, trace: bool = False) -> float:
-        """Returns the gradients' error with the modules ``fp32`` in fp32; once without a trace."""
-        key = tuple(fp32)
-        if trace or key not in self._known:
-            self._known[key] = self._run(fp32, trace=trace)
-        return self._known[key]
-
-    def _run(self, fp32: Sequence[str], *, trace: bool) -> float:
+        """Returns the gradients' error with the modules ``fp32`` in fp32."""
         model = copy.deepcopy(self._model)
         with self._prepared(model, fp32) as session:
             found = RoundingTrace(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import dtypes, tree
 from apex._torch import dtensor, ranks
+from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import computes_shapes_only, receives, written_arguments
 from apex._torch.sparse import stored_values, with_memory
@@ -177,7 +177,7 @@ class Detector:
     @property
     def in_step(self) -> bool:
         """Whether an optimizer computes: its closure, a forward pass, enables gradients."""
-        in_closure = torch.is_grad_enabled() or self.tracker.backward != -1
+        in_closure = torch.is_grad_enabled() or backward_id() != -1
         return self.stepping is not None and not in_closure
 
     def enter_step(self, optimizer: Optimizer) -> None:
@@ -254,7 +254,7 @@ class Trace:
                     "by one, and a GradScaler as scaler=."
                 )
         self._tracker = Tracker(*models)
-        self._thread = 0
+        self._entered = False
         self._hooks = ExitStack()
         self.mode: TorchDispatchMode | None = None
 
@@ -268,11 +268,11 @@ class Trace:
         Raises:
             RuntimeError: If the trace was entered before.
         """
-        if self._thread:
+        if self._entered:
             raise RuntimeError(
                 f"This trace was entered before, and a trace traces once. Call {self._NAME} again."
             )
-        self._thread = threading.get_ident()
+        self._entered = True
         detector = self._detector()
         with ExitStack() as hooks:
             hooks.enter_context(self._tracker)
@@ -284,16 +284,7 @@ class Trace:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops tracing, removes all hooks and releases the models.
-
-        Raises:
-            RuntimeError: If another thread entered the trace, and goes on tracing.
-        """
-        if self.mode is not None and self._thread != threading.get_ident():
-            raise RuntimeError(
-                f"{self._NAME} ends in another thread than it began in, whose operators it traces. "
-                "End it in that one: `with` the trace in the function that the thread runs."
-            )
+        """Stops tracing, removes all hooks and releases the models."""
         self.mode = None
         self._hooks.close()
 

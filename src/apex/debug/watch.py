@@ -26,7 +26,7 @@ from apex._engine.readback import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
-from apex.debug.common import counted, inner, percent
+from apex.debug.common import counted, inner, json_types, percent
 from apex.debug.overflow import OverflowTrace
 
 _log = logging.getLogger("apex")
@@ -176,16 +176,8 @@ class History:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Returns ``passes`` as a JSON array of objects.
-
-        A norm of inf or NaN becomes a string (``"inf"``, ``"nan"``), as JSON has no such numbers.
-        """
-
-        def plain(value: Any) -> Any:
-            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-        passes = [asdict(item).items() for item in self.passes]
-        return json.dumps([{n: plain(v) for n, v in items} for items in passes], indent=1)
+        """Returns ``passes`` as a JSON array of objects; a norm of inf or NaN is null."""
+        return json.dumps(json_types(list(map(asdict, self.passes))), indent=1)
 
     def to_tensorboard(self, writer: Any, prefix: str = "amp") -> None:
         """Writes every pass to a ``torch.utils.tensorboard.SummaryWriter``.
@@ -257,7 +249,7 @@ def arm(optimizer: Any, after_skips: int = 3) -> AutoTrace:
         after_skips: Consecutive skipped steps before a trace; at least 1.
 
     Returns:
-        A handle with ``disarm()`` and ``trace``; as a context manager, it disarms on exit.
+        A handle with ``disarm()`` and ``trace``.
 
     Raises:
         ValueError: If ``after_skips`` is less than 1, if amp has not prepared the optimizer, or if
@@ -300,12 +292,6 @@ class AutoTrace:
         self._traced_loss: int | None = None
         self._thread = 0
         self._stop_listening = _listen(session, optimizer, self)
-
-    def __enter__(self) -> AutoTrace:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.disarm()
 
     def disarm(self) -> None:
         """Stops listening, and ends a trace started by this thread; idempotent."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from apex._core import arguments
-from apex._core.arguments import in_range
+from apex._core.arguments import flag, in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.norms import l2_norms, stacked, total
@@ -107,9 +107,12 @@ class FusedOptimizer(Optimizer):
     Read by amp.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], set_grad_none: bool = True
+    ) -> None:
         arguments.parameters(type(self).__name__, params)
         super().__init__(params, defaults)
+        self.set_grad_none = flag("set_grad_none", set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""
@@ -252,24 +255,24 @@ class FusedOptimizer(Optimizer):
                     group.setdefault(name, value)
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        name, remedy = type(self).__name__, "Load the one that was saved with this model."
+        name, fault = type(self).__name__, ""
         defaults = state.get("defaults") or self.defaults
         for group in state["param_groups"]:
-            missing = {"betas", "momentum"} & defaults.keys() - group.keys()
-            if missing:
-                raise ValueError(
-                    f"{name} got the state of another optimizer: its parameter groups have no "
-                    f"{missing.pop()}. {remedy}"
-                )
+            for key in {"betas", "momentum"} & defaults.keys() - group.keys():
+                fault = f"its parameter groups have no {key}"
         for param, own in states_in(state["state"]):
             for key, tensor in own.items():
                 wanted = torch.Size() if key in self.scalar_state else param.shape
                 if isinstance(tensor, Tensor) and tensor.shape != wanted:
-                    raise ValueError(
-                        f"{name} got the state of another model or optimizer: {key} has the shape "
-                        f"{tuple(tensor.shape)} for a parameter of shape {tuple(param.shape)}, "
-                        f"where {name} keeps {tuple(wanted)}. {remedy}"
+                    fault = (
+                        f"{key} has the shape {tuple(tensor.shape)} for a parameter of shape "
+                        f"{tuple(param.shape)}, where {name} keeps {tuple(wanted)}"
                     )
+        if fault:
+            raise ValueError(
+                f"{name} got the state of another model or optimizer: {fault}. Load the one that "
+                "was saved with this model."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, with step counts as numbers, whether or not a flag decided about steps.

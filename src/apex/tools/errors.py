@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from types import CodeType
-from typing import Any
+from collections.abc import Iterator
 
 from apex.debug.place import is_user_file
 
@@ -63,9 +60,3 @@ def _too_large(message: str, source: str) -> Iterator[str]:
         number = re.search(r"-\s*(?:\d[\d_.]*(?:e\+?\d+)?|(?:float\()?['\"]?inf)", source, re.I)
         value = number[0] if number else "The value"
         yield f"{value} does not fit {name}. Mask with torch.finfo(scores.dtype).min."
-
-
-def place_of(function: Callable[..., Any]) -> str:
-    """Returns ``"file:line"`` of a function's definition; empty if it has none in Python."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""

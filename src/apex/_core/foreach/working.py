@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from apex._torch.dtensor import local, locals_of
+from apex._torch.dtensor import local
 
 _WIDE = {torch.float32}, {torch.float64}
 _dtype = operator.attrgetter("dtype")
@@ -74,7 +74,7 @@ def store(targets: Sequence[Tensor], values: Sequence[Tensor], skip: Tensor | No
     Where ``skip``, 0-d, is set, the targets stay.
     """
     pairs = [(t, v) for t, v in zip(targets, values, strict=True) if t is not v]
-    olds, news = (locals_of([pair[side] for pair in pairs]) for side in (0, 1))
+    olds, news = ([local(pair[side]) for pair in pairs] for side in (0, 1))
     if skip is None and pairs:
         torch._foreach_copy_(olds, news)
     elif skip is not None:
@@ -90,7 +90,7 @@ def scale_(grads: Sequence[Tensor], factor: Tensor, skip: Tensor | None = None) 
     """
     wide = [grad.to(math_dtype(grad)) for grad in grads]
     factor = factor if skip is None else torch.where(skip != 0, 1.0, factor)
-    torch._foreach_mul_(locals_of(wide), local(factor))
+    torch._foreach_mul_([*map(local, wide)], local(factor))
     store(grads, wide)
     return wide
 

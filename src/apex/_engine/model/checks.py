@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -127,29 +127,34 @@ def _tensor_faults(
 
 def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     """Raises ValueError if ``plan`` names a module, buffer or argument that no model has."""
+    for name in ("fp32_modules", "fp32_inputs", "fp32_buffers"):
+        if getattr(plan, name) and not plan.casts_down:
+            raise ValueError(
+                f"{name} says what stays in fp32 while the rest is cast, but this level does not "
+                "cast the model to a 16-bit type. Use it at O2, O3 or O5, or leave it out."
+            )
     modules = [pair for model in models for pair in named_submodules(model)]
     for rule in plan.fp32_modules:
         if not any(matches(rule, name, module) for name, module in modules):
             own = [name if isinstance(rule, str) else type(each).__name__ for name, each in modules]
-            _refuse("fp32_modules", rule, "matches no submodule", set(own))
-    buffers = {name for model in models for name, _ in model.named_buffers()}
+            _refuse("fp32_modules", rule, "matches no submodule", own)
+    buffers = [name for model in models for name, _ in model.named_buffers()]
     for rule in plan.fp32_buffers:
-        if not any(fnmatchcase(name, rule) for name in buffers):
+        if not any(fnmatchcase(name, str(rule)) for name in buffers):
             _refuse("fp32_buffers", rule, "matches no buffer", buffers)
-    if plan.fp32_inputs:
-        params = [p for m in models for p in inspect.signature(m.forward).parameters.values()]
-        names = {p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
-        for unknown in () if takes_any else sorted(set(plan.fp32_inputs) - names):
-            _refuse("fp32_inputs", unknown, "is no argument of the model's forward", names)
+    params = [p for m in models for p in inspect.signature(m.forward).parameters.values()]
+    names = [p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
+    for rule in plan.fp32_inputs:
+        if rule not in names and not (takes_any and isinstance(rule, str)):
+            _refuse("fp32_inputs", rule, "is no argument of the model's forward", names)
 
 
-def _refuse(argument: str, rule: type | str, how: str, names: Collection[str]) -> None:
-    name = rule if isinstance(rule, str) else rule.__name__
-    close = difflib.get_close_matches(name, sorted(names), cutoff=0.5)
-    known = ", ".join(sorted(names)[:8])
-    hint = f"Did you mean {', '.join(close)}?" if close else f"Known are {known}."
-    shown = repr(rule) if isinstance(rule, str) else name
+def _refuse(argument: str, rule: object, how: str, known: Iterable[str]) -> None:
+    shown = rule.__name__ if isinstance(rule, type) else repr(rule)
+    names = sorted(set(known))
+    close = difflib.get_close_matches(shown.strip("'"), names, cutoff=0.5)
+    hint = f"Did you mean {', '.join(close)}?" if close else f"Known are {', '.join(names[:8])}."
     raise ValueError(f"{argument} holds {shown}, which {how}. {hint}")
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex._core.foreach.working import math_dtype, store
-from apex._core.param_groups import params_of
 from apex.optimizers.fused_optimizer import FusedOptimizer
 
 GivenTensors = Iterable[Tensor] | list[list[Tensor]]
@@ -20,7 +20,8 @@ class ExplicitOptimizer(FusedOptimizer):
     """An optimizer whose ``step`` accepts gradients, their scale, and 16-bit outputs."""
 
     _norms: list[Any] | None = None
-    _grads: dict[Tensor, Tensor] | None = None
+    _given: Mapping[Tensor, Tensor] = MappingProxyType({})
+    _scale = 1.0
 
     def step(
         self,
@@ -47,31 +48,24 @@ class ExplicitOptimizer(FusedOptimizer):
         Raises:
             ValueError: If the lists do not match the groups.
         """
-        given = self._by_param("grads", grads)
+        self._given = self._by_param("grads", grads)
         outputs = self._by_param("output_params", output_params)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self._scale = scale
         self._norms = None if grad_norms is None else [norm / scale for norm in grad_norms]
-        if grads is not None or scale != 1.0:
-            used = {p: given.get(p, p.grad) for p in params_of(self)}
-            # In fp32 or wider: in 16 bits the quotients would be rounded before the step.
-            self._grads = {
-                p: grad.detach().to(math_dtype(grad)) / scale
-                for p, grad in used.items()
-                if grad is not None
-            }
         try:
-            super().step(**scaling)
+            loss = super().step(closure, **scaling)
         finally:
-            self._norms = self._grads = None
+            del self._given, self._scale, self._norms
         with torch.no_grad():
             store(list(outputs.values()), list(outputs))
         return loss
 
     def _gradient(self, param: Tensor) -> Tensor | None:
-        return super()._gradient(param) if self._grads is None else self._grads.get(param)
+        grad = self._given.get(param, param.grad)
+        if grad is None or (grad is param.grad and self._scale == 1.0):
+            return grad
+        # In fp32 or wider: in 16 bits the quotient would be rounded before the step.
+        return grad.detach().to(math_dtype(grad)) / self._scale
 
     def _by_param(self, name: str, given: GivenTensors | None) -> dict[Tensor, Tensor]:
         """Returns the tensors that are given, by their parameters."""

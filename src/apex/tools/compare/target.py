@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex.integrations import scales
-from apex.tools.errors import TargetError, format_error, place_of
+from apex.tools.errors import TargetError, format_error
 
 FUNCTION = "setup"
 """Default function in a file or module."""
@@ -244,10 +244,9 @@ def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor
             fault = f"a tensor of shape {[*found.shape]}" + " without a gradient" * (
                 not found.requires_grad
             )
-        place = place_of(loss)
         raise TargetError(
             f"loss(model, batch) returned {fault}; it must return one number, a 0-d tensor that "
-            f"depends on the model's parameters{place and f' ({place})'}."
+            f"depends on the model's parameters."
         )
 
     return checked
