@@ -98,15 +98,6 @@ def test_traced_constants_are_compared(level):
     assert all(same(traced(x), model(x)) for _ in range(2))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_prepared_model_is_not_scripted(level):
-    model, _ = of_one_level(level)
-    for given in (model, torch.nn.Sequential(model)):
-        with pytest.raises(RuntimeError, match=r"amp has prepared.*script the plain.*amp\.restore"):
-            torch.jit.script(given)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_restored_model_is_exported_traced_and_scripted_in_fp32(level):
     model, optimizer = of_one_level(level)
