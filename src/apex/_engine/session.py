@@ -255,35 +255,27 @@ class Session:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
         settle()
-        owners: dict[Any, None] = {self: None}
-        for binding in bindings:
-            owners[binding.owner] = None
-        flagged, others = [*bindings], list[Binding]()
-        region, casting = self.region, False
+        owners: dict[Any, None] = {self: None, **{binding.owner: None for binding in bindings}}
+        regions = [owner.region for owner in owners if owner.casting] or [self.region]
         # Gradients stay scaled until ranks share them: later passes add scaled ones.
-        sends = list(map(_sends, bindings))  # of each, as ranks may communicate here
+        sends = [_sends(binding) for binding in bindings]  # of each, as ranks may communicate here
         delays = delay_unscale or not all(sends)
+        sharing, others = [*bindings], list[Binding]()
         for owner in owners:
-            delays = delays or (bool(owner._shards) and owner._defers_reduction())
+            delays = delays or fsdp.defers_reduction(ref() for ref in owner._shards)
             for other, shares in owner.others(bindings):
-                (flagged if shares else others).append(other)
-            if not casting and owner.casting:
-                region, casting = owner.region, True
+                (sharing if shares else others).append(other)
         return BackwardPass(
             loss,
-            flagged if delays else bindings,  # those that share a parameter know it is scaled
+            sharing,
             scaler,
-            casts=region.spec if isinstance(region, CastRegion) else None,
+            casts=regions[0].spec if isinstance(regions[0], CastRegion) else None,
             mistakes=self.mistakes,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings, owners),
             others=others,
-            flagged=flagged,
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
         )
-
-    def _defers_reduction(self) -> bool:
-        return fsdp.defers_reduction(ref() for ref in self._shards)
 
     def _end_pass(
         self,
