@@ -164,7 +164,6 @@ target:
   file.py            a file that defines model, optimizer, batches and loss, or a function setup()
                      that returns them
   file.py:function   a function of that file
-  module:function    a function of an importable module
 
   model      a torch.nn.Module in fp32
   optimizer  a torch.optim.Optimizer over its parameters

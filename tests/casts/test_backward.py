@@ -1,14 +1,16 @@
-"""User code in backward passes, by public calls: the dtypes that apex gave, and plain gradients."""
+"""User code in the backward pass of a block: mixed dtypes are resolved, all else stays as it is."""
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
+from tests.support.training import prepared
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LEVELS = pytest.mark.parametrize("level", ["O1", "O4"])
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class OwnLinear(torch.autograd.Function):
@@ -67,18 +69,122 @@ def test_a_functions_own_backward_may_mix_dtypes(level, device, recompute, scale
     torch.testing.assert_close(got, expected, rtol=5e-2, atol=5e-2)
 
 
-@DEVICES
-@LEVELS
-def test_gradients_of_code_without_casts_are_those_of_fp32(level, device):
-    model = nn.Linear(4, 4).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(3, 4, device=device)
-    expected = torch.autograd.grad(model(x).pow(2).sum(), model.weight)[0]
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0
-    )
-    with amp.disable_casts():
-        loss = model(x).pow(2).sum()
+class Code(torch.autograd.Function):
+    """A function whose backward runs ``rule`` on its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, rule):
+        ctx.rule = rule
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.rule(grad)
+        return grad, None
+
+
+def backward(loss):
+    loss.backward()
+
+
+def in_pass(rule, *, hook, start=backward):
+    """Returns what ``rule`` gives for a bf16 gradient in a pass of a block."""
+    model, optimizer = prepared("O4", model=nn.Linear(2, 2))
+    results = []
+
+    def note(grad):
+        results.append(rule(grad))
+
+    out = model(torch.ones(2, 2))
+    if hook:
+        out.register_hook(note)
+    loss = (out if hook else Code.apply(out, note)).sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert torch.equal(model.weight.grad, expected)
+        start(scaled_loss)
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is BF16  # on again
+    return results
+
+
+WHERE = pytest.mark.parametrize("hook", [True, False], ids=["hook", "function"])
+MIXED = {
+    "@": (lambda g: g @ torch.ones(2, 2), BF16),
+    "right @": (lambda g: torch.ones(2, 2) @ g, BF16),
+    "einsum": (lambda g: torch.einsum("ij,jk", g, torch.ones(2, 2)), BF16),
+    "addmv": (lambda g: torch.addmv(torch.ones(2), g, torch.ones(2)), BF16),
+    "dot": (lambda g: torch.dot(g[0], torch.ones(2)), FP32),
+    "linear": (lambda g: nn.functional.linear(g, torch.ones(2, 2)), BF16),
+    "mse_loss": (lambda g: nn.functional.mse_loss(g, torch.ones(2, 2)), FP32),
+}
+
+
+@WHERE
+@pytest.mark.parametrize("name", MIXED)
+def test_python_code_in_a_pass_may_mix_dtypes(hook, name):
+    rule, wanted = MIXED[name]
+    assert [result.dtype for result in in_pass(rule, hook=hook)] == [wanted]
+
+
+@WHERE
+@pytest.mark.parametrize(
+    "rule", [lambda g: g.exp(), lambda g: g @ g, torch.prod, lambda g: g.clone().exp_()]
+)
+def test_python_code_in_a_pass_keeps_one_dtype(hook, rule):
+    plain = rule(torch.ones(2, 2, dtype=BF16))
+    (got,) = in_pass(rule, hook=hook)
+    assert got.dtype is plain.dtype
+    assert torch.equal(got, plain)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda loss: loss.backward(torch.ones_like(loss)),
+        lambda loss: torch.autograd.backward([loss]),
+        lambda loss: (loss.backward(retain_graph=True), loss.backward()),
+    ],
+    ids=["gradient", "autograd.backward", "twice"],
+)
+def test_casts_are_off_in_the_formulas_of_a_pass(start):
+    found = in_pass(lambda grad: torch.is_autocast_enabled("cpu"), hook=True, start=start)
+    assert set(found) == {False}
+
+
+def test_a_pass_that_torch_refuses_is_refused_alike():
+    _, optimizer = prepared("O4")
+    with amp.scale_loss(torch.ones(()), optimizer):
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(()).backward()
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            torch.ones(2, requires_grad=True).exp().backward()
+
+
+def test_a_pass_with_casts_disabled_is_left_alone():
+    def norm(grad):
+        return nn.functional.layer_norm(grad, [2], torch.ones(2)).dtype
+
+    def disabled(loss):
+        with amp.disable_casts():
+            loss.backward()
+
+    assert in_pass(norm, hook=True, start=disabled) == [BF16]
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_a_recompute_in_a_pass_has_the_dtypes_of_the_forward(reentrant):
+    first, optimizer = prepared("O4", model=nn.Linear(2, 2))
+    second, _ = prepared("O1", model=nn.Linear(2, 2))  # newer, so its casts are those around
+    dtypes = []
+
+    def block(x):
+        with torch.autocast("cpu", enabled=False):  # mixes dtypes, with casts off
+            norm = nn.functional.layer_norm(x.bfloat16(), [2], torch.ones(2))
+        y = first(x) + norm
+        dtypes.append((y.dtype, norm.dtype, second(x + 0).dtype))
+        return y
+
+    x = torch.ones(1, 2, requires_grad=True)
+    with set_checkpoint_early_stop(False):
+        out = checkpoint(block, x, use_reentrant=reentrant)
+        with amp.scale_loss(out.float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    assert dtypes == [(BF16, BF16, torch.float16)] * 2

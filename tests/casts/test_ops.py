@@ -41,13 +41,10 @@ def region_of(table: OpTable, *, allow_banned: bool = False) -> CastRegion:
 # -- recurrent ------------------------------------------------------------------------------------
 
 RNNS = [
-    (nn.LSTM, {}),
     (nn.LSTM, {"bidirectional": True, "num_layers": 2}),
     (nn.LSTM, {"proj_size": 2}),
     (nn.GRU, {"batch_first": True}),
-    (nn.GRU, {"bidirectional": True}),
-    (nn.RNN, {}),
-    (nn.RNN, {"nonlinearity": "relu", "num_layers": 2}),
+    (nn.RNN, {"nonlinearity": "relu"}),
 ]
 
 
@@ -78,12 +75,6 @@ def test_rnn_runs_in_low_precision(region, low, device, kind, options, packed, g
     assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in rnn.parameters())
 
 
-def test_rnn_takes_states_of_another_dtype(region, low, device):
-    rnn, x = nn.LSTM(4, 3).to(device), torch.randn(3, 2, 4, device=device)
-    states = (torch.zeros(1, 2, 3, device=device), torch.zeros(1, 2, 3, device=device))
-    assert region.run(rnn, x, states)[0].dtype is low
-
-
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cell_runs_in_low_precision(region, low, device, kind):
     cell, x = kind(4, 3).to(device), torch.randn(2, 4, device=device)
@@ -98,45 +89,24 @@ def test_cell_runs_in_low_precision(region, low, device, kind):
 # -- attention, einsum ----------------------------------------------------------------------------
 
 
-def test_attention_takes_mixed_dtypes(region, low, device):
-    q, k, v = torch.randn(3, 1, 2, 3, 4, device=device)
-    mask = torch.zeros(3, 3, device=device)
-    got = region.run(F.scaled_dot_product_attention, q, k.to(low), v, attn_mask=mask)
-    expected = F.scaled_dot_product_attention(q.to(low), k.to(low), v.to(low), mask.to(low))
-    assert got.dtype is low
-    torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_multi_head_attention_runs_in_low_precision(region, low, device, weights, mode):
+def test_multi_head_attention_runs_in_low_precision(region, low, device, mode):
     module = nn.MultiheadAttention(4, 2, batch_first=True).to(device).train(mode == "train")
     x = torch.randn(2, 3, 4, device=device)
-    assert region.run(module, x, x.to(low), x, need_weights=weights)[0].dtype is low
-
-
-def test_einsum_and_tensordot_take_mixed_dtypes(region, low, device):
-    a, b = torch.randn(2, 3, device=device), torch.randn(3, 2, device=device).to(low)
-    for got in (region.run(torch.einsum, "ij,jk->ik", a, b), region.run(torch.tensordot, a, b, 1)):
-        assert got.dtype is low
-        torch.testing.assert_close(got, a.to(low) @ b)
+    for weights in (True, False):
+        assert region.run(module, x, x.to(low), x, need_weights=weights)[0].dtype is low
 
 
 # -- dtype rules ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fn", [torch.sum, torch.prod])
-@pytest.mark.parametrize("asked", [torch.float64, torch.float16, torch.float32])
-def test_dtype_argument_is_honoured(region, low, device, fn, asked):
-    assert region.run(fn, torch.ones(2, device=device).to(low), dtype=asked).dtype is asked
-
-
 @pytest.mark.parametrize("asked", [torch.float64, torch.bfloat16, None])
-def test_dtype_argument_of_softmax_is_honoured(region, low, device, asked):
+def test_dtype_argument_is_honoured(region, low, device, asked):
     x = torch.ones(2, 2, device=device).to(low)
     for fn in (F.softmax, F.log_softmax, F.softmin):
         assert region.run(fn, x, 1, 3, asked).dtype is (asked or torch.float32)
-    assert region.run(torch.cumsum, x, 1, dtype=asked).dtype is (asked or torch.float32)
+    for fn in (torch.cumsum, torch.sum, torch.prod):
+        assert region.run(fn, x, 1, dtype=asked).dtype is (asked or torch.float32)
 
 
 @pytest.mark.parametrize("order", [2, 1, "fro", "nuc", float("inf")])
@@ -144,32 +114,6 @@ def test_norms_of_any_order_are_fp32(region, low, device, order):
     x = torch.ones(2, 2, device=device).to(low)
     assert region.run(torch.norm, x, order).dtype is torch.float32
     assert region.run(torch.linalg.norm, x, order).dtype is torch.float32
-
-
-@pytest.mark.parametrize(
-    ("mode", "antialias"),
-    [
-        *((mode, False) for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")),
-        *((mode, True) for mode in ("bilinear", "bicubic")),
-    ],
-)
-def test_interpolate_is_fp32_in_every_mode(region, low, device, mode, antialias):
-    x = torch.rand(1, 1, 3, 3, device=device).to(low)
-    got = region.run(F.interpolate, x, scale_factor=2.0, mode=mode, antialias=antialias)
-    assert got.dtype is torch.float32
-    expected = F.interpolate(x.float(), scale_factor=2.0, mode=mode, antialias=antialias)
-    torch.testing.assert_close(got, expected)
-
-
-def test_rms_norm_logsumexp_and_log1p_are_fp32(region, low, device):
-    x = torch.ones(2, 2, device=device).to(low)
-    for got in (
-        region.run(F.rms_norm, x, [2]),
-        region.run(torch.logsumexp, x, 1),
-        region.run(torch.log1p, x),
-        region.run(torch.std_mean, x)[0],
-    ):
-        assert got.dtype is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -220,29 +164,12 @@ def test_a_kernel_of_torch_may_work_in_place_on_memory_of_its_own(region, low, d
     assert out.tolist() == torch.logsumexp(x, 1).tolist()
 
 
-def test_squares_in_place_keep_the_tensor_that_they_write(region, low, device):
-    x = torch.full((2,), 3.0, device=device, dtype=low)
-    assert region.run(x.square_) is x
-    assert x.tolist() == [9.0, 9.0]
-
-
 def test_mean_keeps_low_precision_and_batch_norm_follows_its_input(region, low, device):
     x = torch.randn(4, 2, device=device)
     assert region.run(torch.mean, x.to(low)).dtype is low
     norm = nn.BatchNorm1d(2).to(device)
     assert region.run(norm, x.to(low)).dtype is low
     assert region.run(norm, x).dtype is torch.float32
-
-
-@pytest.mark.parametrize("join", [torch.cat, torch.stack], ids=["cat", "stack"])
-@pytest.mark.parametrize("first", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("second", [torch.float16, torch.float32])
-def test_cat_and_stack_promote_as_without_casts(region, device, join, first, second):
-    tensors = [torch.randn(2, 3, device=device).to(dtype) for dtype in (first, second)]
-    expected = join(tensors)
-    result = region.run(join, tensors)
-    assert result.dtype is expected.dtype
-    assert torch.equal(result, expected)
 
 
 def _unpool(pooled):
@@ -317,32 +244,20 @@ def test_functorch_transforms_see_the_casts(region, low, device):
     torch.testing.assert_close(gradient, x.float().exp().to(low))
 
 
-@pytest.mark.parametrize("probabilities", [False, True])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"weight": 10}], ids=str)
-def test_cross_entropy_is_that_of_fp32_logits(region, low, device, probabilities, options):
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}], ids=str)
+def test_cross_entropy_is_that_of_fp32_logits(region, low, device, options):
     logits = (torch.randn(8, 10, device=device) * 10).to(low).requires_grad_()
-    target = torch.randint(10, (8,), device=device)
-    if probabilities:
-        target = torch.rand(8, 10, device=device).softmax(1)
-    if "weight" in options:
-        options = {"weight": torch.rand(10, device=device)}
-    loss = region.run(F.cross_entropy, logits, target, **options)
     full = logits.detach().float().requires_grad_()
-    expected = F.cross_entropy(full, target, **options)
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    expected.backward()
-    assert logits.grad.dtype is low
-    torch.testing.assert_close(logits.grad, full.grad.to(low))
+    for target in (torch.randint(10, (8,)), torch.rand(8, 10).softmax(1)):
+        loss = region.run(F.cross_entropy, logits, target.to(device), **options)
+        expected = F.cross_entropy(full, target.to(device), **options)
+        torch.testing.assert_close(loss, expected)
+        (grad,) = torch.autograd.grad(loss, logits)
+        (exact,) = torch.autograd.grad(expected, full)
+        torch.testing.assert_close(grad, exact.to(low))
 
 
 # -- banned, changed tables -----------------------------------------------------------------------
-
-
-def test_banned_operator_runs_in_fp32_on_bfloat16():
-    region = CastRegion(CastSpec(torch.bfloat16, ("cpu",), DEFAULT))
-    p = torch.full((2,), 0.5, dtype=torch.bfloat16)
-    assert region.run(F.binary_cross_entropy, p, torch.ones_like(p)).dtype is torch.float32
 
 
 def test_banned_operator_runs_in_fp32_where_allowed():

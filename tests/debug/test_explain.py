@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
-from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug import explain
@@ -81,22 +80,6 @@ def test_o5_casts_the_input_and_keeps_in_fp32_what_it_is_told():
     assert casts[:2] == [("", FULL, LOW), ("2", LOW, FULL)]
     assert row_of(found, "addmm", "3").computed_in == LOW
     assert row_of(found, "native_layer_norm", "2").computed_in == FULL
-
-
-def test_a_checkpoint_recomputes_in_the_dtypes_of_its_forward():
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
-    model = Body(lambda self, x: checkpoint(self.layers, x, use_reentrant=False), layers=layers)
-    found = explain(at("O4", model), torch.randn(3, 4), loss_fn=total)
-    rows = [row for row in found.ops if row.op == "aten.addmm"]
-    assert sum(row.calls for row in rows) == 2
-    assert {row.computed_in for row in rows} == {LOW}
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_dtypes_are_the_same_and_time_is_measured():
-    found = explain(at("O4", net().cuda()), torch.randn(3, 4, device="cuda"), loss_fn=total)
-    assert casts_in(found, "0") == (FULL, LOW, 3, 312)
-    assert found.total.seconds > 0.0
 
 
 def test_text_and_json_hold_the_same():

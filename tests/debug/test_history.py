@@ -82,16 +82,6 @@ def test_no_trace_sees_the_operators_of_a_tool(tool, level):
     del handle
 
 
-@pytest.mark.parametrize("options", [{"delay_unscale": True}, {"delay_overflow_check": True}])
-def test_passes_that_delay_the_scale_update_are_ignored(options):
-    model, optimizer = prepared("O4", loss_scale="dynamic")
-    history = amp.debug.History(optimizer)
-    backward(model, optimizer, *batch(), **options)
-    assert history.passes == []
-    backward(model, optimizer, *batch())
-    assert len(history.passes) == 1
-
-
 def test_a_limit_keeps_the_last_passes():
     model, optimizer = prepared("O4")
     history = amp.debug.History(optimizer, limit=2)

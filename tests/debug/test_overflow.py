@@ -279,14 +279,3 @@ def test_a_trace_leaves_no_hook_no_mode_and_the_script_s_warning_filters(fails):
     after = len(modules._global_forward_hooks), len(optimizer_hooks._global_optimizer_pre_hooks)
     assert after == hooks
     assert _get_current_dispatch_mode() is None
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_scripted_module_has_its_name_and_keeps_no_hook():
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    net = nn.Sequential(scripted, Exp())
-    with trace_overflow(net) as trace:
-        net(torch.full((1, 2), 1e38)).sum().backward()
-    assert trace.first is not None
-    assert not scripted._forward_pre_hooks
-    assert not scripted._forward_hooks

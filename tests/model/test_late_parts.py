@@ -5,16 +5,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.model.cases import (
-    CASTS_DOWN,
-    EPS,
-    LEVELS,
-    close,
-    dtype_of,
-    prepared,
-    train,
-    train_plain,
-)
+from tests.model.cases import CASTS_DOWN, EPS, LEVELS, close, dtype_of, prepared, train, train_plain
 from tests.support import training as cases
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -34,7 +25,7 @@ def replace_head(model, optimizer):
 
 
 @every_level
-def test_a_head_put_on_later_trains_with_its_group(level):
+def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
     plain = cases.net()
     reference = cases.sgd(plain.parameters())
     train_plain(plain, reference, 1)
@@ -44,98 +35,58 @@ def test_a_head_put_on_later_trains_with_its_group(level):
     train(model, optimizer, 1)
     replace_head(model, optimizer)
     assert model[2].weight.dtype is dtype_of(level)
-    train(model, optimizer, seed=2)
-    assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
-
-
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
-def test_masters_of_a_late_head_start_from_its_exact_values(level):
-    model, optimizer = prepared(level)
-    replace_head(model, optimizer)
     exact = list(new_head().parameters())
     assert cases.same(list(optimizer.param_groups[1]["params"]), exact)
     assert cases.same([model.state_dict()[f"2.{k}"] for k in ("weight", "bias")], exact)
-
-
-@every_level
-def test_restore_gives_a_late_head_back_in_fp32(level):
-    model, optimizer = prepared(level)
-    replace_head(model, optimizer)
+    train(model, optimizer, seed=2)
+    assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
     amp.restore(model, optimizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert optimizer.param_groups[1]["params"][0] is model[2].weight
 
 
 @casting_levels
-def test_a_late_batch_norm_and_late_buffers_are_as_the_level_says(level):
-    model, optimizer = prepared(level)
-    model.append(nn.BatchNorm1d(2))
-    model.register_buffer("late", torch.ones(2))
-    optimizer.add_param_group({"params": list(model[3].parameters())})
-    kept = dtype_of(level) if level == "O3" else torch.float32
-    assert model[3].weight.dtype is model[3].running_mean.dtype is kept
-    assert model.late.dtype is dtype_of(level)
-    train(model, optimizer)
-
-
-@casting_levels
-def test_a_parameter_replaced_in_a_known_module_is_cast_with_its_group(level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    model[1].weight = nn.Parameter(torch.randn(2, 4))
-    optimizer.add_param_group({"params": [model[1].weight]})
-    assert model[1].weight.dtype is dtype_of(level)
-    train(model, optimizer)
-
-
-@casting_levels
-def test_a_late_module_of_an_fp32_type_computes_in_fp32(level):
+def test_late_parts_get_the_dtypes_that_the_level_gives_their_like(level):
     model, optimizer = prepared(
         level, nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), fp32_modules=[nn.LayerNorm]
     )
+    model.append(nn.BatchNorm1d(2))
     model.append(nn.LayerNorm(2))
-    optimizer.add_param_group({"params": list(model[2].parameters())})
+    model.register_buffer("late", torch.ones(2))
+    model[1].weight = nn.Parameter(torch.randn(2, 4))
+    late = [model[1].weight, *model[2].parameters(), *model[3].parameters()]
+    optimizer.add_param_group({"params": late})
+    assert model[2].weight.dtype is model[2].running_mean.dtype is torch.float32
+    assert model[1].weight.dtype is model.late.dtype is dtype_of(level)
     seen = []
-    model[2].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    model[3].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
     train(model, optimizer, 1)
-    assert model[2].weight.dtype is torch.float32
-    assert len(seen) == 1
+    assert model[3].weight.dtype is torch.float32
+    assert seen == [dtype_of(level)]
+
+
+class Shifted(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x + self.shift if hasattr(self, "shift") else x)
+
+
+CHANGES = {
+    "0.weight": lambda model: setattr(model, "0", nn.Linear(4, 2)),
+    "shift": lambda model: model.register_buffer("shift", torch.ones(4)),
+    "0.bias": lambda model: setattr(model[0].bias, "data", torch.ones(2)),
+}
 
 
 @casting_levels
-@pytest.mark.parametrize("change", ["head", "buffer"])
-def test_what_is_late_and_uncast_is_named_with_the_remedy(level, change):
-    class Shifted(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x + self.shift if hasattr(self, "shift") else x)
-
-    model = Shifted(nn.Linear(4, 2))
-    amp.initialize(model, opt_level=level, verbosity=0)
-    if change == "head":
-        model[0] = nn.Linear(4, 2)
-    else:
-        model.register_buffer("shift", torch.ones(4))
-    name = "0.weight" if change == "head" else "shift"
-    with pytest.raises(RuntimeError, match=rf"{name} \(float32\)(.|\n)*add_param_group"):
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_late_or_assigned_and_uncast_is_named_with_the_remedy(level, name):
+    model = amp.initialize(Shifted(nn.Linear(4, 2)), opt_level=level, verbosity=0)
+    CHANGES[name](model)
+    words = rf"{name} \(float32\)(.|\n)*value\.to\(param\.dtype(.|\n)*add_param_group"
+    with pytest.raises(RuntimeError, match=words):
         model(cases.batch()[0])
-    model.get_submodule("0").to(dtype_of(level))
-    if change == "buffer":
-        model.shift = model.shift.to(dtype_of(level))
-    assert model(cases.batch()[0]).dtype is torch.float32
-
-
-@casting_levels
-def test_values_of_another_dtype_that_a_script_assigns_are_named_with_the_remedy(level):
-    model = nn.Sequential(nn.Linear(4, 2))
-    average = model[0].weight.detach().clone()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    own = model[0].weight.data
-    model[0].weight.data = average
-    with pytest.raises(RuntimeError, match=r"(?s)0.weight \(float32\).*value.to\(param.dtype"):
-        model(cases.batch()[0])
-    model[0].weight.data = own
-    model[0].weight.data = average.to(model[0].weight.dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(dtype_of(level))
     assert model(cases.batch()[0]).dtype is torch.float32
 
 
@@ -178,13 +129,12 @@ class Spectrum(nn.Module):
     [
         torch.fft.fft,
         torch.linalg.det,
-        torch.linalg.pinv,
         torch.linalg.matrix_rank,
         torch.linalg.vander,
         lambda x: torch.quantile(x, 0.5),
         lambda x: torch.stft(x, 4, window=torch.ones(4, dtype=x.dtype), return_complex=True),
     ],
-    ids=["fft", "det", "pinv", "rank", "vander", "quantile", "stft"],
+    ids=["fft", "det", "rank", "vander", "quantile", "stft"],
 )
 def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
     model, _ = prepared(level, Spectrum(of))
@@ -254,31 +204,21 @@ def exact_values(model, optimizer):
 @casting_levels
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("to_fp32", FLOATS)
-def test_float_gives_the_masters_exact_values_and_computes_in_fp32(level, to_fp32, caplog):
+def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level, to_fp32, caplog):
     model, optimizer = prepared(level)
     train(model, optimizer)
     exact = exact_values(model, optimizer)
     assert to_fp32(model) is model
+    assert type(model) is nn.Sequential
     assert "weights are now torch.float32" in caplog.text
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert cases.same(list(model.parameters()), list(exact.values()))
     assert cases.same(list(model.state_dict().values()), list(exact.values()))
     plain = cases.net()
     plain.load_state_dict(exact)
     x = cases.batch()[0]
-    assert torch.equal(model(x), plain(x))
     assert torch.equal(torch.jit.trace(model, x)(x), plain(x))
-
-
-@casting_levels
-def test_after_float_training_goes_on_and_restore_frees_the_optimizer(level):
-    model, optimizer = prepared(level)
     train(model, optimizer)
-    model.float()
-    assert type(model) is nn.Sequential
-    before = cases.values(model.parameters())
-    train(model, optimizer)
-    assert not cases.same(before, cases.values(model.parameters()))
+    assert not cases.same(list(model.parameters()), list(exact.values()))
     assert cases.same(list(model.parameters()), list(exact_values(model, optimizer).values()))
     amp.restore(model, optimizer)
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
@@ -303,10 +243,9 @@ def test_float_between_backward_and_step_changes_no_step(level):
 @pytest.mark.parametrize(
     ("level", "part", "dtype"),
     [
-        ("O0", "2", torch.float16),
+        ("O0", "", torch.float16),
         ("O0", "2", torch.float64),
         ("O1", "", torch.float64),
-        ("O4", "", torch.float64),
         ("O4", "2", torch.float64),
     ],
 )

@@ -45,28 +45,24 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("persistent", [False, True])
 @LOW_LEVELS
 def test_buffers_that_lose_distinct_values_are_named_with_the_line(caplog, level, persistent):
-    model = nn.Sequential(Positions(torch.arange(4096.0), persistent))
-    converted(model, level)
-    (text,) = messages(caplog)
-    assert "0.table" in text
-    assert "fp32_modules=['0']" in text
-    caplog.clear()
-    converted(nn.Sequential(Positions(torch.arange(4096.0))), level, fp32_modules=["0"])
-    assert not messages(caplog)
+    for wrap, named, line in (
+        (nn.Sequential, "0.table", {"fp32_modules": ["0"]}),
+        (lambda model: model, "table", {"fp32_buffers": ["table"]}),
+    ):
+        caplog.clear()
+        converted(wrap(Positions(torch.arange(4096.0), persistent)), level)
+        (text,) = messages(caplog)
+        assert named in text
+        assert "{}={}".format(*next(iter(line.items()))) in text
+        caplog.clear()
+        model = converted(wrap(Positions(torch.arange(4096.0), persistent)), level, **line)
+        assert model.get_buffer(named).dtype is torch.float32
+        assert not messages(caplog)
 
 
 @pytest.mark.parametrize("table", [torch.arange(256.0), torch.ones(9000), torch.arange(4096)])
 def test_buffers_that_lose_none_are_not_named(caplog, table):
     converted(nn.Sequential(Positions(table)))
-    assert not messages(caplog)
-
-
-def test_a_buffer_of_the_model_itself_is_named_with_what_keeps_it(caplog):
-    converted(Positions(torch.arange(4096.0)))
-    assert "fp32_buffers=['table']" in messages(caplog)[0]
-    caplog.clear()
-    model = converted(Positions(torch.arange(4096.0)), fp32_buffers=["table"])
-    assert model.table.dtype is torch.float32
     assert not messages(caplog)
 
 
@@ -141,20 +137,14 @@ def test_in_fp32_nothing_is_said(caplog, level):
     assert not messages(caplog)
 
 
-def test_the_line_keeps_them_exact(caplog):
+def test_the_line_keeps_them_exact_and_single_writes_are_not_meant(caplog):
     model, _ = trained(nn.Sequential(Codebook(), nn.BatchNorm1d(4)), 300, fp32_modules=["0"])
     assert model[0].count == 300
-    assert not messages(caplog)
-
-
-def test_evaluation_and_tables_that_are_filled_once_are_not_meant(caplog):
-    model = converted(nn.Sequential(Codebook())).eval()
-    for _ in range(4):
-        model(torch.ones(2, 4))
-    model = converted(Positions(torch.ones(4)))
-    model.table.zero_()
-    for _ in range(4):
-        model(torch.ones(2, 4))
+    filled = converted(Positions(torch.ones(4)))
+    filled.table.zero_()
+    for each in (filled, converted(nn.Sequential(Codebook())).eval()):
+        for _ in range(4):
+            each(torch.ones(2, 4))
     assert not messages(caplog)
 
 
@@ -184,8 +174,9 @@ class Momentum(nn.Module):
         return self.student(x) - self.teacher(x).detach()
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("how", ["in place", "foreach", "data"])
+@pytest.mark.parametrize(
+    ("how", "inside"), [("in place", False), ("in place", True), ("foreach", True), ("data", False)]
+)
 @LOW_LEVELS
 def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, inside):
     after = (lambda model: None) if inside else Momentum.follow
@@ -236,31 +227,27 @@ def entries_blended(model, average):
         value.mul_(0.999).add_(values[name], alpha=0.001)
 
 
-@pytest.mark.parametrize("update", [blended, entries_blended])
+def averaged(model, average):
+    AveragedModel.update_parameters(average, model)
+
+
+@pytest.mark.parametrize(
+    ("make", "update"),
+    [(copy.deepcopy, blended), (copy.deepcopy, entries_blended), (AveragedModel, averaged)],
+)
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_an_average_made_by_deepcopy_is_told_once(caplog, level, update):
+def test_an_average_made_by_deepcopy_is_told_once(caplog, level, make, update):
     averages = []
 
     def after(model):
         if not averages:
-            averages.append(copy.deepcopy(model))
+            averages.append(make(model))
         update(model, averages[0])
 
     trained(nn.Sequential(nn.Linear(4, 4)), 6, level, after, loss_scale=1.0)
     (text,) = messages(caplog)
     assert "deep copy" in text
     assert "amp.restore(copy.deepcopy(model))" in text
-
-
-def test_an_averaged_model_over_a_16_bit_one_is_told_once(caplog):
-    averages = []
-
-    def after(model):
-        averages.append(averages[0] if averages else AveragedModel(model))
-        averages[0].update_parameters(model)
-
-    trained(nn.Sequential(nn.Linear(4, 4)), 6, after=after)
-    assert len(messages(caplog)) == 1
 
 
 def test_copies_that_are_trained_loaded_or_kept_are_not_named(caplog):
@@ -278,25 +265,22 @@ def test_copies_that_are_trained_loaded_or_kept_are_not_named(caplog):
     assert not messages(caplog)
 
 
-HALVES = {
-    "half": (lambda model: model.half(), torch.float16),
-    "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16),
-    "to": (lambda model: model.to("cpu", torch.float16), torch.float16),
-}
+HALVES = [
+    (lambda model: model.half(), torch.float16),
+    (lambda model: model.to("cpu", torch.bfloat16), torch.bfloat16),
+]
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize(("cast", "dtype"), HALVES, ids=["half", "to"])
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_16_bit_weights_after_initialize_are_told_once(caplog, level, name):
-    cast, dtype = HALVES[name]
-    model, optimizer = trained(nn.Linear(4, 4), level=level, loss_scale=1.0)
+def test_16_bit_weights_after_initialize_are_told_once(caplog, level, cast, dtype):
+    model, _optimizer = trained(nn.Linear(4, 4), level=level, loss_scale=1.0)
     cast(cast(model))
     model(torch.ones(2, 4))
     (text,) = messages(caplog)
     assert f"weights are now {dtype}" in text
     assert "without fp32 masters" in text
     assert "O2 or O5" in text
-    del optimizer
 
 
 # -- mixed dtypes ---------------------------------------------------------------------------------
@@ -316,9 +300,6 @@ class Encoder(nn.Module):
 
     def encode(self, x, *, twice=False):
         return self.features(self.features(x) if twice else x)
-
-    def fails(self):
-        raise RuntimeError("BFloat16 and Half are words")
 
     def weight_dtype(self):
         return self.linear.weight.dtype

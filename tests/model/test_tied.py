@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.model.cases import EPS, LEVELS, SCALE, close
+from tests.model.cases import EPS, SCALE, close
 from tests.support import training as cases
+from tests.support.training import LEVELS_SHORT
 
-every_level = pytest.mark.parametrize("level", LEVELS)
+every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
 TOKENS = torch.tensor([0, 3, 3, 5])
 
 
@@ -20,6 +21,7 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.embed = nn.Embedding(7, 4)
         self.decode = nn.Linear(4, 7, bias=False)
         self.decode.weight = self.embed.weight
@@ -28,94 +30,54 @@ class Tied(nn.Module):
         return self.decode(self.embed(tokens))
 
 
-def tied(seed=0):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Tied()
-
-
-def tied_pair():
-    first, second = cases.net(0), cases.net(1)
-    second[0].weight = first[0].weight
-    return first, second
-
-
-def adam(params):
-    return torch.optim.Adam(params, lr=1e-2)
-
-
 def initialized(level, models, optimizers):
     return amp.initialize(
         models, optimizers, opt_level=level, verbosity=0, loss_scale=SCALE.get(level)
     )
 
 
-def loss_of(model):
-    return F.cross_entropy(model(TOKENS).float(), (TOKENS + 1) % 7)
-
-
-def train(model, optimizer, steps=3):
-    for _ in range(steps):
+def train(model, optimizer, *, scaled=True):
+    for _ in range(3):
         optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loss = F.cross_entropy(model(TOKENS).float(), (TOKENS + 1) % 7)
+        if scaled:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
         optimizer.step()
 
 
-def train_plain(model, optimizer, steps=3):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-
-
-def trained(level):
-    model = tied()
+@every_level
+def test_a_tied_weight_trains_saves_copies_and_is_restored_as_one(level):
+    plain = Tied()
+    train(plain, cases.sgd(plain.parameters()), scaled=False)
+    model = Tied()
     optimizer = cases.sgd(model.parameters())
     initialized(level, model, optimizer)
     train(model, optimizer)
-    return model, optimizer
-
-
-@every_level
-def test_a_tied_weight_trains_as_one(level):
-    plain = tied()
-    train_plain(plain, cases.sgd(plain.parameters()))
-    model, optimizer = trained(level)
-    assert model.decode.weight is model.embed.weight
     assert len(list(amp.master_params(optimizer))) == 1
     assert close(amp.master_params(optimizer), plain.parameters(), eps=EPS[level])
-
-
-@every_level
-def test_its_state_dict_has_both_names_sharing_memory_and_loads(level):
-    model, optimizer = trained(level)
+    expected = cases.masters(optimizer)
     state = model.state_dict()
     assert list(state) == ["embed.weight", "decode.weight"]
     assert state["embed.weight"].data_ptr() == state["decode.weight"].data_ptr()
     state = copy.deepcopy(state)
-    expected = cases.masters(optimizer)
-    train(model, optimizer)
-    model.load_state_dict(state)
-    assert model.decode.weight is model.embed.weight
-    assert cases.same(expected, cases.masters(optimizer))
-
-
-@every_level
-def test_a_deep_copy_is_tied_and_trains_on_equally(level):
-    original = trained(level)
-    copied = copy.deepcopy(original)
-    for pair in (original, copied):
+    twin, other = copy.deepcopy((model, optimizer))
+    for pair in ((model, optimizer), (twin, other)):
         train(*pair)
-    assert copied[0].decode.weight is copied[0].embed.weight
-    assert cases.same(cases.masters(original[1]), cases.masters(copied[1]))
+    assert twin.decode.weight is twin.embed.weight
+    assert cases.same(cases.masters(optimizer), cases.masters(other))
+    model.load_state_dict(state)
+    assert cases.same(expected, cases.masters(optimizer))
+    amp.restore(model, optimizer)
+    assert model.decode.weight is model.embed.weight is optimizer.param_groups[0]["params"][0]
 
 
-@every_level
-def test_restore_leaves_it_tied(level):
-    model, optimizer = amp.restore(*trained(level))
-    assert model.decode.weight is model.embed.weight
-    assert optimizer.param_groups[0]["params"][0] is model.embed.weight
+def tied_pair():
+    first, second = cases.net(0), cases.net(1)
+    second[0].weight = first[0].weight
+    return first, second
 
 
 def joint_step(models, optimizers, x, y, *, scaled):
@@ -136,37 +98,27 @@ def steps_in_turn(models, optimizers, x, y, *, scaled):
         joint_step([model], [optimizer], x, y, scaled=scaled)
 
 
-def run(models, optimizers, step, *, scaled):
-    for x, y in cases.batches(3):
-        step(models, optimizers, x, y, scaled=scaled)
+def of_all(models):
+    return [cases.sgd(list(dict.fromkeys(p for model in models for p in model.parameters())))]
 
 
+def of_each(models):
+    return [cases.sgd(model.parameters()) for model in models]
+
+
+@pytest.mark.parametrize(
+    ("make", "step"), [(of_all, joint_step), (of_each, joint_step), (of_each, steps_in_turn)]
+)
 @every_level
-def test_one_optimizer_of_two_tied_models(level):
-    def one(models):
-        params = dict.fromkeys(p for model in models for p in model.parameters())
-        return cases.sgd(list(params))
-
-    plain = tied_pair()
-    reference = one(plain)
-    run(plain, [reference], joint_step, scaled=False)
-    models = tied_pair()
-    optimizer = one(models)
-    initialized(level, models, optimizer)
-    run(models, [optimizer], joint_step, scaled=True)
-    assert models[0][0].weight is models[1][0].weight
-    assert close(amp.master_params(optimizer), amp.master_params(reference), eps=EPS[level])
-
-
-@pytest.mark.parametrize("step", [joint_step, steps_in_turn])
-@every_level
-def test_two_optimizers_that_share_a_weight(level, step):
-    plain = tied_pair()
-    references = [cases.sgd(model.parameters()) for model in plain]
-    run(plain, references, step, scaled=False)
-    models = tied_pair()
-    optimizers = [cases.sgd(model.parameters()) for model in models]
-    initialized(level, models, optimizers)
-    run(models, optimizers, step, scaled=True)
-    for optimizer, reference in zip(optimizers, references, strict=True):
-        assert close(amp.master_params(optimizer), amp.master_params(reference), eps=EPS[level])
+def test_two_models_that_share_a_weight_train_as_in_fp32(level, make, step):
+    found = []
+    for scaled in (False, True):
+        models = tied_pair()
+        optimizers = make(models)
+        if scaled:
+            initialized(level, models, optimizers)
+        for x, y in cases.batches(3):
+            step(models, optimizers, x, y, scaled=scaled)
+        assert models[0][0].weight is models[1][0].weight
+        found.append([param for each in optimizers for param in amp.master_params(each)])
+    assert close(found[1], found[0], eps=EPS[level])

@@ -1,5 +1,6 @@
 """What is always ours imports nothing that NVIDIA's apex replaces where it is installed."""
 
+import functools
 import pkgutil
 import subprocess
 import sys
@@ -11,29 +12,12 @@ from torch import nn
 
 import apex
 from apex import amp
+from tests.support import training
 
-THEIRS = [
-    "apex.optimizers",
-    "apex.normalization",
-    "apex.contrib",
-    "apex.mlp",
-    "apex.fused_dense",
-    "apex.multi_tensor_apply",
-    "apex._autocast_utils",
-    "amp_C",
-    "apex_C",
-]
-OURS = [
-    "_torch",
-    "_core",
-    "_engine",
-    "amp",
-    "debug",
-    "parallel",
-    "fp16_utils",
-    "RNN",
-    "reparameterization",
-]
+THEIRS = "optimizers normalization contrib mlp fused_dense multi_tensor_apply _autocast_utils"
+THEIRS = [*(f"apex.{name}" for name in THEIRS.split()), "amp_C", "apex_C"]
+OURS = ["_torch", "_core", "_engine", "amp", "debug"]
+OURS += ["parallel", "fp16_utils", "RNN", "reparameterization"]
 
 IMPORT_OURS = """
 import importlib, sys
@@ -73,10 +57,9 @@ SGD.__module__, Adam.__module__ = "apex.optimizers.fused_sgd", "apex.optimizers.
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_nvidias_sgd_steps_the_masters_in_its_groups(level):
-    model = nn.Linear(4, 1)
-    optimizer = SGD(model.parameters(), lr=0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8)
-    before = [param.clone() for param in amp.master_params(optimizer)]
+    make = functools.partial(SGD, lr=0.5)
+    model, optimizer = training.prepared(level, make, nn.Linear(4, 1), loss_scale=8.0)
+    before = training.masters(optimizer)
     with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()

@@ -1,6 +1,7 @@
 """apex.parallel in one process: LARC, conversion, groups, multiproc, and what is refused."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -19,6 +20,7 @@ from apex.parallel import (
     multiproc,
 )
 from apex.parallel import distributed as d
+from tests.support import training
 
 LEVELS = ["O1", "O2", "O5"]
 
@@ -57,12 +59,6 @@ def x():
     return torch.randn(5, 2, 3, 3, generator=torch.Generator().manual_seed(4))
 
 
-def pass_back(model, optimizer):
-    loss = (model(x()).float() - 1.0).square().mean()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
 # -- LARC ----------------------------------------------------------------------------------------
 
 OPTIONS = [{}, {"clip": False}, {"trust_coefficient": 0.5, "eps": 1e-3}]
@@ -84,45 +80,27 @@ def step_by_hand(params, momentum, *, trust_coefficient=0.02, clip=True, eps=1e-
         param.data.add_(momentum[param], alpha=-0.1)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("level", ["O0", *LEVELS])
-def test_larc_steps_the_masters_by_the_trust_ratio(level, options):
-    model = Net()
-    optimizer = LARC(sgd(model.parameters()), **options)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
-    masters = list(amp.master_params(optimizer))
-    twin, momentum = [nn.Parameter(value.detach().clone()) for value in masters], {}
-    for _ in range(3):
-        optimizer.zero_grad()
-        pass_back(model, optimizer)
-        for param, stepped in zip(twin, amp.master_params(optimizer), strict=True):
-            param.grad = stepped.grad.clone()
-        optimizer.step()
-        step_by_hand(twin, momentum, **options)
-        for one, other in zip(amp.master_params(optimizer), twin, strict=True):
-            torch.testing.assert_close(one, other, rtol=2**-20, atol=2**-24)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_larc_skips_on_overflow_and_takes_closures(level):
-    model = Net()
-    optimizer = LARC(sgd(model.parameters()))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    with amp.scale_loss(model(x()).float().sum() * float("inf"), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    after = list(amp.master_params(optimizer))
-    assert all(map(torch.equal, before, after))
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
-
-    def closure():
-        optimizer.zero_grad()
-        pass_back(model, optimizer)
-
-    optimizer.step(closure)
-    moved = zip(before, amp.master_params(optimizer), strict=True)
-    assert not any(torch.equal(*pair) for pair in moved)
+def test_larc_steps_the_masters_by_the_trust_ratio_skips_and_takes_closures(level):
+    for options in OPTIONS:
+        make = functools.partial(lambda own, params: LARC(sgd(params), **own), options)
+        scale = {"loss_scale": "dynamic" if level in ("O1", "O2") else 8.0, "max_loss_scale": 8.0}
+        model, optimizer = training.prepared(level, make, **scale)
+        twin, momentum = list(map(nn.Parameter, training.masters(optimizer))), {}
+        for data in training.batches(3):
+            optimizer.zero_grad()
+            training.backward(model, optimizer, *data)
+            for param, stepped in zip(twin, amp.master_params(optimizer), strict=True):
+                param.grad = stepped.grad.clone()
+            optimizer.step()
+            step_by_hand(twin, momentum, **options)
+            masters = training.masters(optimizer)
+            torch.testing.assert_close(masters, training.values(twin), rtol=2**-20, atol=2**-24)
+        if level in ("O1", "O2"):
+            training.train_step(model, optimizer, *training.overflowing())
+            assert training.same(training.masters(optimizer), masters)
+        training.train_step_with_closure(model, optimizer, *training.batch())
+        assert not any(map(torch.equal, training.masters(optimizer), masters))
 
 
 def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
@@ -188,24 +166,22 @@ def test_conversion_keeps_everything_but_the_class():
     assert type(convert_syncbn_model(single)) is nn.InstanceNorm1d
 
 
-@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_at_every_level_training_is_as_with_plain_batch_norm(level, before):
+def test_at_every_level_training_is_as_with_plain_batch_norm(level):
     found = []
-    for convert in (True, False):
+    for convert in ("before", "after", "never"):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if convert and before:
+        if convert == "before":
             convert_syncbn_model(model)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
-        if convert and not before:
+        if convert == "after":
             convert_syncbn_model(model)
         for _ in range(2):
-            optimizer.zero_grad()
-            pass_back(model, optimizer)
-            optimizer.step()
-        found.append([*model.state_dict().values(), *amp.master_params(optimizer)])
-    assert all(map(torch.equal, *found))
+            training.train_step(model, optimizer, x(), torch.ones(5, 2))
+        found.append([list(model.state_dict().values()), training.masters(optimizer)])
+    assert training.same(found[0], found[2])
+    assert training.same(found[1], found[2])
 
 
 def test_what_cannot_be_converted_is_refused_and_nothing_changes():

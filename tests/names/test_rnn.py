@@ -10,6 +10,7 @@ from apex import RNN, amp
 from apex.RNN import GRU, LSTM, ReLU, RNNBackend, Tanh, cells, mLSTM
 from apex.RNN.models import toRNNBackend
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
+from tests.support import training
 
 KINDS = [LSTM, GRU, ReLU, Tanh, mLSTM]
 TORCHS = {LSTM: nn.LSTM, GRU: nn.GRU, ReLU: nn.RNN, Tanh: nn.RNN}
@@ -104,10 +105,9 @@ def test_states_of_steps_copies_and_checkpoints(kind, bidirectional):
     other.load_state_dict(network.state_dict())
     assert torch.equal(other(x)[0], output)
     assert torch.equal(twin(x)[0], output)
-    before = [param.detach().clone() for param in network.parameters()]
+    before = training.values(network.parameters())
     network.reset_parameters()
-    pairs = zip(before, network.parameters(), strict=True)
-    assert not any(torch.equal(one, now) for one, now in pairs)
+    assert not any(map(torch.equal, before, network.parameters()))
 
 
 def test_states_carry_over_follow_the_batch_and_are_detached():
@@ -130,29 +130,24 @@ def test_states_carry_over_follow_the_batch_and_are_detached():
     assert all(state.shape[0] == 5 for cell in network.rnns for state in cell.hidden)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", training.LEVELS_SHORT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_train_under_amp(kind, level):
     network, x = kind(FEATURES, HIDDEN, 1), inputs()
     wanted = network(x)[0].detach()
     network.reset_hidden(BATCH)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    amp.initialize(network, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
-    output = network(x)[0]
+    _, optimizer = training.prepared(level, model=network, loss_scale=8.0)
+    output, before = network(x)[0], training.masters(optimizer)
     torch.testing.assert_close(output.float(), wanted, rtol=0.05, atol=0.02)
-    before = [param.detach().clone() for param in amp.master_params(optimizer)]
     with amp.scale_loss(output.float().square().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-    pairs = zip(before, amp.master_params(optimizer), strict=True)
-    assert any(not torch.equal(one, now) for one, now in pairs)
+    assert not training.same(training.masters(optimizer), before)
 
 
 def test_the_backend_takes_cells():
-    layers = [
-        RNNCell(1, FEATURES, HIDDEN, cells.TanhCell, 1),
-        RNNCell(1, HIDDEN, HIDDEN, cells.ReLUCell, 1),
-    ]
+    kinds = (FEATURES, cells.TanhCell), (HIDDEN, cells.ReLUCell)
+    layers = [RNNCell(1, size, HIDDEN, cell, 1) for size, cell in kinds]
     network = stackedRNN(layers, 2)
     assert list(network.rnns) == layers
     assert network(inputs())[0].shape == (STEPS, BATCH, HIDDEN)

@@ -10,7 +10,6 @@ import torch
 from apex.tools.compare import timing
 from apex.tools.compare.results import Stored
 from apex.tools.compare.timing import CONFIDENCE, Load, Timing, median_interval, speed_of
-from apex.tools.compare.verdict import LEAST_GAIN, MOST_MISSED
 from tests.tools.cases import comparison_of, result_of
 
 IDLE = Load()
@@ -76,18 +75,6 @@ def judged(ratio, *, load=IDLE, **planting):
 def test_a_quiet_machine_decides(ratio, level):
     for seed in range(20):
         assert judged(ratio, noisy=False, seed=seed).recommendation.level == level
-
-
-@pytest.mark.parametrize("ratio", [0.9, 1.0, 1.2, 2.0])
-def test_noise_never_denies_a_gain_beside_a_ratio_that_shows_one(ratio):
-    for seed in range(20):
-        found = judged(ratio, noisy=True, seed=seed)
-        speed = found.speed(found.results[1])
-        if found.recommendation.level == "O0":
-            assert speed.median < LEAST_GAIN
-            assert speed.high < MOST_MISSED
-        if found.recommendation.level == "O4":
-            assert speed.low > 1
 
 
 @pytest.mark.parametrize(
@@ -194,21 +181,6 @@ def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, wh
     found = advised(result_of("O4", milliseconds=1.0, **changes))
     assert found.level == "O0"
     assert any(reason.startswith("O4: ") and why in reason for reason in found.reasons)
-
-
-def test_what_fails_in_fp32_too_speaks_against_no_level():
-    errors = ("evaluating failed: ValueError: no figure",)
-    base = result_of("O0", errors=errors)
-    fast = result_of("O4", milliseconds=5.0, errors=errors)
-    assert comparison_of(base, fast).recommendation.level == "O4"
-    worse = result_of("O4", milliseconds=5.0, errors=(*errors, "probing failed: OSError"))
-    found = comparison_of(base, worse).recommendation
-    assert (found.level, found.reasons) == ("O0", ("O4: probing failed: OSError.",))
-
-
-def test_levels_that_are_there_to_compare_with_are_never_advised():
-    found = advised(result_of("O3", milliseconds=1.0), result_of("bf16", milliseconds=1.0))
-    assert found.level == "O0"
 
 
 def test_the_reasons_give_time_loss_and_memory():

@@ -15,12 +15,8 @@ from apex._core import arguments
 
 Activation = Literal["none", "relu", "sigmoid"]
 
-_CODES: dict[str, int] = {"none": 0, "relu": 1, "sigmoid": 2}
-_ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
-    0: nn.Identity(),
-    1: torch.relu,
-    2: torch.sigmoid,
-}
+_NAMES: Sequence[Activation] = ("none", "relu", "sigmoid")
+_ACTIVATIONS: Sequence[Callable[[Tensor], Tensor]] = (nn.Identity(), torch.relu, torch.sigmoid)
 
 
 class MlpFunction(torch.autograd.Function):
@@ -61,7 +57,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
             the activation is invalid.
     """
     layers, left = divmod(len(args) - 1, 2 if bias else 1)
-    if layers < 1 or left or activation not in _ACTIVATIONS:
+    if layers < 1 or left or activation not in range(len(_ACTIVATIONS)):
         raise ValueError(
             f"mlp_function got {len(args)} tensors with bias={bias} and activation={activation!r}; "
             "it takes the input, all weights, then (with bias=1) as many biases, and activation 0 "
@@ -95,14 +91,14 @@ class MLP(nn.Module):
         self, mlp_sizes: Sequence[int], bias: bool = True, activation: Activation = "relu"
     ) -> None:
         super().__init__()
-        if activation not in _CODES:
+        if activation not in _NAMES:
             raise TypeError(
                 f"MLP got activation={activation!r}; it takes 'none', 'relu' or 'sigmoid'."
             )
         self.mlp_sizes = arguments.sizes("mlp_sizes", mlp_sizes, count=2)
         self.num_layers = len(self.mlp_sizes) - 1
         self.bias = int(arguments.flag("bias", bias))
-        self.activation = _CODES[activation]
+        self.activation = _NAMES.index(activation)
         for layer, (before, after) in enumerate(itertools.pairwise(self.mlp_sizes)):
             self.register_parameter(f"weight_{layer}", nn.Parameter(torch.empty(after, before)))
             if self.bias:

@@ -45,9 +45,8 @@ class FusedAdagrad(FusedOptimizer):
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         for name, value in defaults.items():
             in_range(name, value)
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, set_grad_none)
         self.adagrad_w_mode = int(flag("adagrad_w_mode", adagrad_w_mode))
-        self.set_grad_none = flag("set_grad_none", set_grad_none)
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""

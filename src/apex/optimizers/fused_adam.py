@@ -109,10 +109,9 @@ class FusedAdam(FusedOptimizer):
             )
         # The base's constructor calls add_param_group, which reads it.
         self.capturable = flag("capturable", capturable)
-        super().__init__(params, {**defaults, "max_grad_norm": max_grad_norm})
+        super().__init__(params, {**defaults, "max_grad_norm": max_grad_norm}, set_grad_none)
         self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
         self.eps_mode = int(not flag("eps_inside_sqrt", eps_inside_sqrt))
-        self.set_grad_none = flag("set_grad_none", set_grad_none)
         self.master_weights = flag("master_weights", master_weights)
 
     def step(

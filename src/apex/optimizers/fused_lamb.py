@@ -73,9 +73,8 @@ class FusedLAMB(FusedOptimizer):
         defaults = adam_defaults(name, lr, bias_correction, betas, eps, weight_decay, amsgrad)
         in_range("max_grad_norm", max_grad_norm)
         own = {"grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
-        super().__init__(params, {**defaults, **own})
+        super().__init__(params, {**defaults, **own}, set_grad_none)
         self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
-        self.set_grad_none = flag("set_grad_none", set_grad_none)
         self.use_nvlamb = flag("use_nvlamb", use_nvlamb)
 
     def prepare(self, batches: list[Batch]) -> None:

@@ -74,9 +74,8 @@ class FusedNovoGrad(FusedOptimizer):
                 "(largest absolute value)."
             )
         own = {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
-        super().__init__(params, {**defaults, **own})
+        super().__init__(params, {**defaults, **own}, set_grad_none)
         self.moment_mode = int(not flag("reg_inside_moment", reg_inside_moment))
-        self.set_grad_none = flag("set_grad_none", set_grad_none)
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""

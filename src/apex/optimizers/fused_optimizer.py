@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from apex._core import arguments
-from apex._core.arguments import in_range
+from apex._core.arguments import flag, in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.norms import l2_norms, stacked, total
@@ -107,9 +107,12 @@ class FusedOptimizer(Optimizer):
     Read by amp.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], set_grad_none: bool = True
+    ) -> None:
         arguments.parameters(type(self).__name__, params)
         super().__init__(params, defaults)
+        self.set_grad_none = flag("set_grad_none", set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""

@@ -72,10 +72,10 @@ class FusedSGD(FusedOptimizer):
                 "momentum above 0 and no dampening."
             )
         options = (momentum, dampening, weight_decay, nesterov)
-        super().__init__(params, {"lr": lr, **dict(zip(_OPTIONS, options, strict=True))})
+        defaults = {"lr": lr, **dict(zip(_OPTIONS, options, strict=True))}
+        super().__init__(params, defaults, set_grad_none)
         self.wd_after_momentum = flag("wd_after_momentum", wd_after_momentum)
         self.materialize_master_grads = flag("materialize_master_grads", materialize_master_grads)
-        self.set_grad_none = flag("set_grad_none", set_grad_none)
 
     def state_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's momentum."""

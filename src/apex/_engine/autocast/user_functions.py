@@ -29,6 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MARK = "_apex_cast_kind"
+_ABSENT = object()
 
 
 def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
@@ -46,7 +47,8 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
     _check(kind)
     if not callable(fn):
         raise TypeError(f"amp can cast callables only; got {type(fn).__name__} {fn!r}.")
-    plain: Callable[P, R] = getattr(fn, "__wrapped__", fn) if _is_cast(fn) else fn
+    is_cast = getattr(fn, _MARK, None) is not None
+    plain: Callable[P, R] = getattr(fn, "__wrapped__", fn) if is_cast else fn
 
     @functools.wraps(plain)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -54,12 +56,28 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
         if dtype is None:
             return plain(*args, **kwargs)
         cast_args, cast_kwargs = map_arguments(_rule(kind, dtype, args, kwargs), args, kwargs)
-        if kind == "float":
-            return under(devices_on(), None, plain, *cast_args, **cast_kwargs)
-        return plain(*cast_args, **cast_kwargs)
+        off = devices_on() if kind == "float" else ()
+        return under(off, None, plain, *cast_args, **cast_kwargs)
 
     setattr(wrapper, _MARK, kind)
     return wrapper
+
+
+def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor]:
+    """Returns the function that casts one tensor of a call with these arguments."""
+    if kind == "float":
+        return lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+    if kind == "bfloat16":
+        dtype = torch.bfloat16
+    elif kind == "promote":
+        found = [t.dtype for t in tensors([*args, *kwargs.values()]) if t.dtype in CASTABLE]
+        dtype = functools.reduce(torch.promote_types, found) if found else dtype
+    return lambda tensor: cast(tensor, dtype)
+
+
+def _check(kind: object) -> None:
+    if kind not in get_args(Kind):
+        raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
 
 
 class UserRegistry:
@@ -84,25 +102,22 @@ class UserRegistry:
             TypeError: If ``name`` is not a string.
         """
         _check(kind)
+        call = "amp.register_half_function(torch, 'einsum')."
         if not isinstance(name, str):
             raise TypeError(
                 f"amp.register_*_function got {name!r}; it takes a module and the name of a "
-                "function in it: amp.register_half_function(torch, 'einsum')."
+                f"function in it: {call}"
             )
         if not callable(getattr(module, name, None)):
             where = getattr(module, "__name__", repr(module))
             raise ValueError(
                 f"No function {name!r} in {where}. Pass the module that holds the function and its "
-                "name there: amp.register_half_function(torch, 'einsum')."
+                f"name there: {call}"
             )
         with self._lock:
             if self._sessions:
                 self._replace(module, name, kind)
             self._registered[id(module), name] = module, name, kind
-
-    def kinds(self) -> dict[str, Kind]:
-        """Returns the kind of every registered function by its name."""
-        return {name: kind for _, name, kind in self._registered.values()}
 
     def apply(self) -> None:
         """Replaces the registered and listed functions; pairs with one ``undo``."""
@@ -134,37 +149,8 @@ class UserRegistry:
             return
         value: Any = cast_function(function, kind)
         # A bound method read from a class is a class method; its replacement must not bind again.
-        if inspect.isclass(module) and (
-            inspect.ismethod(function) or isinstance(own, staticmethod)
-        ):
+        bound = inspect.ismethod(function) or isinstance(own, staticmethod)
+        if inspect.isclass(module) and bound:
             value = staticmethod(value)
         setattr(module, name, value)
         self._replaced.append((module, name, own, vars(module)[name]))
-
-
-_ABSENT = object()
-
-
-def _check(kind: object) -> None:
-    if kind not in get_args(Kind):
-        raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
-
-
-def _is_cast(fn: object) -> bool:
-    return getattr(fn, _MARK, None) is not None
-
-
-def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor]:
-    """Returns the function that casts one tensor of a call with these arguments."""
-    if kind == "float":
-        return lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor
-    if kind == "bfloat16":
-        dtype = torch.bfloat16
-    elif kind == "promote":
-        dtype = _widest([*args, *kwargs.values()]) or dtype
-    return lambda tensor: cast(tensor, dtype)
-
-
-def _widest(values: list[Any]) -> torch.dtype | None:
-    found = [tensor.dtype for tensor in tensors(values) if tensor.dtype in CASTABLE]
-    return functools.reduce(torch.promote_types, found) if found else None

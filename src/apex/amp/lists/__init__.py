@@ -8,7 +8,6 @@ each with the mutable lists ``FP16_FUNCS``, ``FP32_FUNCS``, ``CASTS`` (promotion
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,19 +26,14 @@ _MODULES: dict[str, ModuleType] = {
     "torch.Tensor": tensor_overrides,
 }
 
-_LISTS: dict[str, Category] = {
-    "FP16_FUNCS": "low_precision",
-    "FP32_FUNCS": "fp32",
-    "CASTS": "promote",
-    "SEQUENCE_CASTS": "promote",
-    "BANNED_FUNCS": "banned",
+_LISTS: dict[str, tuple[Category, Kind | None]] = {
+    "FP16_FUNCS": ("low_precision", "low_precision"),
+    "FP32_FUNCS": ("fp32", "float"),
+    "CASTS": ("promote", "promote"),
+    "SEQUENCE_CASTS": ("promote", "promote"),
+    "BANNED_FUNCS": ("banned", None),
 }
-
-_KINDS: dict[Category, Kind] = {
-    "low_precision": "low_precision",
-    "fp32": "float",
-    "promote": "promote",
-}
+"""The category of each list's operators, and the kind of its Python functions."""
 
 
 def op_table(dtype: torch.dtype) -> OpTable:
@@ -48,11 +42,12 @@ def op_table(dtype: torch.dtype) -> OpTable:
     Raises:
         ValueError: If torch has no function of an added name.
     """
-    table = OpTable.default().for_dtype(dtype)
-    for namespace, _, name in _changes(removed=True):
+    table, now = OpTable.default().for_dtype(dtype), _names()
+    for namespace, _, name in _ORIGINAL - now:
         table = table.without(namespace, name)
-    for namespace, category, name in _changes(removed=False):
-        if operators(namespace, name) or category not in _KINDS:
+    for namespace, listed, name in sorted(now - _ORIGINAL):
+        category, kind = _LISTS[listed]
+        if kind is None or operators(namespace, name):
             table = table.with_(namespace, name, category)
     return table
 
@@ -63,26 +58,20 @@ def python_functions() -> list[tuple[Any, str, Kind]]:
     Those have no operator, and are cast as the user's registered functions are.
     """
     return [
-        (_MODULES[namespace].MODULE, name, _KINDS[category])
-        for namespace, category, name in _changes(removed=False)
-        if category in _KINDS and not operators(namespace, name)
+        (_MODULES[namespace].MODULE, name, kind)
+        for namespace, listed, name in sorted(_names() - _ORIGINAL)
+        if (kind := _LISTS[listed][1]) is not None and not operators(namespace, name)
     ]
 
 
-def _names() -> dict[tuple[str, str], set[str]]:
-    """Returns the names in each list, by namespace and list."""
+def _names() -> set[tuple[str, str, str]]:
+    """Returns namespace, list and name of every entry."""
     return {
-        (namespace, list_name): set(map(_name, getattr(module, list_name, ())))
+        (namespace, listed, _name(entry))
         for namespace, module in _MODULES.items()
-        for list_name in _LISTS
+        for listed in _LISTS
+        for entry in getattr(module, listed, ())
     }
-
-
-def _changes(*, removed: bool) -> Iterator[tuple[str, Category, str]]:
-    for (namespace, list_name), now in _names().items():
-        before = _ORIGINAL[namespace, list_name]
-        for name in sorted(before - now if removed else now - before):
-            yield namespace, _LISTS[list_name], name
 
 
 def _name(entry: object) -> str:

@@ -1,0 +1,71 @@
+"""Operators that write: products with ``out=``, and in-place functions that an fp32 row refuses."""
+
+import operator
+
+import pytest
+import torch
+from torch import Tensor
+
+from apex._core.op_rows import FP32_INPLACE, PRODUCTS
+from apex._core.op_table import CastSpec, OpTable
+from apex._engine.autocast.region import CastRegion
+from tests.casts.op_calls import calls, convert
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def run(low, device, fn, *args, **kwargs):
+    return CastRegion(CastSpec(low, (device,), OpTable.default())).run(fn, *args, **kwargs)
+
+
+@LOW
+@DEVICES
+def test_a_product_with_out_casts_its_arguments_to_out(low, device):
+    for name in PRODUCTS.split():
+        (call,) = (c for c in calls() if (c.namespace, c.name) == ("torch", name))
+        for dtype in (torch.float32, low):
+            args = convert(call.args, low, torch.float32, device=device)
+            expected = getattr(torch, name)(*convert(args, dtype, device=device))
+            out = torch.empty_like(expected)
+            assert run(low, device, getattr(torch, name), *args, out=out) is out
+            assert out.dtype is dtype
+            torch.testing.assert_close(out, expected)
+
+
+REST = {"pow_": (2.0,), "cumsum_": (0,), "cumprod_": (0,), "renorm_": (2, 0, 1.0)}
+
+
+@LOW
+@DEVICES
+def test_an_in_place_fp32_function_refuses_16_bits_before_it_writes(low, device):
+    for name in sorted({op.partition(".")[0] for op in FP32_INPLACE.split()}):
+        x = torch.full((2, 2), 0.5, dtype=low, device=device)
+        with pytest.raises(NotImplementedError, match=f"In-place {name} got a .*fp32"):
+            run(low, device, getattr(x, name), *REST.get(name, ()))
+        assert torch.equal(x, torch.full_like(x, 0.5))
+        x = x.float()
+        assert run(low, device, getattr(x, name), *REST.get(name, ())) is x
+
+
+@LOW
+@DEVICES
+@pytest.mark.parametrize("exponent", [2.5, "low", torch.float32])
+def test_the_in_place_power_operator_gives_a_new_fp32_tensor(low, device, exponent):
+    before = torch.full((2,), 300.0, dtype=low, device=device)  # whose square fp16 cannot hold
+    by = exponent
+    if not isinstance(exponent, float):
+        by = torch.tensor([2.0, 3.0], dtype=low if exponent == "low" else exponent).to(device)
+    x = run(low, device, operator.ipow, before, by)
+    assert x.dtype is torch.float32
+    exact = by.float() if isinstance(by, Tensor) else by
+    torch.testing.assert_close(x, before.float() ** exact)
+    assert torch.equal(before, torch.full_like(before, 300.0))
+
+
+@LOW
+@DEVICES
+def test_the_in_place_power_operator_writes_into_an_fp32_tensor(low, device):
+    x = torch.full((2,), 3.0, device=device)
+    assert run(low, device, operator.ipow, x, 2) is x
+    assert x.tolist() == [9.0, 9.0]
