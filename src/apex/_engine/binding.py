@@ -301,6 +301,7 @@ class Binding:
             return False
         return bool(self.found_inf.tolist())  # sync: an optimizer in Python needs the answer
 
+    @untraced
     def note_skipped(self, skipped: Tensor | bool) -> None:
         """Records whether the step that has begun is skipped; a tensor is the flag."""
         self.skipped = skipped.clone() if isinstance(skipped, Tensor) else skipped
