@@ -50,11 +50,6 @@ def test_the_lists_hold_apex_s_names(lists):
     assert [name for name, _ in lists.functional_overrides.BANNED_FUNCS] == ["binary_cross_entropy"]
 
 
-def test_only_functional_overrides_bans_functions_as_in_apex(lists):
-    modules = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
-    assert [hasattr(module, BANNED) for module in modules] == [True, False, False]
-
-
 def test_a_script_may_ban_a_function_of_another_namespace(lists):
     lists.torch_overrides.BANNED_FUNCS = [("exp", "")]
     keep = prepared("O1")
@@ -83,14 +78,6 @@ def test_a_list_may_be_replaced_as_a_whole(lists):
     del keep
 
 
-def test_a_name_may_move_to_another_list(lists):
-    lists.torch_overrides.FP32_FUNCS.remove("exp")
-    lists.torch_overrides.FP16_FUNCS.append("exp")
-    keep = prepared("O4")
-    assert torch.exp(torch.ones(1)).dtype is torch.bfloat16
-    del keep
-
-
 def test_a_name_that_no_operator_is_known_for_is_refused_with_the_remedy(lists):
     lists.torch_overrides.FP32_FUNCS.append("frobnicate")
     with pytest.raises(ValueError, match=r"torch\.frobnicate.*amp\.register_float_function"):
@@ -108,15 +95,6 @@ def test_what_is_no_name_is_refused(lists, name, entry):
 def test_lists_changed_after_initialize_change_nothing(lists):
     keep = prepared("O4")
     lists.functional_overrides.FP32_FUNCS.remove("softmax")
-    assert dtype_of(lambda x: nn.functional.softmax(x, -1), 3) is torch.float32
-    del keep
-
-
-def test_lists_as_apex_ships_them_come_back_with_the_next_initialize(lists):
-    lists.functional_overrides.FP32_FUNCS.remove("softmax")
-    keep = prepared("O4")
-    lists.functional_overrides.FP32_FUNCS.append("softmax")
-    keep = prepared("O4")
     assert dtype_of(lambda x: nn.functional.softmax(x, -1), 3) is torch.float32
     del keep
 

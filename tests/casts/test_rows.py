@@ -26,18 +26,21 @@ FP32 = torch.float32
 LOW = [torch.bfloat16, torch.float16]
 CATEGORY = OpTable.default().rows
 
-ON_OTHERS = [(row, device) for device in ("xpu", "mps") for row in rows()]
+# Their fake tensors ask for a kernel of the device's. torch has one source for CUDA's and XPU's.
+ONLY_ON_A_DEVICE = {("scaled_dot_product_attention", device) for device in ("xpu", "mps")}
+ONLY_ON_A_DEVICE |= {("gru_cell", "xpu")}
+ON_OTHERS = [
+    (row, device)
+    for device in ("xpu", "mps")
+    for row in rows()
+    if (row, device) not in ONLY_ON_A_DEVICE
+]
 # Before any region lives: where torch's own kernel, or an inner row, casts as the table says.
 KEPT = {
     (row, device)
     for row, device in ON_OTHERS
     if native_category(row, device) is not None and row not in NATIVE_DIFFERENCES[device]
 }
-# Their fake tensors ask for a kernel of the device's. torch has one source for CUDA's and XPU's.
-ONLY_ON_A_DEVICE = {("scaled_dot_product_attention", device) for device in ("xpu", "mps")}
-ONLY_ON_A_DEVICE |= {("gru_cell", "xpu")}
-
-
 # torch 2.15 warns of operators that only saved programs call, and of old ones.
 IGNORES = pytest.mark.filterwarnings(
     "ignore:.*it is just left for JIT compatibility:UserWarning",
@@ -90,29 +93,21 @@ def check(row, device):
                 continue
             got = region(low, device).run(called, row, given, kwargs)
             expected = called(row, placed(row, convert(given, dtype), device), kwargs)
-            assert_same(got, expected, dtype)
+            if not isinstance(expected, Tensor | tuple):
+                assert got == expected, row
+                continue
+            for one, other in zip(floating([got]), floating([expected]), strict=True):
+                assert one.dtype is other.dtype is dtype, row
+            torch.testing.assert_close(got, expected, msg=row)
 
 
-def assert_same(got, expected, dtype):
-    if not isinstance(expected, Tensor | tuple):
-        assert got == expected
-        return
-    for one, other in zip(floating([got]), floating([expected]), strict=True):
-        assert one.dtype is other.dtype is dtype
-    torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("row", rows())
+@pytest.mark.parametrize("category", sorted({*CATEGORY.values()}))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @IGNORES
-def test_a_row_is_its_operator_on_explicitly_cast_arguments(row):
-    check(row, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("row", rows("cuda"))
-@IGNORES
-def test_a_row_on_cuda_is_its_operator_on_explicitly_cast_arguments(row):
-    check(row, "cuda")
+def test_a_row_is_its_operator_on_explicitly_cast_arguments(device, category):
+    for row in rows(device):
+        if CATEGORY[row] == category:
+            check(row, device)
 
 
 def faked(args, device):
@@ -134,27 +129,26 @@ def called_on(device, row, args, kwargs):
         return called(row, args, kwargs)
 
 
-@pytest.mark.parametrize(
-    ("row", "device"), [each for each in ON_OTHERS if each not in ONLY_ON_A_DEVICE]
-)
+@pytest.mark.parametrize("device", ["xpu", "mps"])
 @IGNORES
-def test_a_row_has_the_same_dtypes_on_other_devices(row, device):
+def test_a_row_has_the_same_dtypes_on_other_devices(device):
     low = torch.bfloat16
-    for args, kwargs in arguments(row):
-        for dtypes in mixes(args, low):
-            given, dtype = convert(args, *dtypes), wanted(row, dtypes, low, device)
-            if dtype is None:
-                with pytest.raises(NotImplementedError, match=row.partition(".")[0]):
-                    region(low, device).run(called_on, device, row, given, kwargs)
-                continue
-            try:
-                got = region(low, device).run(called_on, device, row, given, kwargs)
-            except RuntimeError as error:
-                if "is not linked with support for" in str(error):
-                    pytest.skip("fake tensors of this torch ask for a driver")
-                raise
-            assert {tensor.dtype for tensor in floating([got])} <= {dtype}
-            assert floating([got]) or got is True or got.dtype is torch.int64
+    for row in (row for row, where in ON_OTHERS if where == device):
+        for args, kwargs in arguments(row):
+            for dtypes in mixes(args, low):
+                given, dtype = convert(args, *dtypes), wanted(row, dtypes, low, device)
+                if dtype is None:
+                    with pytest.raises(NotImplementedError, match=row.partition(".")[0]):
+                        region(low, device).run(called_on, device, row, given, kwargs)
+                    continue
+                try:
+                    got = region(low, device).run(called_on, device, row, given, kwargs)
+                except RuntimeError as error:
+                    if "is not linked with support for" not in str(error):
+                        raise
+                    continue  # fake tensors of this torch ask for a driver
+                assert {tensor.dtype for tensor in floating([got])} <= {dtype}, row
+                assert floating([got]) or got is True or got.dtype is torch.int64, row
 
 
 def test_every_row_is_called():

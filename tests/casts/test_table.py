@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex._core.op_rows import COVERED_INSIDE
-from apex._core.op_table import CastSpec, OpTable, operators
+from apex._core.op_table import OpTable, operators
 
 LISTS = json.loads(
     (Path(__file__).parents[1] / "support/reference/apex_op_lists.json").read_text(encoding="utf-8")
@@ -35,11 +34,11 @@ def listed() -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("namespace", "category", "name"), listed())
-def test_every_name_of_apex_is_known_with_its_category(namespace, category, name):
+def test_every_name_of_apex_is_known_with_its_category():
     rows = OpTable.default().rows
-    ops = [op for op in operators(namespace, name) if op in rows]
-    assert {rows[op] for op in ops} <= CATEGORIES[category]
+    for namespace, category, name in listed():
+        found = {rows[op] for op in operators(namespace, name) if op in rows}
+        assert found <= CATEGORIES[category], name
 
 
 def test_default_is_one_object_and_equal_to_its_copies():
@@ -64,14 +63,6 @@ def test_every_row_names_an_operator_of_this_torch():
     assert unknown <= NOT_IN_EVERY_TORCH
 
 
-def test_operators_covered_inside_are_rows():
-    assert set(OpTable.default().rows) >= COVERED_INSIDE
-
-
-def test_mean_and_batch_norm_have_no_row():
-    assert not [op for op in OpTable.default().rows if op.startswith(("mean", "batch_norm"))]
-
-
 def test_without_drops_the_operators_of_the_name_and_no_others():
     before = OpTable.default()
     after = before.without("torch", "pow")
@@ -79,10 +70,6 @@ def test_without_drops_the_operators_of_the_name_and_no_others():
         f"pow.{kind}" for kind in ("Tensor_Tensor", "Tensor_Scalar", "Scalar")
     }
     assert before == OpTable.default()
-
-
-def test_without_a_name_that_torch_promotes_changes_nothing():
-    assert OpTable.default().without("torch", "cat") == OpTable.default()
 
 
 def test_with_moves_a_name_to_another_category():
@@ -109,10 +96,3 @@ def test_unknown_namespace_and_category_name_the_choices():
         OpTable.default().without("numpy", "exp")
     with pytest.raises(ValueError, match=r"'half'.*low_precision"):
         OpTable.default().with_("torch", "exp", "half")
-
-
-def test_spec_is_hashable_and_compares_by_value():
-    first = CastSpec(torch.bfloat16, ("cpu",), OpTable.default())
-    second = pickle.loads(pickle.dumps(first))
-    assert first == second
-    assert len({first, second}) == 1

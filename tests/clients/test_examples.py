@@ -16,24 +16,25 @@ pytestmark = [pytest.mark.clients, pytest.mark.slow]
 
 # PyPI's torchvision does not import on a CPU torch without help.
 RUN = """
-import os, runpy, sys
-del sys.argv[0]
-sys.path[0] = sys.argv.pop(0)
+import os, runpy, shlex, sys
+_, sys.path[0], script, *lines = sys.argv
 from tests.clients.libraries import declare_torchvision_operators
 declare_torchvision_operators()
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+sys.path[0] = os.path.dirname(script)
+for line in lines:
+    sys.argv = [script, *shlex.split(line), "--work-dir", "runs"]
+    print("== run", flush=True)
+    runpy.run_path(script, run_name="__main__")
 """
 
 
-def run(script, folder, *arguments):
-    """Returns what the example prints; MMEngine logs to stdout too."""
-    command = [sys.executable, "-c", RUN, str(ROOT), str(EXAMPLES / script), *arguments]
+def run(script, folder, *lines):
+    """Runs the example in one process with each line of arguments; returns what each run prints."""
     done = subprocess.run(
-        [*command, "--work-dir", "runs"],
-        check=True, stdout=subprocess.PIPE, text=True, cwd=folder, timeout=120,
+        [sys.executable, "-c", RUN, str(ROOT), str(EXAMPLES / script), *lines],
+        check=True, stdout=subprocess.PIPE, text=True, cwd=folder, timeout=240,
     )  # fmt: skip
-    return done.stdout
+    return done.stdout.split("== run\n")[1:]
 
 
 def need_installed(*names):
@@ -44,17 +45,13 @@ def need_installed(*names):
 
 def test_mmengine_trains_and_resumes(tmp_path):
     need_installed("mmengine", "sklearn")
-    few = ["train_dataloader.dataset.limit=96", "val_dataloader.dataset.limit=32"]
-    level = "optim_wrapper.opt_level=O5"
-    run("mmengine/train.py", tmp_path, "--cfg-options", *few, level, "train_cfg.max_epochs=2")
-    assert {path.name for path in (tmp_path / "runs").glob("*.pth")} == {
-        "epoch_1.pth",
-        "epoch_2.pth",
-    }
-    text = run(
-        "mmengine/train.py", tmp_path, "--resume", "--cfg-options", *few, level,
-        "train_cfg.max_epochs=3",
-    )  # fmt: skip
+    options = (
+        "--cfg-options train_dataloader.dataset.limit=96 val_dataloader.dataset.limit=32 "
+        "optim_wrapper.opt_level=O5 train_cfg.max_epochs="
+    )
+    _, text = run("mmengine/train.py", tmp_path, f"{options}2", f"--resume {options}3")
+    saved = {path.name for path in (tmp_path / "runs").glob("*.pth")}
+    assert saved == {"epoch_2.pth", "epoch_3.pth"}
     assert "resumed epoch: 2, iter: 4" in text
     assert re.findall(r"\(val\) \[(\d)\].*accuracy: 0\.\d+", text) == ["3"]
 
@@ -64,19 +61,18 @@ def test_mmengine_trains_and_resumes(tmp_path):
 )
 def test_an_example_trains_and_resumes(tmp_path, library, saved):
     need_installed(library, "sklearn")
-    script, few = f"{library}/train.py", ["--limit", "96", "--opt-level", "O5", "--accumulate", "2"]
-    text = run(script, tmp_path, *few, "--epochs", "2")
-    assert re.findall(r"epoch (\d): test loss \d", text) == ["1", "2"]
-    text = run(script, tmp_path, *few, "--epochs", "3", "--resume", f"runs/{saved}")
-    assert re.findall(r"epoch (\d): test loss \d", text) == ["3"]
+    few = "--limit 96 --opt-level O5 --accumulate 2 --epochs"
+    lines = f"{few} 2", f"{few} 3 --resume runs/{saved}"
+    first, resumed = run(f"{library}/train.py", tmp_path, *lines)
+    assert re.findall(r"epoch (\d): test loss \d", first) == ["1", "2"]
+    assert re.findall(r"epoch (\d): test loss \d", resumed) == ["3"]
 
 
 def test_the_trainer_reports_the_fault_beside_its_checkpoints(tmp_path):
     need_installed("transformers", "accelerate")
-    text = run("transformers/train.py", tmp_path, "--steps", "3")
-    assert "loss" in text
-    assert not [*tmp_path.glob("runs/overflow*")]
-    text = run("transformers/train.py", tmp_path, "--steps", "3", "--fault")
+    healthy, text = run("transformers/train.py", tmp_path, "--steps 3", "--steps 3 --fault")
+    assert "loss" in healthy
+    assert "The report is in" not in healthy
     assert "Step 1: the loss is not finite." in text
     assert "aten.log in model.layers.1.mlp.act_fn, forward" in text
     assert (tmp_path / "runs" / "overflow-step-1.txt").read_text() in text

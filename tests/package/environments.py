@@ -28,10 +28,10 @@ class Environment:
         new = ["--ignore-installed"] if arguments[0] == "install" else []
         return outcome([sys.executable, *line, *arguments, *new])
 
-    def unpack(self, wheel):
-        """Installs a wheel as pip would, without a record of it."""
+    def unpack(self, wheel, folder=None):
+        """Puts a wheel's files where pip would."""
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(self.site)
+            archive.extractall(folder or self.site)
 
     def run(self, *arguments, **environ):
         """Runs Python with these arguments; returns what it prints."""

@@ -1,7 +1,6 @@
 """Beside NVIDIA's apex: its parts stay its own, ours are added, and no file of either changes."""
 
 import textwrap
-import zipfile
 
 import pytest
 
@@ -9,28 +8,43 @@ from tests.package.environments import NVIDIA, Environment, nvidia_wheel
 
 OURS = ["amp", "parallel", "fp16_utils", "RNN", "reparameterization", "debug"]
 THEIRS = ["optimizers", "normalization", "contrib", "mlp", "fused_dense", "multi_tensor_apply"]
+EXPECTED = {**dict.fromkeys(OURS, "ours"), **dict.fromkeys([*THEIRS, "apex", "amp_C"], "theirs")}
 
-WHOSE = f"""
+FOUND = f"""
+import os
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from _apex_amp import SITE
+apex = find_spec("apex")
+parts = apex.submodule_search_locations
+specs = {{name: PathFinder.find_spec("apex." + name, parts) for name in {OURS + THEIRS}}}
+specs |= {{"apex": apex, "amp_C": find_spec("amp_C")}}
+print({{n: "ours" if s.origin.startswith(SITE + os.sep) else "theirs" for n, s in specs.items()}})
+"""
+"""Asks without importing torch."""
+
+WHERE = """
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+apex = find_spec("apex")
+amp = PathFinder.find_spec("apex.amp", apex.submodule_search_locations)
+print([apex.origin, find_spec("amp_C").origin, amp])
+"""
+
+IMPORTED = f"""
 import importlib, os, apex
 import _apex_amp
-names = {OURS + THEIRS}
-found = {{}}
-for name in names:
-    module = getattr(apex, name)
-    assert module is importlib.import_module("apex." + name)
-    found[name] = "ours" if module.__file__.startswith(_apex_amp.SITE + os.sep) else "theirs"
+for name in {OURS + THEIRS}:
+    assert getattr(apex, name) is importlib.import_module("apex." + name)
 from apex import amp
 import apex.contrib.clip_grad, amp_C
 assert amp is apex.amp and callable(apex.amp.initialize)
-found["apex"], found["amp_C"], found["clip_grad"] = (
-    apex.WHOSE, amp_C.WHOSE, apex.contrib.clip_grad.WHOSE
-)
-print(found)
+import runpy, sys
+sys.argv = ["apex", "--version"]
+try: runpy.run_module("apex", run_name="__main__")
+except SystemExit: pass
+print([apex.WHOSE, amp_C.WHOSE, apex.contrib.clip_grad.WHOSE, hasattr(apex, "nothing")])
 """
-EXPECTED = {
-    **dict.fromkeys(OURS, "ours"),
-    **dict.fromkeys([*THEIRS, "apex", "amp_C", "clip_grad"], "theirs"),
-}
 
 FINDER = f"""
 import sys
@@ -86,7 +100,11 @@ SETUPS = [wheel_first, wheel_last, editable_by_path, editable_by_finder, theirs_
 def test_each_part_is_whose_it_should_be(wheel, tmp_path, setup):
     environment = Environment(tmp_path / "env")
     environ = setup(environment, wheel, tmp_path)
-    assert environment.value(WHOSE, **environ) == EXPECTED
+    assert environment.value(FOUND, **environ) == EXPECTED
+    if setup is editable_by_finder:
+        command, found = environment.run("-c", IMPORTED, **environ).splitlines()
+        assert command.startswith("apex-amp ")
+        assert found == "['theirs', 'theirs', 'theirs', False]"
 
 
 def test_ours_in_the_user_site_finds_theirs_in_the_system(wheel, tmp_path):
@@ -96,16 +114,15 @@ def test_ours_in_the_user_site_finds_theirs_in_the_system(wheel, tmp_path):
     system.unpack(nvidia_wheel(tmp_path))
     base = {"PYTHONUSERBASE": str(tmp_path / "user")}
     user = system.value("import site; print([site.getusersitepackages()])", **base)[0]
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(user)
-    assert system.value(WHOSE, **base) == EXPECTED
+    system.unpack(wheel, user)
+    assert system.value(FOUND, **base) == EXPECTED
 
 
 def test_installing_and_uninstalling_either_changes_no_byte_of_the_other(wheel, tmp_path):
     environment = Environment(tmp_path / "env")
     theirs = nvidia_wheel(tmp_path)
     empty = environment.files()
-    environment.pip("install", "--no-deps", str(theirs))
+    environment.unpack(theirs)
     nvidia = environment.files()
     environment.pip("install", "--no-deps", str(wheel))
     both = environment.files()
@@ -113,10 +130,11 @@ def test_installing_and_uninstalling_either_changes_no_byte_of_the_other(wheel, 
     environment.pip("uninstall", "-y", "apex")
     ours = environment.files()
     assert ours == {name: both[name] for name in both if name not in nvidia or name in empty}
-    assert environment.value("import apex; print([apex.amp.__name__])") == ["apex.amp"]
-    environment.pip("install", "--no-deps", str(theirs))
+    environment.unpack(theirs)
+    environment.run("-m", "compileall", "-q", str(environment.site))
     environment.pip("uninstall", "-y", "apex-amp")
     assert environment.files() == nvidia
+    assert [path for path in environment.site.iterdir() if "apex_amp" in path.name] == []
 
 
 @pytest.fixture(scope="module")
@@ -132,20 +150,8 @@ def test_their_version_is_the_one_of_the_distribution_apex(beside):
 
 
 def test_the_switch_leaves_theirs_alone(beside):
-    code = (
-        "import apex, importlib.util as u\n"
-        "print([apex.WHOSE, u.find_spec('apex.amp'), hasattr(apex, 'amp')])"
-    )
-    assert beside.value(code, APEX_AMP="off") == ["theirs", None, False]
-
-
-def test_an_attribute_that_neither_has_is_an_attribute_error(beside):
-    assert beside.value("import apex; print([hasattr(apex, 'nothing')])") == [False]
-
-
-@pytest.mark.parametrize("arguments", [["-m", "apex", "--version"], ["-m", "apex", "--help"]])
-def test_the_command_works_beside_theirs(beside, arguments):
-    assert "apex" in beside.run(*arguments)
+    found = beside.value(WHERE, APEX_AMP="off")
+    assert found == [str(beside.site / "apex/__init__.py"), str(beside.site / "amp_C.py"), None]
 
 
 def test_an_apex_that_has_amp_is_left_alone(wheel, tmp_path):
@@ -175,7 +181,7 @@ def test_an_empty_folder_apex_counts_as_none(wheel, tmp_path):
     environment = Environment(tmp_path / "env")
     environment.unpack(wheel)
     (environment.site / "apex" / "contrib").mkdir(parents=True)
-    assert environment.value("import apex; print([apex.amp.__name__])") == ["apex.amp"]
+    assert environment.value(FOUND)["apex"] == "ours"
 
 
 TRAIN = """
@@ -216,7 +222,7 @@ warnings.simplefilter("ignore")
 found = {}
 for name, make in makers.items():
     plain = train(make, None)
-    for level in ("O1", "O2", "O4", "O5"):
+    for level in ("O1", "O2", "O5"):
         off = torch.tensor(train(make, level)) - torch.tensor(plain)
         found[name, level] = repr(off.abs().max().item())
 print(found)
@@ -226,5 +232,5 @@ print(found)
 @pytest.mark.slow
 def test_their_optimizers_and_norm_train_under_our_amp_and_skip_an_overflow(beside):
     found = beside.value(TRAIN)
-    assert len(found) == 16
+    assert len(found) == 12
     assert {key: off for key, off in found.items() if not float(off) < 0.01} == {}

@@ -1,6 +1,5 @@
 """What pip installs: names, versions, dependencies, files, licence; what the README links to."""
 
-import ast
 import importlib.metadata
 import re
 import subprocess
@@ -18,13 +17,6 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 
 
-def run_python(code):
-    """Runs code in a fresh interpreter, away from this folder; returns the literal it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return ast.literal_eval(done.stdout)
-
-
 def test_there_is_one_version():
     (written,) = re.findall(r'^version = "([^"]+)"', PYPROJECT, re.MULTILINE)
     (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
@@ -34,21 +26,6 @@ def test_there_is_one_version():
 def test_there_is_one_address():
     addresses = set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", PYPROJECT))
     assert addresses == {ADDRESS}
-
-
-def test_public_names_are_these_and_each_is_reached_as_an_attribute():
-    names = [
-        "RNN", "__version__", "amp", "contrib", "debug", "fp16_utils", "fused_dense", "mlp",
-        "multi_tensor_apply", "normalization", "optimizers", "parallel", "reparameterization",
-    ]  # fmt: skip
-    assert apex.__all__ == names
-    code = f"import apex; print([getattr(apex, name) is not None for name in {names}])"
-    assert run_python(code) == [True] * len(names)
-
-
-def test_torch_is_the_only_dependency_and_development_builds_of_nvidia_s_images_satisfy_it():
-    required = importlib.metadata.requires("apex-amp")
-    assert [line for line in required if "extra ==" not in line] == ["torch>=2.6.0a0"]
 
 
 @pytest.mark.parametrize("version", [None, "2.5.1+cu121"])
@@ -83,6 +60,8 @@ def test_the_wheel_puts_everything_where_no_other_apex_lies(wheel):
         files = [Path(name) for name in archive.namelist()]
         path_line, start_line = archive.read("apex_amp.pth").decode().splitlines()
         entry = archive.read("apex_amp.start").decode()
+        metadata = archive.read(f"apex_amp-{VERSION}.dist-info/METADATA").decode()
+        licence = archive.read(f"apex_amp-{VERSION}.dist-info/licenses/LICENSE").decode()
     assert {file.parts[0] for file in files} == {
         "_apex_amp.py",
         "apex_amp",
@@ -102,6 +81,9 @@ def test_the_wheel_puts_everything_where_no_other_apex_lies(wheel):
     assert entry == "_apex_amp:install\n"  # PEP 829, Python 3.15
     assert Path("apex_amp/_site/apex/py.typed") in files
     assert wheel.name.endswith("-py3-none-any.whl")
+    assert "the apex-amp authors" in licence
+    required = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE)
+    assert required == ["torch>=2.6.0a0"]  # development builds of NVIDIA's images satisfy it
 
 
 @pytest.mark.slow
@@ -123,23 +105,3 @@ def contents(wheel):
 def build(source, target, out):
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
-
-
-def test_license_is_installed():
-    text = importlib.metadata.distribution("apex-amp").read_text("licenses/LICENSE")
-    assert "the apex-amp authors" in text
-
-
-def test_import_after_torch_loads_only_apex_and_the_standard_library():
-    loaded = run_python(
-        "import sys, torch; before = set(sys.modules); import apex.amp; "
-        "print(sorted(set(sys.modules) - before))"
-    )
-    assert "apex.amp" in loaded
-    standard = {"apex", *sys.stdlib_module_names}
-    assert [name for name in loaded if name.partition(".")[0] not in standard] == []
-
-
-def test_import_prints_nothing_and_warns_of_nothing():
-    code = "import torch, warnings; warnings.simplefilter('error'); import apex.amp; print(None)"
-    assert run_python(code) is None

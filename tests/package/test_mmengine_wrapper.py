@@ -160,6 +160,3 @@ def test_every_argument_reaches_amp():
     iterate(model, wrapper)
     options = amp._amp_state.opt_properties.options
     assert {name: options[name] for name in given} == {**given, "loss_scale": 128.0}
-
-
-# -- what schedulers and loggers read --------------------------------------------------------

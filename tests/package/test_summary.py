@@ -25,34 +25,31 @@ def test_six(bad): pass
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
-def test_a_run_says_how_many_tests_executed_before_the_closing_line(tmp_path, workers):
-    file = tmp_path / "test_some.py"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of these tests in a worker, and the folder of its caches."""
+    folder = tmp_path_factory.mktemp("run")
+    file = folder / "test_some.py"
     file.write_text(TESTS)
-    pytest_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "conftest"]
-    run = subprocess.run(
-        [*pytest_line, *workers, "--rootdir", str(tmp_path), "-c", "/dev/null", str(file)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+    line = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "conftest", "-n", "1"]
+    done = subprocess.run(
+        [sys.executable, *line, "--rootdir", str(folder), "-c", "/dev/null", str(file)],
+        cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
-    *_, ours, closing = run.stdout.splitlines()
+    return done, folder / "cache"
+
+
+def test_a_run_says_how_many_tests_executed_before_the_closing_line(run):
+    done, _ = run
+    *_, ours, closing = done.stdout.splitlines()
     assert ours == (
         "executed 4 of 8 tests: 4 on the CPU; 4 skipped: 3 needs a CUDA device, 1 needs a key"
-    ), run.stdout + run.stderr
+    ), done.stdout + done.stderr
     assert closing.startswith("1 failed, 2 passed, 4 skipped, 1 xfailed, 1 error")
 
 
-def test_yapf_s_cache_is_written_before_several_workers_read_it(tmp_path):
+def test_yapf_s_cache_is_written_before_workers_read_it(run):
     pytest.importorskip("yapf")
-    file = tmp_path / "test_none.py"
-    file.write_text("def test_nothing(): pass")
-    pytest_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "conftest"]
-    cache = tmp_path / "cache"
-    subprocess.run(
-        [*pytest_line, "-n", "2", "--rootdir", str(tmp_path), "-c", "/dev/null", str(file)],
-        cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(cache)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert sorted(path.name.split("-")[0] for path in cache.rglob("*.pickle")) == [
-        "Grammar",
-        "PatternGrammar",
-    ]
+    names = sorted(path.name.split("-")[0] for path in run[1].rglob("*.pickle"))
+    assert names == ["Grammar", "PatternGrammar"]

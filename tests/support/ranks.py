@@ -1,12 +1,19 @@
 """Processes that run functions of the tests, each time in a process group of their own."""
 
+import contextlib
 import faulthandler
 import gc
+import io
 import multiprocessing
+import os
 import pickle
+import runpy
+import socket
+import sys
 import traceback
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 # Far above what a loaded machine takes: only a hang reaches them.
 SECONDS_FOR_START = 300
@@ -110,7 +117,8 @@ def answer(rank, world_size, backend, store, fn, args):
         # A rank that is through while another still connects would close the connection on it.
         torch.distributed.barrier()
         result = fn(rank, *args)
-        torch.distributed.barrier()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
     except BaseException:  # noqa: BLE001 - the test gets it
         return False, traceback.format_exc()
     else:
@@ -119,3 +127,30 @@ def answer(rank, world_size, backend, store, fn, args):
         gc.collect()  # wrappers that live on hold their group, which must not outlive this call
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def run_script(on_ranks, path, *arguments):
+    """Runs a script in each process as torchrun would; returns what the first rank printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return on_ranks(_run, str(path), [str(each) for each in arguments], port)[0]
+
+
+def _run(rank, path, arguments, port):
+    import torch
+
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": torch.distributed.get_world_size()}
+    torch.distributed.destroy_process_group()  # the script makes one
+    printed = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}),
+        mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}),
+        mock.patch.object(sys, "argv", [path, *arguments]),
+        mock.patch.object(sys, "path", [os.path.dirname(path), *sys.path]),
+        contextlib.redirect_stdout(printed),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("default")
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()

@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from apex._core import tree
 from apex._core.mixins import MIXIN, known_with_mixin, mixin_of, new_class, plain_class, swap_class
 from apex._core.tree import Args, Call, Kwargs
-from apex._engine.model import messages
+from apex._engine.model import notes
 from apex._engine.model.state import STATE, ModelState, positional_names, stash_forward, state_of
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
@@ -177,10 +177,22 @@ def _recompile(module: Any) -> Any:
         return module.recompile()
 
 
+def _wraps(fn: Method) -> Callable[[Method], Method]:
+    """Does as ``functools.wraps``, also for ``inspect.getfullargspec``, which libraries read."""
+
+    def wrapped(wrapper: Any) -> Any:
+        functools.update_wrapper(wrapper, fn)
+        with suppress(TypeError, ValueError):  # written in C
+            wrapper.__signature__ = inspect.signature(fn)
+        return wrapper
+
+    return wrapped
+
+
 def _explained(base: Any, name: str) -> Callable[..., Any]:
     """Returns a public method whose dtype errors tell the remedy, as those of ``forward`` do."""
 
-    @functools.wraps(getattr(base, name))
+    @_wraps(getattr(base, name))
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         run = getattr(base, name)  # now, as scripts replace methods
         if _is_compiling() or (state := state_of(self)) is None:
@@ -191,7 +203,7 @@ def _explained(base: Any, name: str) -> Callable[..., Any]:
 
 
 def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(base.forward)  # keeps the signature, which libraries read
+    @_wraps(base.forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
         if state is None:  # restored, or made by type(model)(...)
@@ -249,5 +261,5 @@ def _explaining(
     try:
         return fn(*args, **kwargs)
     except RuntimeError as error:
-        messages.explain(model, state.plan, error)
+        notes.explain(model, state.plan, error)
         raise

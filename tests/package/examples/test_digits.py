@@ -2,12 +2,13 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-DIGITS = Path(__file__).parents[2] / "examples" / "digits"
+from tests.package.examples.conftest import EXAMPLES
+
+DIGITS = EXAMPLES / "digits"
 
 
 @pytest.fixture(autouse=True)
@@ -44,4 +45,3 @@ def test_the_digits_are_a_target_that_learns_and_is_evaluated():
         assert not result.errors
         assert result.training.losses[-1] < result.training.losses[0] / 2
         assert 0.5 < result.training.evaluation <= 1
-    assert found["O4"].training.compute_dtype == torch.bfloat16

@@ -2,14 +2,12 @@
 
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-SIMPLE = Path(__file__).parents[2] / "examples" / "simple"
+from tests.package.examples.conftest import EXAMPLES
+from tests.support.ranks import run_script
 
 
 @pytest.fixture
@@ -26,29 +24,17 @@ def test_the_net_fits_the_curve(load, level, capsys):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_two_processes_train_one_model(tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-        *(str(SIMPLE / "distributed" / "distributed_data_parallel.py"), "--opt-level", "O5"),
-    ]
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120
-    )
-    loss = re.search(r"^2 processes, loss (\S+)$", done.stdout, re.MULTILINE)
+def test_two_processes_train_one_model(on_two_ranks):
+    script = EXAMPLES / "simple/distributed/distributed_data_parallel.py"
+    printed = run_script(on_two_ranks, script, "--opt-level", "O5")
+    loss = re.search(r"^2 processes, loss (\S+)$", printed, re.MULTILINE)
     assert float(loss[1]) < 0.01
-    assert "largest difference between their weights: 0.0\n" in done.stdout
+    assert "largest difference between their weights: 0.0\n" in printed
 
 
-@pytest.mark.parametrize(
-    ("level", "way"),
-    [
-        ("O1", "torch.amp fp16"),
-        ("O2", "torch.amp fp16"),
-        ("O4", "torch.amp bf16"),
-        ("O5", "torch.amp bf16"),
-    ],
-)
-def test_on_this_net_a_level_has_the_curve_of_torch_amp(curves, level, way):
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_on_this_net_a_level_has_the_curve_of_torch_amp(curves, level):
+    way = "torch.amp fp16" if level in ("O1", "O2") else "torch.amp bf16"
     run = {"seed": 0, "order": 0, "steps": 12, "device": "cpu"}
     assert curves.losses(level, **run) == curves.losses(way, **run)
 

@@ -1,14 +1,13 @@
 """The ImageNet example: data, models, schedule, training, evaluation, resume, two processes."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-IMAGENET = Path(__file__).parents[2] / "examples" / "imagenet"
+from tests.package.examples.conftest import EXAMPLES
+from tests.support.ranks import run_script
+
 TINY = ["-a", "resnet10", "-j", "0", "-b", "4", "--image-size", "32"]
 
 
@@ -55,13 +54,9 @@ def test_of_90_epochs_the_rate_changes_at_5_30_60_and_80(example, epoch, expecte
     assert example.learning_rate(epoch / 90) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--opt-level", "O0"], ["--opt-level", "O5", "--keep-batchnorm-fp32", "True"]],
-    ids=" ".join,
-)
-def test_folders_of_images_are_learned(example, folder, tmp_path, capsys, options):
-    options = [*options, "--channels-last", "--epochs", "3", "--lr", "1", "--print-freq", "2"]
+def test_folders_of_images_are_learned(example, folder, tmp_path, capsys):
+    level = ["--opt-level", "O5", "--keep-batchnorm-fp32", "True", "--channels-last"]
+    options = [*level, "--epochs", "3", "--lr", "1", "--print-freq", "2"]
     score = example.main([str(folder), *TINY, *options, "--output", str(tmp_path)])
     line = r"^epoch 2 \[2/4\]  loss \d\.\d{4}  top-1 +\d+\.\d\d%  top-5 100\.00%  \d+ images/s$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
@@ -120,15 +115,10 @@ def test_the_launchers_option_is_taken_in_both_spellings(example, spelling):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_two_processes_train_one_model(folder, tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-        *(str(IMAGENET / "main_amp.py"), str(folder), *TINY, "--opt-level", "O5", "--sync_bn"),
-        *("--epochs", "1", "--print-freq", "1", "--output", str(tmp_path)),
-    ]
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120
-    )
-    assert done.stdout.count("validation") == 1
-    assert "epoch 0 [2/2]" in done.stdout  # 16 images: two steps of four in each of two processes
+def test_two_processes_train_one_model(on_two_ranks, folder, tmp_path):
+    options = ["--opt-level", "O5", "--sync_bn", "--epochs", 1, "--print-freq", 1]
+    script = EXAMPLES / "imagenet/main_amp.py"
+    printed = run_script(on_two_ranks, script, folder, *TINY, *options, "--output", tmp_path)
+    assert printed.count("validation") == 1
+    assert "epoch 0 [2/2]" in printed  # 16 images: two steps of four in each of two processes
     assert torch.load(tmp_path / "checkpoint.pth.tar")["epoch"] == 1
