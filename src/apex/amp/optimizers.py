@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
+from apex._core.param_groups import is_from
 from apex._engine import masters
 from apex._engine.binding import Binding
 from apex._engine.gradients import PassGradients
+from apex._engine.masters import Pair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer_class import AmpOptimizer, binding_of
 from apex._torch.autograd import backward_id
@@ -135,6 +137,28 @@ class AmpStash:
         return [*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
 
     @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Model parameters with masters, by group; AttributeError at levels without masters."""
+        return [[pair.model for pair in pairs] for pairs in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters, by group; AttributeError as for ``fp16_groups``."""
+        return [[pair.master for pair in pairs] for pairs in self._groups()]
+
+    def _groups(self) -> list[list[Pair]]:
+        """Returns the pairs of each group."""
+        binding = self._binding
+        # NVIDIA's FusedSGD steps its groups, whose masters it then finds here, by kernels for fp16.
+        if not binding.master_weights or is_from(binding.optimizer, "apex.optimizers.fused_sgd"):
+            raise AttributeError(
+                "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
+            )
+        known = {id(pair.master): pair for pair in binding.pairs}
+        groups = binding.optimizer.param_groups
+        return [[known[id(p)] for p in group["params"] if id(p) in known] for group in groups]
+
+    @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether ``delay_unscale`` left gradients scaled."""
         opened = self._binding.open_pass
@@ -170,7 +194,7 @@ class AmpStashOptimizer(AmpOptimizer):
         """Sets existing gradients aside before a backward pass."""
         binding = _require_binding(self)
         binding.adopt_new()
-        self._amp_stash.gradients = gradients = PassGradients([binding], scaled=True)
+        self._amp_stash.gradients = gradients = _gradients_of(binding)
         gradients.make_room()
         binding.used = True
 
@@ -178,11 +202,15 @@ class AmpStashOptimizer(AmpOptimizer):
         """Unscales the gradients of the pass and adds those set aside."""
         gradients, self._amp_stash.gradients = self._amp_stash.gradients, None
         if gradients is None:
-            gradients = PassGradients([_require_binding(self)], scaled=True)
+            gradients = _gradients_of(_require_binding(self))
             gradients.mark()
         gradients.receive(scaler._scaler.unscale_)
         if scaler.dynamic:
             _require_binding(self).note_overflow(scaler._scaler.found_inf)
+
+
+def _gradients_of(binding: Binding) -> PassGradients:
+    return PassGradients(binding.pairs, binding.params(), scaled=True)
 
 
 def _require_binding(optimizer: Optimizer) -> Binding:
