@@ -76,6 +76,29 @@ def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
     assert {each.training.evaluation for each in found.values()} == {0.75}
 
 
+CUSTOM = """
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, grad):  # of mixed dtypes, which amp casts
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.T @ x
+
+
+plain = loss
+loss = lambda model, batch: plain(lambda x: Doubled.apply(model[:2](x), model[2].weight), batch)
+"""
+
+
+def test_code_of_the_target_in_a_backward_pass_is_cast_as_by_amp_alone(tmp_path):
+    assert not compared(written(tmp_path, TARGET + CUSTOM)).failed
+
+
 @pytest.mark.parametrize(
     ("level", "expected"), [("O0", 12), ("O4", 12), ("O2", 14), ("O5", 14), ("bf16", 6)]
 )
@@ -108,6 +131,26 @@ def test_the_target_of_the_how_to_trains(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "howto" / "compare.md").read_text()
     target = re.search(r"```python\n(import torch\n.*?)```", text, re.DOTALL)[1]
     assert not compared(written(tmp_path, target), "O0,O5", steps=2, rounds=1).failed
+
+
+NARROW = """
+
+class Narrow(torch.optim.SGD):
+    def step(self, closure=None):
+        if any(p.dtype is torch.float64 for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("no kernel")
+        return super().step(closure)
+
+
+optimizer = Narrow(model.parameters(), lr=1e-2)
+"""
+
+
+def test_an_optimizer_without_wider_kernels_trains_uncounted(tmp_path):
+    found = compared(written(tmp_path, TARGET + NARROW))
+    assert not found.failed
+    assert not found.notes  # the weights moved
+    assert by_name(found)["O0"].training.frozen is None
 
 
 # -- bad input -------------------------------------------------------------------------------

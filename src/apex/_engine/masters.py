@@ -89,10 +89,6 @@ class LazyMaster(Master):
         if pair is not None and not pair.scaled:
             pair.model.grad = None
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
 
 def _nothing() -> None:
     return None

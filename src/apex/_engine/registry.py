@@ -41,11 +41,6 @@ class Masters:
         self.hold([pair], holder)
         return pair
 
-    def make_all(self, params: Iterable[tuple[nn.Parameter, Tensor]], holder: object) -> None:
-        """Makes the pairs of parameters that have none, from their values before rounding."""
-        for param, exact in params:
-            self.make(param, holder, exact)
-
     def hold(self, pairs: Sequence[Pair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
         self._by_holder.setdefault(holder, []).extend(pairs)

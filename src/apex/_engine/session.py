@@ -38,9 +38,8 @@ from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
 
-Listener = Callable[["Session", ScaleUpdate], None]
-
-PassListener = Callable[["Session", PassEnd], None]
+Listener = Callable[["Session", PassEnd], None]
+"""Called with the session that scaled, after a pass that updates a scale or raises an exception."""
 
 
 class Session:
@@ -76,7 +75,7 @@ class Session:
             rule: The rule of dynamic scales.
             spec: The op casts; ``None`` for none.
             functions: User-registered functions, cast while the session lives.
-            listeners: Called with every scale update, once it is readable on the host.
+            listeners: Called after every pass of the session's optimizers.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
         """
         settle()
@@ -89,9 +88,8 @@ class Session:
             UncastRegion() if spec is None else CastRegion(spec)
         )
         self._functions = functions if spec is not None else None
-        self._listeners = tuple(listeners)
+        self._listeners = list(listeners)
         self._keep_fp32 = keep_fp32
-        self._pass_listeners: list[PassListener] = []
         lazy = all(scaler.is_identity for scaler in self.scalers)
         self.masters = Masters(LazyMaster if lazy else Master)
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
@@ -162,21 +160,15 @@ class Session:
         """
         conversion.log_lost(model, before)
         kept: list[tuple[Tensor, Tensor]] = []
-        mastered: list[tuple[nn.Parameter, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
             if not dtypes.is_low_precision(tensor):
                 continue
-            if not isinstance(tensor, nn.Parameter):
-                wanted = True
-            elif has_masters and is_trained(tensor):
-                mastered.append((tensor, exact))
-                continue
-            else:
-                wanted = self._keep_fp32
-            if wanted and exact.dtype is not tensor.dtype:
+            param = tensor if isinstance(tensor, nn.Parameter) else None
+            if param is not None and has_masters and is_trained(param):
+                self.masters.make(param, model, exact)
+            elif exact.dtype is not tensor.dtype and (self._keep_fp32 or param is None):
                 kept.append((tensor, exact.to(torch.float32)))
-        self.masters.make_all(mastered, model)
         self.masters.keep(kept, model)
 
     def start(self) -> None:
@@ -282,24 +274,18 @@ class Session:
         updates: Sequence[ScaleUpdate],
         failed: bool = False,
     ) -> None:
-        for update in updates:
-            for listener in self._listeners:
-                listener(self, update)
-        for owner in owners:
-            for pass_listener in tuple(owner._pass_listeners):
-                pass_listener(self, PassEnd(loss_id, updates, bindings, failed))
+        end = PassEnd(loss_id, updates, bindings, failed)
+        for listener in dict.fromkeys(each for owner in owners for each in owner._listeners):
+            listener(self, end)
 
-    def add_listener(self, listener: PassListener) -> None:
-        """Calls ``listener`` after every pass that updates a scale or raises an exception.
+    def add_listener(self, listener: Listener) -> None:
+        """Calls ``listener`` after every pass of the session's optimizers."""
+        self._listeners.append(listener)
 
-        Passes with a static scale count as updates.
-        """
-        self._pass_listeners.append(listener)
-
-    def remove_listener(self, listener: PassListener) -> None:
+    def remove_listener(self, listener: Listener) -> None:
         """Removes ``listener``; idempotent."""
-        if listener in self._pass_listeners:
-            self._pass_listeners.remove(listener)
+        if listener in self._listeners:
+            self._listeners.remove(listener)
 
     @property
     def models(self) -> list[nn.Module]:

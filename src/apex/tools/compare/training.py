@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -51,21 +51,23 @@ class Trainer:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns a function's result under the level's casts."""
-        dtype = self._level.dtype if self._level.casts else None
-        enabled = dtype is not None
-        with torch.autocast(self._device.type, dtype, enabled=enabled, cache_enabled=True):
+        with self._casts(on=self._level.casts):
             return function(*args)
+
+    def _casts(self, *, on: bool) -> torch.autocast:
+        dtype = self._level.dtype if on else None
+        return torch.autocast(self._device.type, dtype, enabled=on, cache_enabled=on)
 
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
-        with amp.disable_casts():
+        with self._casts(on=False):
             loss: Tensor = self.run(self._loss, self.model, batch)
             self._backward(loss)
         return loss.detach()
 
     def step(self) -> None:
         """Steps unless a gradient overflowed, and clears the gradients."""
-        with amp.disable_casts():
+        with self._casts(on=False):
             self._step()
         self.optimizer.zero_grad()
 
@@ -296,10 +298,13 @@ def _square(value: Tensor) -> float:
 
 def _count_frozen(trainer: Trainer) -> list[float]:
     """Steps; returns the share of frozen updates, for optimizers that allow counting them."""
-    with ExitStack() as stack:
-        try:
-            updates = stack.enter_context(frozen_updates(trainer.optimizer))
-        except Exception:  # noqa: BLE001 - it cannot be copied, or needs a closure
-            updates = None
-        trainer.step()
-    return [updates.frozen / updates.wanted] if updates is not None and updates.wanted else []
+    stepped = False
+    try:
+        with frozen_updates(trainer.optimizer) as updates:
+            trainer.step()
+            stepped = True
+    except Exception:  # noqa: BLE001 - it needs a closure, or has no kernels in a wider dtype
+        if not stepped:
+            trainer.step()
+        return []
+    return [updates.share] if updates.wanted else []
