@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "a saved entry that is the rounded weight",
         f"{ENGINE}/masters.py",
-        "rounding.update_master(pair.model, pair.master, alike)",
+        "rounding.update_master(pair.model, pair.master)",
         "pair.master.data.copy_(pair.model)",
         "tests/model/test_state_dict.py tests/loop/test_masters.py",
     ),

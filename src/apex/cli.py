@@ -223,7 +223,7 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    found = compare(args.target, options, _progress)
+    found = compare(args.target, options, lambda stage: print(f"[{stage}]", file=sys.stderr))
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(found))
     stream = sys.stderr if args.json == "-" else sys.stdout
@@ -234,10 +234,6 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json == "-":
         write_json("-", to_json(found))
     return FAILED if found.failed else OK
-
-
-def _progress(stage: str) -> None:
-    print(f"[{stage}]", file=sys.stderr)
 
 
 # -- apex migrate ----------------------------------------------------------------------------------

@@ -55,11 +55,11 @@ def resume_at(level, name, states, *, load_first):
     return model, optimizer
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("before", "now"), PAIRS)
 def test_weights_state_and_a_scale_of_the_same_kind_go_on_in_the_dtypes_of_the_level(
-    saved, before, now, name
+    saved, before, now
 ):
+    name = "SGD" if before < now else "fused AdamW"
     model_state, optimizer_state, scales = states = saved[before, name]
     model, optimizer = resume_at(now, name, states, load_first=before < now)
     stepped = [param for group in optimizer.param_groups for param in group["params"]]

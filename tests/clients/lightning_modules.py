@@ -1,33 +1,21 @@
-"""Small modules and data for the tests of ``apex.integrations.lightning``, for either package."""
+"""Small modules and trainers for the tests of Lightning, for any of its packages."""
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
-
-def data(batch_size=8):
-    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=batch_size)
-
-
-def layers():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+from tests.clients.classes import adam, layers
 
 
 def classifier(pl, **options):
     class Classifier(pl.LightningModule):
-        """Calls its forward, or with ``by_itself`` a child, and records losses and gradients."""
+        """Calls its forward, or with ``by_itself`` a child, and records losses."""
 
         def __init__(self, by_itself=False, optimizer=torch.optim.Adam, lr=2e-2, poison=()):
             super().__init__()
-            self.layers = layers()
-            self.losses, self.norms = [], []
+            self.layers, self.losses, self.sharded = layers(), [], False
             self.by_itself, self.optimizer, self.lr, self.poison = by_itself, optimizer, lr, poison
-
-            self.sharded = False
 
         def configure_model(self):
             if self.sharded:  # Lightning calls it for each run
@@ -56,10 +44,6 @@ def classifier(pl, **options):
         def predict_step(self, batch, index):
             return self(batch[0]), self.layers[0].weight.dtype
 
-        def on_before_optimizer_step(self, optimizer):
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            self.norms.append(torch.nn.utils.get_total_norm(grads).item())
-
         def configure_optimizers(self):
             optimizer = self.optimizer(self.parameters(), lr=self.lr)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
@@ -71,7 +55,7 @@ def adversaries(pl):
     class Adversaries(pl.LightningModule):
         """Two optimizers, which the module steps itself, and two losses."""
 
-        automatic_optimization = False
+        automatic_optimization, two_scales = False, False
 
         def __init__(self):
             super().__init__()
@@ -90,12 +74,9 @@ def adversaries(pl):
                 optimizer.step()
 
         def configure_optimizers(self):
-            parts = (self.critic, self.generator)
-            return [torch.optim.Adam(part.parameters(), lr=2e-2) for part in parts]
+            return [adam(self.critic), adam(self.generator)]
 
-    made = Adversaries()
-    made.two_scales = False
-    return made
+    return Adversaries()
 
 
 def trainer(pl, plugin=None, max_epochs=2, **options):

@@ -16,7 +16,8 @@ import torch  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 from apex.integrations.lightning import ApexPrecision  # noqa: E402
-from tests.clients.lightning_modules import classifier, data, trainer  # noqa: E402
+from tests.clients.classes import data  # noqa: E402
+from tests.clients.lightning_modules import classifier, trainer  # noqa: E402
 
 module = classifier(pl, by_itself=how == "by itself")
 strategy = "ddp"

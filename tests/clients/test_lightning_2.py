@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from apex import amp
+from tests.clients.classes import data, layers
 from tests.clients.libraries import need, of_its_time
-from tests.clients.lightning_modules import adversaries, classifier, data, layers, trainer
+from tests.clients.lightning_modules import adversaries, classifier, trainer
 
 lightning = need("lightning.pytorch")
 pytorch_lightning = need("pytorch_lightning")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from apex.amp import restore
-from tests.model.nets import LOW, Echo, Net, Tied, converted, dtypes_of, x
+from tests.model.nets import LOW, Echo, Net, converted, dtypes_of, x
 from tests.support.training import saved_and_loaded
 
 COPIES = {
@@ -46,47 +46,25 @@ class OwnDeepCopy(nn.Linear):
 
 
 @every_copy
-def test_a_copy_casts_like_the_original(duplicate):
-    model = converted(Net()).eval()
+def test_a_copy_casts_as_the_original_with_weights_of_its_own_and_is_restored_alone(duplicate):
+    model = converted(Net(), fp32_modules=("last",)).eval()
+    before = model(x())
     twin = duplicate(model)
     assert type(twin) is type(model)
     assert dtypes_of(twin) == dtypes_of(model)
-    assert torch.equal(twin(x()), model(x()))
-
-
-@every_copy
-def test_a_copy_computes_with_its_own_weights(duplicate):
-    model = converted(Net()).eval()
-    before = model(x())
-    twin = duplicate(model)
+    assert twin.state_dict()["first.weight"].dtype is torch.float32
+    assert torch.equal(twin(x()), before)
     with torch.no_grad():
         for param in twin.parameters():
             param.zero_()
     assert torch.equal(model(x()), before)
     assert torch.equal(twin(x()), twin.shift.float().expand(4, 2))
-
-
-@every_copy
-def test_a_copy_is_restored_by_itself(duplicate):
-    model = converted(Net(), fp32_modules=("last",))
-    twin = duplicate(model)
     restore(twin)
     assert type(twin) is Net
     assert not twin.last._forward_hooks
     assert not twin.last._forward_pre_hooks
     assert len(model.last._forward_hooks) == 1
     assert twin(x()).dtype is model(x()).dtype is torch.float32
-
-
-@every_copy
-def test_a_copy_has_fp32_state_dict(duplicate):
-    assert duplicate(converted(Net())).state_dict()["last.weight"].dtype is torch.float32
-
-
-@every_copy
-def test_tied_weights_stay_tied_in_a_copy(duplicate):
-    twin = duplicate(converted(Tied()))
-    assert twin.head.weight is twin.embed.weight
 
 
 @every_copy
@@ -111,10 +89,11 @@ def test_own_reduce_is_honoured(duplicate):
     assert twin.weight.dtype is LOW
 
 
-def test_own_deepcopy_is_honoured():
+def test_own_deepcopy_is_honoured_and_its_copy_is_prepared():
     model = converted(OwnDeepCopy(3, 2))
     twin = copy.deepcopy(model)
-    assert torch.equal(twin.weight, model.weight.float())
+    assert torch.equal(twin.weight, model.weight)
+    assert torch.equal(twin(x()), model(x()))
 
 
 def test_an_object_of_the_generated_class_that_is_not_converted_copies():

@@ -61,27 +61,21 @@ def test_without_gpus_the_wrapper_trains_as_its_model(level):
 
 
 @every_level
-def test_replicas_in_threads_give_what_the_model_gives(level):
-    model, _ = prepared(level)
+def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
+    model, optimizer = prepared(level)
     x = torch.cat([cases.batch(1)[0], cases.batch(2)[0]])
-    output = DataParallelOnCPU(model)(x)
+    wrapped = DataParallelOnCPU(model)
+    output = wrapped(x)
     assert output.dtype is model(x).dtype
     assert torch.equal(output, torch.cat([model(half) for half in x.chunk(2)]))
-
-
-@every_level
-def test_replicas_in_threads_train_the_original(level):
-    model, optimizer = prepared(level)
     expected = copy.deepcopy((model, optimizer))
-    wrapped = DataParallelOnCPU(model)
     for x, y in cases.batches(3):
         cases.train_step(wrapped, optimizer, x, y)
         cases.train_step(*expected, x, y)
-    before = cases.net().parameters()
+    # The halves' gradients are rounded each by itself before they are added.
     for start, after, reference in zip(
-        before, cases.masters(optimizer), cases.masters(expected[1]), strict=True
+        cases.net().parameters(), cases.masters(optimizer), cases.masters(expected[1]), strict=True
     ):
-        # The halves' gradients are rounded each by itself before they are added.
         moved = (reference - start).abs().max()
         assert moved > 0
         assert (after - reference).abs().max() <= 4 * EPS[level] * moved + 1e-6

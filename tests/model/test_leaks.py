@@ -38,18 +38,6 @@ def grows(act, times):
     return least
 
 
-def resident():
-    """Returns the bytes of the process that are in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-def kernels():
-    """Returns the operators that have a kernel for autocast on the CPU."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [op for op in torch._C._dispatch_get_all_op_names() if has(op, "AutocastCPU")]
-
-
 def cycle(level, *, restores):
     model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"])
     for x, y in cases.batches(2):
@@ -60,7 +48,7 @@ def cycle(level, *, restores):
 
 @pytest.mark.parametrize(
     ("level", "restores"),
-    [*((level, True) for level in ("O1", "O2", "O5")), ("O1", False), ("O5", False)],
+    [("O2", True), ("O1", True), ("O1", False), ("O5", False)],
 )
 def test_50_cycles_leave_no_tensor_and_no_object(level, restores):
     for _ in range(3):
@@ -69,21 +57,6 @@ def test_50_cycles_leave_no_tensor_and_no_object(level, restores):
     assert grows(lambda: cycle(level, restores=restores), CYCLES) < CYCLES / 2
     assert held()[0] <= tensors  # fewer where an earlier test's go in the meantime
     assert live_sessions() == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's size from /proc")
-def test_cycles_with_kernels_leave_the_process_as_large_as_it_was():
-    registered = kernels()
-    for _ in range(CYCLES):
-        cycle("O1", restores=False)
-    gc.collect()
-    before = resident()
-    for _ in range(2 * CYCLES):
-        cycle("O1", restores=False)
-    gc.collect()
-    assert kernels() == registered
-    # Each cycle registers and removes some 170 kernels: one kilobyte of each would be 17 MB here.
-    assert resident() - before < 2**22
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])

@@ -186,7 +186,7 @@ class _Walk:
             self.open.append(obj)
             names = [field.name for field in dataclasses.fields(obj)]
             changed = self._changed([(name, getattr(result, name, None)) for name in names])
-            result = _copied(obj) if changed and result is obj else result
+            result = copy.copy(obj) if changed and result is obj else result
             for name, value in changed.items():
                 object.__setattr__(result, name, value)  # works on frozen ones, too
             self.open.pop()
@@ -213,13 +213,3 @@ def _sequence_like(obj: Any, items: list[Any]) -> Any:
         return kind(items)
     # Not by the class's own ``__new__``, which may not take the items; dynamo traces only that.
     return kind(*items) if _is_compiling() else tuple.__new__(kind, items)
-
-
-def _copied(obj: Any) -> Any:
-    """Returns a shallow copy of a dataclass; ``copy.copy`` is not traced before torch 2.12."""
-    if not _is_compiling():
-        return copy.copy(obj)
-    made = object.__new__(type(obj))
-    for field in dataclasses.fields(obj):
-        object.__setattr__(made, field.name, getattr(obj, field.name))
-    return made

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
+from apex._core.param_groups import is_from
 from apex._engine import masters
 from apex._engine.binding import Binding
 from apex._engine.gradients import PassGradients
+from apex._engine.masters import Pair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer_class import AmpOptimizer, binding_of
 from apex._torch.autograd import backward_id
@@ -133,6 +135,28 @@ class AmpStash:
     def all_fp32_params(self) -> list[Tensor]:
         """All parameters that the optimizer steps."""
         return [*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Model parameters with masters, by group; AttributeError at levels without masters."""
+        return [[pair.model for pair in pairs] for pairs in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters, by group; AttributeError as for ``fp16_groups``."""
+        return [[pair.master for pair in pairs] for pairs in self._groups()]
+
+    def _groups(self) -> list[list[Pair]]:
+        """Returns the pairs of each group."""
+        binding = self._binding
+        # NVIDIA's FusedSGD steps its groups, whose masters it then finds here, by kernels for fp16.
+        if not binding.master_weights or is_from(binding.optimizer, "apex.optimizers.fused_sgd"):
+            raise AttributeError(
+                "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
+            )
+        known = {id(pair.master): pair for pair in binding.pairs}
+        groups = binding.optimizer.param_groups
+        return [[known[id(p)] for p in group["params"] if id(p) in known] for group in groups]
 
     @property
     def params_have_scaled_gradients(self) -> bool:

@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core.param_groups import params_of, states_in
+from apex._engine.model.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
+from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.causes import Birth, Cause, finding_of, operator_name
 from apex.debug.common import check_scaler, listed
-from apex.debug.place import Finding, Tracker, node_name
+from apex.debug.place import Finding, Tracker, current_node, node_name
 from apex.debug.tracing import Call, Detector, Kind, Trace, floating, keys, kind_of
 
 _MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
@@ -293,14 +295,10 @@ class _Before:
 
     @functools.cached_property
     def inputs(self) -> list[tuple[Tensor, Tensor, Kind | None]]:
-        return [
-            (
-                t,
-                self._copied.get(id(t), t),
-                self._kinds[id(t)] if id(t) in self._kinds else kind_of(t),
-            )
-            for t in self._given
-        ]
+        return [(t, self._copied.get(id(t), t), self._kind(t)) for t in self._given]
+
+    def _kind(self, tensor: Tensor) -> Kind | None:
+        return self._kinds[id(tensor)] if id(tensor) in self._kinds else kind_of(tensor)
 
 
 class OverflowDetector(Detector):
@@ -350,7 +348,7 @@ class OverflowDetector(Detector):
         for grad in floating(result):
             birth = self._births.of(grad) if kind_of(grad) else None
             name = self.tracker.parameters.get(target, "(a tensor of no model)")
-            self._births.reach_gradient(name, birth, backward=self.tracker.backward)
+            self._births.reach_gradient(name, birth, backward=backward_id())
 
     def _check(self, call: Call, before: _Before, result: Any) -> None:
         saves = call.name.rpartition(".")[2].startswith(tracing.SAVES_INFINITIES)
@@ -476,8 +474,7 @@ class OverflowDetector(Detector):
         *,
         deliberate: bool = False,
     ) -> Birth:
-        tracker = self.tracker
-        place, node = tracker.place, tracker.node
+        place, node = self.tracker.place, current_node()
         backward = place.direction == "backward"
         if cause is None and self._is_update(call):
             cause = "update"
@@ -496,7 +493,7 @@ class OverflowDetector(Detector):
             inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if small else (),
             true=tracing.largest_in_double(before.call) if cause is None and small else None,
             node="" if node is None or not backward else node_name(node),
-            formula=tracker.runs_formula,
+            formula=self.tracker.runs_formula,
             scale=scale,
             dynamic=dynamic,
         )
@@ -539,7 +536,8 @@ class OverflowDetector(Detector):
 
     def _sessions(self) -> list[Session]:
         """Returns the sessions of the models and of modules inside them."""
-        owners = dict.fromkeys(state.link.source for _, state in self.tracker.prepared())
+        parts = (part for model in self.tracker.models for part in model.modules())
+        owners = dict.fromkeys(state.link.source for part in parts if (state := state_of(part)))
         return [owner for owner in owners if isinstance(owner, Session)]
 
 

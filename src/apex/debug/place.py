@@ -26,13 +26,12 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from apex._engine.model.state import ModelState, state_of
 from apex._torch.autograd import backward_id
 
 Direction = Literal["forward", "backward"]
 
 # torch has no public names for these. Without them, backward passes have no module and no line.
-_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
 _MAX_SITES = 2**17
@@ -216,11 +215,6 @@ class Tracker:
             for name, parameter in model.named_parameters():
                 self.parameters.setdefault(parameter, prefix + name)
 
-    def prepared(self) -> list[tuple[nn.Module, ModelState]]:
-        """Returns the models, and modules inside them, that amp has prepared."""
-        parts = (part for model in self.models for part in model.modules())
-        return [(part, state) for part in parts if (state := state_of(part)) is not None]
-
     # -- queries -------------------------------------------------------------------------------
 
     @property
@@ -233,11 +227,6 @@ class Tracker:
         return "forward" if torch.is_grad_enabled() and _within_backward()[1] else "backward"
 
     @property
-    def backward(self) -> int:
-        """Number of the running backward pass; -1 outside any."""
-        return backward_id()
-
-    @property
     def may_stop(self) -> bool:
         """Whether this is the thread that started tracking, outside any backward pass."""
         return backward_id() == -1 and threading.get_ident() == self._thread
@@ -246,11 +235,6 @@ class Tracker:
     def runs_formula(self) -> bool:
         """Whether autograd's own formula of a derivative is running, not user code."""
         return self.direction == "backward" and not _within_backward()[0]
-
-    @property
-    def node(self) -> Any:
-        """The running autograd node; None outside any."""
-        return _current_node()
 
     @property
     def place(self) -> Place:
@@ -317,13 +301,13 @@ class Tracker:
     @property
     def accumulating(self) -> Tensor | None:
         """The tensor to whose ``grad`` autograd is adding; None while it adds to none."""
-        variable: Tensor | None = getattr(_current_node(), "variable", None)
+        variable: Tensor | None = getattr(current_node(), "variable", None)
         return variable
 
     @property
     def forward_site(self) -> Site | None:
         """The site whose forward created the running autograd node; None if unknown."""
-        node = _current_node()
+        node = current_node()
         if node is None:
             return None
         if self.accumulating is not None:

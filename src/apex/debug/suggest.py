@@ -192,13 +192,8 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
             )
             continue
         # Modules of one class have the same fault; one after another would take a trace for each.
-        names += dict.fromkeys(
-            row.module
-            for row in lost
-            if row.module
-            and kinds[row.module] is kinds[first.module]
-            and not _is_within(row.module, names)
-        )
+        alike = [r.module for r in lost if r.module and kinds[r.module] is kinds[first.module]]
+        names += dict.fromkeys(name for name in alike if not _is_within(name, names))
         trials.run(names, trace=True)
     return [name for name in names if not _is_within(name, _without(names, name))], notes
 

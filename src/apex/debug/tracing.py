@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import dtypes, tree
 from apex._torch import dtensor, ranks
+from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing
 from apex._torch.dispatch_modes import computes_shapes_only, receives, written_arguments
 from apex._torch.sparse import stored_values, with_memory
@@ -176,7 +177,7 @@ class Detector:
     @property
     def in_step(self) -> bool:
         """Whether an optimizer computes: its closure, a forward pass, enables gradients."""
-        in_closure = torch.is_grad_enabled() or self.tracker.backward != -1
+        in_closure = torch.is_grad_enabled() or backward_id() != -1
         return self.stepping is not None and not in_closure
 
     def enter_step(self, optimizer: Optimizer) -> None:

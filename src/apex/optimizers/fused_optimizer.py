@@ -29,7 +29,8 @@ MASTER = "master_param"
 _LARGE = 2**23
 """Elements from which on a batch of a rule in several kernels is full.
 
-Such a rule holds lists of intermediate values of the whole batch, FusedLAMB three.
+Such a rule holds lists of intermediate values of the whole batch, FusedLAMB three, and copies of
+all that changes while a flag may skip the step.
 """
 
 IN_KERNELS = "step", "_batches", "_gradient", "prepare", "update"

@@ -39,7 +39,6 @@ constexpr int kDevices = 2;
 thread_local DeviceIndex current = 0;
 std::atomic<bool> events_pass{true};
 std::atomic<int> sync_mode{0};
-std::atomic<int> last_recorded_on{-1};
 
 DeviceIndex index_of(DeviceIndex index) { return index < 0 ? current : index; }
 
@@ -121,7 +120,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) *event = new Recorded();
     std::lock_guard<std::recursive_mutex> guard(copies_lock);
     *static_cast<Recorded*>(*event) = {stream.device_index(), last_copy};
-    last_recorded_on = stream.device_index();
   }
   void block(void*, const Stream&) const override {}
   void pass(void* event) const {
@@ -767,7 +765,6 @@ void set_device(int device) { current = device; }
 void set_events_pass(int value) { events_pass = value; }
 void set_sync_mode(int value) { sync_mode = value; }
 int get_sync_mode() { return sync_mode; }
-int get_last_recorded_on() { return last_recorded_on; }
 int begin_capture() {
   capturing = true;
   return ++last_graph;

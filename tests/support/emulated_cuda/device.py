@@ -58,8 +58,3 @@ def waits():
 def set_events_pass(value):
     """Sets whether events have passed when they are queried, as on a fast device."""
     library().set_events_pass(int(value))
-
-
-def last_recorded_on():
-    """Returns the index of the device on whose stream an event was recorded last."""
-    return library().get_last_recorded_on()

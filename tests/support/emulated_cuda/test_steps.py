@@ -1,5 +1,6 @@
 """Training loops and optimizer steps on a device, without a wait."""
 
+import itertools
 import math
 
 import pytest
@@ -125,11 +126,8 @@ FUSED = {
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", [*FUSED, *OTHERS])
-@pytest.mark.parametrize("loss_scale", [None, "dynamic"])
-def test_only_an_optimizer_that_cannot_skip_on_the_device_waits_once_where_it_may_skip(
-    loss_scale, name
-):
-    for level in t.LEVELS_SHORT:
+def test_only_an_optimizer_that_cannot_skip_on_the_device_waits_once_where_it_may_skip(name):
+    for level, loss_scale in itertools.product(t.LEVELS_SHORT, (None, "dynamic")):
         make = {**FUSED, **OTHERS}[name]
         model, optimizer = t.prepared(level, make, t.net().cuda(1), loss_scale=loss_scale)
         dynamic = loss_scale == "dynamic" or level != "O5"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes, tree
 from apex._core.mixins import plain_class, swap_class
 from apex._engine.autocast.region import UncastRegion
+from apex._engine.model.notes import Writes
 from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
 from apex._engine.model.state_dict import Fp32Hooks, MasterLink
-from apex._engine.model.writes import Writes
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty, rebuild
 from apex._torch.ddp import active_wrapper
@@ -26,8 +25,6 @@ from apex._torch.dynamo import at_tracing
 from apex._torch.modules import state_dict_hooks
 
 STATE = "_apex_state"
-
-_log = logging.getLogger("apex")
 
 
 @dataclass(eq=False)
