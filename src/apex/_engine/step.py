@@ -53,6 +53,7 @@ def step(binding: Binding, run: Run, closure: Closure | None) -> Any:
     """
     if binding.stepping:  # an optimizer inside another: the step has begun
         return run() if closure is None else run(closure)
+    masters.drop_unsent_bits(binding.pairs)
     if closure is not None:
         return _step_with_closure(binding, run, closure)
     binding.settle(takes=False)
