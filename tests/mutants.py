@@ -34,9 +34,9 @@ MUTANTS = [
     Mutant(
         "gradients rounded before unscaling",
         f"{ENGINE}/gradients.py",
-        "            unscale_(finite.dense_values(copies))",
-        "            unscale_(finite.dense_values(copies))\n"
-        "            [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
+        "        unscale_(finite.dense_values(copies))",
+        "        unscale_(finite.dense_values(copies))\n"
+        "        [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
         "tests/loop/test_gradients.py tests/parity",
     ),
     Mutant(
@@ -55,14 +55,14 @@ MUTANTS = [
     ),
     Mutant(
         "masters not written back",
-        f"{ENGINE}/step.py",
-        "    masters.round_into_model([p for p in binding.pairs if",
-        "    masters.round_into_model([p for p in () if",
+        f"{ENGINE}/binding.py",
+        "        masters.round_into_model(left)\n",
+        "",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
         "an LBFGS closure not undone",
-        f"{ENGINE}/step.py",
+        f"{ENGINE}/closures.py",
         "        param.copy_(value)",
         "        pass",
         "tests/loop/test_overflow.py",
@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "a saved entry that is the rounded weight",
         f"{ENGINE}/masters.py",
-        "rounding.update_master(pair.model, pair.master)",
-        "pair.master.data.copy_(pair.model)",
+        "torch.where(exact.to(low.dtype) == low, exact, low)",
+        "low",
         "tests/model/test_state_dict.py tests/loop/test_masters.py",
     ),
     Mutant(
@@ -105,15 +105,15 @@ MUTANTS = [
     Mutant(
         "casts on in `step`",
         f"{ENGINE}/step.py",
-        "    off.__enter__()\n",
+        "        off.__enter__()\n",
         "",
         "tests/loop/test_step_casts.py",
     ),
     Mutant(
         "a host sync in a fused step",
         f"{ENGINE}/step.py",
-        "    binding.begin_step(skipped=flag)\n",
-        "    binding.begin_step(skipped=bool(flag.tolist()))\n",
+        "    binding.note_skipped(flag)\n",
+        "    binding.note_skipped(bool(flag.tolist()))\n",
         "tests/loop/test_cost.py",
     ),
     Mutant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import inspect
 import io
 import json
@@ -223,7 +224,7 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    found = compare(args.target, options, lambda stage: print(f"[{stage}]", file=sys.stderr))
+    found = compare(args.target, options, _progress(len(options.levels) + 1))
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(found))
     stream = sys.stderr if args.json == "-" else sys.stdout
@@ -234,6 +235,19 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json == "-":
         write_json("-", to_json(found))
     return FAILED if found.failed else OK
+
+
+def _progress(stages: int) -> Callable[[str], object]:
+    """Returns what shows each stage: tqdm's bar on a terminal if it is installed, or a line."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        return lambda stage: print(f"[{stage}]", file=sys.stderr)
+    bar = importlib.import_module("tqdm").trange(stages, unit="stage")
+
+    def show(stage: str) -> None:
+        bar.set_description(stage)
+        bar.update()
+
+    return show
 
 
 # -- apex migrate ----------------------------------------------------------------------------------

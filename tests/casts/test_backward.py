@@ -1,5 +1,7 @@
 """User code in the backward pass of a block: mixed dtypes are resolved, all else stays as it is."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -111,6 +113,8 @@ MIXED = {
     "right @": (lambda g: torch.ones(2, 2) @ g, BF16),
     "einsum": (lambda g: torch.einsum("ij,jk", g, torch.ones(2, 2)), BF16),
     "addmv": (lambda g: torch.addmv(torch.ones(2), g, torch.ones(2)), BF16),
+    "addmm_": (lambda g: g.clone().addmm_(torch.ones(2, 2), g), BF16),
+    "addmm_ into fp32": (lambda g: torch.ones(2, 2).addmm_(g, g.float()), FP32),
     "dot": (lambda g: torch.dot(g[0], torch.ones(2)), FP32),
     "linear": (lambda g: nn.functional.linear(g, torch.ones(2, 2)), BF16),
     "mse_loss": (lambda g: nn.functional.mse_loss(g, torch.ones(2, 2)), FP32),
@@ -167,6 +171,36 @@ def test_a_pass_with_casts_disabled_is_left_alone():
             loss.backward()
 
     assert in_pass(norm, hook=True, start=disabled) == [BF16]
+
+
+@LEVELS
+def test_gradients_of_a_loss_under_disable_casts_are_those_of_fp32(level):
+    model, optimizer = prepared(level, model=nn.Linear(2, 2), loss_scale=1.0)
+    with amp.disable_casts():
+        loss = model(torch.randn(3, 2)).pow(2).sum()
+        (expected,) = torch.autograd.grad(loss, model.weight, retain_graph=True)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(model.weight.grad, expected)
+
+
+def product_in_pass(model, optimizer, found):
+    """Adds the dtype of a product of mixed dtypes in a pass of a block."""
+    out = model(torch.ones(2, 2))
+    out.register_hook(lambda grad: found.append((grad @ torch.ones(2, 2)).dtype))
+    with amp.scale_loss(out.float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def test_a_block_mixes_dtypes_by_the_casts_of_its_own_session_in_any_thread():
+    made = {level: prepared(level, model=nn.Linear(2, 2)) for level in ("O1", "O4")}
+    for level, low in (("O1", torch.float16), ("O4", BF16)):
+        found = []
+        product_in_pass(*made[level], found)
+        thread = threading.Thread(target=product_in_pass, args=(*made[level], found))
+        thread.start()
+        thread.join()
+        assert found == [low, low]
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])

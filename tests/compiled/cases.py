@@ -19,6 +19,9 @@ SAME_GRAPHS = pytest.mark.skipif(
 SAME_BITS = release >= (2, 12)
 """Whether a compiled step of torch's own SGD is equal to the eager one to the last bit."""
 
+LEVELS = ("O1", "O2", "O5")
+MIXED = ("O1", "O4", "O5")
+
 EPS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-20}
 LOW_PRECISION = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16}
 LOW_PRECISION |= {"O4": torch.bfloat16, "O5": torch.bfloat16}

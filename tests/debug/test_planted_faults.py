@@ -1,7 +1,5 @@
 """Programs with one planted overflow each: the trace names the operator, its place and why."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from apex import amp
 from apex.debug.overflow import trace_overflow
 from tests.support.steps import backward
 
-FP16, FP32 = torch.float16, torch.float32
+FP16 = torch.float16
 INF, NAN = float("inf"), float("nan")
 
 
@@ -49,25 +47,14 @@ def through_net(function, x=None, **parameters):
     return trace
 
 
-@dataclass
-class Case:
-    """A program and what its first fault is to be."""
-
-    run: object
-    op: str
-    kind: str
-    cause: str
-    module: str = "layers.1"
-    direction: str = "forward"
-    dtype: torch.dtype = FP32
-
-
 CASES = {}
+"""Programs by name, and what the first fault of each is to be."""
 
 
-def planted(op, kind, cause, **expected):
+def planted(op, kind, cause, module="layers.1", direction="forward", dtype="float32"):
     def add(run):
-        CASES[run.__name__] = Case(run, f"aten.{op}", kind, cause, **expected)
+        expected = f"aten.{op}", kind, cause, module, direction, dtype
+        CASES[run.__name__] = run, expected
         return run
 
     return add
@@ -76,7 +63,7 @@ def planted(op, kind, cause, **expected):
 # -- fp16 ----------------------------------------------------------------------------------------
 
 
-@planted("_to_copy", "inf", "range", dtype=FP16)
+@planted("_to_copy", "inf", "range", dtype="float16")
 def attention_mask_of_minus_1e9_in_fp16():
     def attend(self, x):
         mask = (x > 5) * -1e9
@@ -85,12 +72,12 @@ def attention_mask_of_minus_1e9_in_fp16():
     return through_net(attend)
 
 
-@planted("sum", "inf", "range", dtype=FP16)
+@planted("sum", "inf", "range", dtype="float16")
 def sum_in_fp16():
     return through_net(lambda self, x: (x * 4e4).half().sum(-1).float())
 
 
-@planted("add_", "inf", "range", direction="backward", dtype=FP16)
+@planted("add_", "inf", "range", direction="backward", dtype="float16")
 def accumulation_of_fp16_gradients():
     net = Net(Body(lambda self, x: x * self.w.float(), w=torch.ones(3, dtype=FP16)))
     with trace_overflow(net) as trace:
@@ -99,7 +86,7 @@ def accumulation_of_fp16_gradients():
     return trace
 
 
-@planted("mm", "inf", "loss scale", module="layers.0", direction="backward", dtype=FP16)
+@planted("mm", "inf", "loss scale", module="layers.0", direction="backward", dtype="float16")
 def loss_scale_too_high():
     net = Net(nn.Identity())
     net, optimizer = amp.initialize(
@@ -223,7 +210,7 @@ def loss_in_a_closure():
     return trace
 
 
-@planted("_foreach_copy_", "inf", "update", module="", dtype=FP16)
+@planted("_foreach_copy_", "inf", "update", module="", dtype="float16")
 def masters_that_outgrow_the_model_s_fp16():
     net = Net(nn.Identity())
     optimizer = torch.optim.SGD(net.parameters(), lr=1e6)
@@ -246,11 +233,9 @@ def nan_in_optimizer_state():
 
 
 def named_as_planted(name):
-    case = CASES[name]
-    first = case.run().first
-    assert first is not None
+    run, expected = CASES[name]
+    first = run().first
     found = first.op, first.kind, first.cause, first.module, first.direction, first.dtype
-    expected = case.op, case.kind, case.cause, case.module, case.direction, str(case.dtype)[6:]
     assert found == expected
     assert first.location.rpartition(":")[0] == __file__
 

@@ -228,4 +228,5 @@ def test_a_session_may_end_while_torch_runs_hooks_of_a_step(others):
             handle.remove()
     sessions.append(prepared("O5"))
     sessions.clear()
+    gc.collect()
     assert not _global_optimizer_post_hooks

@@ -76,6 +76,29 @@ def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
     assert {each.training.evaluation for each in found.values()} == {0.75}
 
 
+CUSTOM = """
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, grad):  # of mixed dtypes, which amp casts
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.T @ x
+
+
+plain = loss
+loss = lambda model, batch: plain(lambda x: Doubled.apply(model[:2](x), model[2].weight), batch)
+"""
+
+
+def test_code_of_the_target_in_a_backward_pass_is_cast_as_by_amp_alone(tmp_path):
+    assert not compared(written(tmp_path, TARGET + CUSTOM)).failed
+
+
 @pytest.mark.parametrize(
     ("level", "expected"), [("O0", 12), ("O4", 12), ("O2", 14), ("O5", 14), ("bf16", 6)]
 )

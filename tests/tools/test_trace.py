@@ -199,20 +199,23 @@ def test_other_overflows_of_a_scaled_loss_are_faults(trace, body, cause, remedy)
     assert "Healthy" not in out
 
 
-@pytest.mark.parametrize("source", ["a worker process", "a file"])
+LOADED = {
+    "a file": "xs = torch.load('xs.pt')",
+    "a worker process": "xs = torch.utils.data.DataLoader(xs.tolist(), batch_size=None, "
+    "num_workers=1, collate_fn=torch.tensor, multiprocessing_context='fork')",
+}
+
+
+@pytest.mark.parametrize("source", LOADED)
 def test_data_of_another_process_or_a_file_is_data(trace, source):
     code, out, _ = trace(
-        """
+        f"""
         xs = torch.ones(6, 2, 2)
-        xs[4, 1, 1] = float(sys.argv[2])
+        xs[4, 1, 1] = float(sys.argv[1])
         torch.save(xs, "xs.pt")
-        xs = torch.load("xs.pt") if sys.argv[1] == "a file" else torch.utils.data.DataLoader(
-            xs.tolist(), batch_size=None, num_workers=1, collate_fn=torch.tensor,
-            multiprocessing_context="fork"
-        )
+        {LOADED[source]}
         train(nn.Linear(2, 2), xs)
-        """,
-        source,
+    """,
         "nan",
     )
     assert code == cli.NOT_FINITE
@@ -223,14 +226,12 @@ def test_data_of_another_process_or_a_file_is_data(trace, source):
 
 @pytest.mark.parametrize("assign", [True, False])
 def test_a_file_that_holds_nan_weights_is_no_data(trace, assign):
-    code, out, _ = trace(
-        f"""
+    code, out, _ = trace(f"""
         net, state = nn.Linear(2, 2), nn.Linear(2, 2).state_dict()
         state["weight"].numpy()[0, 0] = float("nan")  # unseen by torch, as in a file
         net.load_state_dict(state, assign={assign})
         train(net, [torch.ones(2, 2)] * 3)
-        """
-    )
+    """)
     assert code == cli.NOT_FINITE
     assert "cause  weights: the model's weights or buffers were already non-finite: loaded" in out
     assert "remedy 1. check the file that they come from" in out
@@ -255,32 +256,21 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["file", "module"])
-def test_a_script_sees_what_it_sees_under_python(tmp_path, monkeypatch, capsys, how):
+@pytest.mark.parametrize("how", [["project/sub/train.py"], ["-m", "project.sub.train"]])
+def test_a_script_sees_what_it_sees_under_python(tmp_path, monkeypatch, how):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     folder = tmp_path / "project" / "sub"
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(SEES)
-    given = {
-        "file": ["project/sub/train.py"],
-        "module": ["-m", "project.sub.train"],
-    }[how]
-    arguments = ["--lr", "0.1", "--json", "x", "--", "-m"]
-    seen = []
-    modules = set(sys.modules)
-    for name in ("python", "trace"):
-        monkeypatch.setenv("SEEN", str(tmp_path / name))
-        if name == "python":
-            subprocess.run([sys.executable, *given, *arguments], check=True)
-        else:
-            assert main(["trace", *given, *arguments]) == cli.OK
-        seen.append(json.loads((tmp_path / name).read_text()))
-    for name in set(sys.modules) - modules:
-        if name.startswith("project"):
-            del sys.modules[name]
-    assert seen[0] == seen[1]
-    capsys.readouterr()
+    given = [*how, "--lr", "0.1", "--json", "x", "--", "-m"]
+    monkeypatch.setenv("SEEN", str(tmp_path / "python"))
+    subprocess.run([sys.executable, *given], check=True)
+    monkeypatch.setenv("SEEN", str(tmp_path / "trace"))
+    assert main(["trace", *given]) == cli.OK
+    for name in [name for name in sys.modules if name.startswith("project")]:
+        del sys.modules[name]
+    assert (tmp_path / "python").read_text() == (tmp_path / "trace").read_text()
 
 
 def test_everything_is_put_back(trace):

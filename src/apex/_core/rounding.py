@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from apex._torch import parameters
-
 
 def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
     """Returns a 16-bit tensor in fp32, in its layout, with unrounded values where they are known.
@@ -47,15 +45,3 @@ def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
     exact = value.detach().flatten().sort().values
     rounded = exact.to(dtype)
     return ((exact[1:] != exact[:-1]) & (rounded[1:] == rounded[:-1])).any()
-
-
-@torch.no_grad()
-def update_master(param: Tensor, master: Tensor) -> None:
-    """Copies ``param`` into its fp32 ``master``, in place, without reading anything on the host.
-
-    Elements stay whose rounded values are those of ``param``.
-    """
-    low, values = param.detach().to(master.device), master.detach()
-    result = torch.where(values.to(low.dtype) == low, values, low)
-    # Not counted by autograd: a loss that uses masters directly may have saved them for backward.
-    parameters.uncounted(master).copy_(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +17,9 @@ from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import masters
 from apex._engine.exchange import exchange
 from apex._engine.gradients import PassGradients
-from apex._engine.masters import LazyMaster, Master, Masters, Pair
+from apex._engine.masters import LazyMaster, Master, Pair
 from apex._engine.mistakes import Mistakes
+from apex._engine.registry import Masters
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
 from apex._torch import parameters
@@ -133,7 +134,6 @@ class Binding:
         self.checked = self.used = self.stepping = self.got_scaled = False
         self.skipped: Tensor | bool = False
         self.steps = 0
-        self._last: Tensor | None = None  # the memory of a flag in ``skipped``, for CUDA graphs
         self._skip_copy: HostCopy | None = None
 
     # -- parameters --------------------------------------------------------------------------
@@ -302,22 +302,33 @@ class Binding:
         return bool(self.found_inf.tolist())  # sync: an optimizer in Python needs the answer
 
     @untraced
-    def begin_step(self, *, skipped: Tensor | bool) -> None:
-        """Records whether a step that begins is skipped."""
-        if isinstance(skipped, Tensor):
-            if self._last is None or self._last.device != skipped.device:
-                self._last = torch.empty_like(skipped)
-            skipped = self._last.copy_(skipped)
-        self.skipped, self._skip_copy = skipped, None
-        self.steps += 1
+    def note_skipped(self, skipped: Tensor | bool) -> None:
+        """Records whether the step that has begun is skipped; a tensor is the flag."""
+        self.skipped = skipped.clone() if isinstance(skipped, Tensor) else skipped
+        self._skip_copy = None
+
+    # -- the step ----------------------------------------------------------------------------
 
     @untraced
-    def end_step(self) -> None:
-        """Drops the masters' gradients, which end with the step, and the overflow."""
+    def begin_step(self) -> None:
+        """Has masters count as written until the end: torch's fused kernels do not count."""
+        self.stepping = True
+        self.steps += 1
+        for pair in self.pairs:
+            pair.mark_written()
+
+    @untraced
+    def end_step(self, rounded: Collection[int]) -> None:
+        """Rounds the masters into the model and drops their gradients, which end with the step.
+
+        Those with the ids ``rounded`` have been rounded already.
+        """
+        left = [each for each in self.pairs if id(each) not in rounded or each.master_written]
+        masters.round_into_model(left)
         shared = self.shared_pairs()
         for pair in self.pairs:
             pair.end_step(shared=id(pair) in shared)
-        self.checked = False
+        self.checked = self.stepping = False
 
     def shared_pairs(self) -> set[int]:
         """Returns the ids of pairs that other optimizers of the session step, too."""

@@ -12,7 +12,6 @@ Note [The step block by block]
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
 from apex._engine import masters
+from apex._engine.fused import reads_gradients_in_kernels
 from apex._engine.masters import Pair
 from apex._torch import dispatch_modes, parameters
 from apex._torch.dynamo import untraced
@@ -47,13 +46,6 @@ one thread of a CPU, torch 2.13): 1.0 to 1.5 for 1 M elements in 8 to 32 tensors
 _LEAST, _GREATEST = 2**19, 2**24
 """Bounds of the elements in a block: caches hold the least, spare memory the most."""
 
-_DECLARATION = "gradient_methods"
-"""Attribute by which an optimizer's class declares the methods of its step that handle gradients.
-
-Only torch's fused kernels read their values in these. A subclass that overrides one of them gets
-fp32 gradients.
-"""
-
 _numel = operator.methodcaller("numel")
 _place = operator.attrgetter("shape", "device")
 
@@ -71,49 +63,19 @@ def takes(binding: Binding) -> bool:
     """Returns whether the next step goes block by block."""
     pairs = [pair for pair in binding.pairs if pair.waiting is not None]
     large = sum(pair.model.numel() for pair in pairs) >= least_elements
-    return enabled and large and _is_fused(binding.optimizer) and not binding.shared_pairs()
-
-
-def fused_kind(optimizer: Optimizer) -> type[Optimizer] | None:
-    """Returns torch's class whose fused kernel steps every group; ``None`` if there is none."""
-    if not all(group.get("fused") for group in optimizer.param_groups):
-        return None
-    kinds = SGD, Adagrad, AdamW, Adam
-    return next((kind for kind in kinds if isinstance(optimizer, kind)), None)
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    """Returns whether only torch's fused kernels read the values of gradients in its own step."""
-    base: Any = fused_kind(optimizer)
-    methods: tuple[str, ...] = ("step", "_init_group")
-    if base is None:
-        kinds = type(optimizer).__mro__
-        base = next((kind for kind in kinds if _DECLARATION in vars(kind)), None)
-        methods = getattr(base, _DECLARATION, ())
-    return bool(methods) and all(_inherits(type(optimizer), base, name) for name in methods)
-
-
-def _inherits(kind: type, base: Any, name: str) -> bool:
-    """Returns whether a method is ``base``'s own, apart from what torch and amp wrap around it."""
-    found = (getattr(each, name) for each in kind.__mro__ if name in vars(each))
-    method = next(each for each in found if not each.__module__.startswith("apex._engine."))
-    wanted = getattr(base, name)
-    return method is wanted or inspect.unwrap(method) is inspect.unwrap(wanted)
+    fused = reads_gradients_in_kernels(binding.optimizer)
+    return enabled and large and fused and not binding.shared_pairs()
 
 
 class BlockStep(TorchDispatchMode):
-    """One step that takes the model's gradients as they are.
-
-    Attributes:
-        rounded: Ids of the pairs whose masters are rounded into the model already.
-    """
+    """One step that takes the model's gradients as they are."""
 
     def __init__(self, binding: Binding) -> None:
         """Starts as soon as the optimizer's own pre-hooks have run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = binding.pairs
         self._lent: dict[int, tuple[Pair, Tensor, Tensor]] = {}  # by id of the master
-        self.rounded: set[int] = set()
+        self._rounded: set[int] = set()
         self._open = True
         self._hook: RemovableHandle = binding.optimizer.register_step_pre_hook(
             lambda *_: self._arm()
@@ -139,8 +101,11 @@ class BlockStep(TorchDispatchMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
-    def end(self) -> None:
-        """Ends the step, whatever came of it; gradients that no operator took go back."""
+    def end(self) -> set[int]:
+        """Ends the step, whatever came of it; gradients that no operator took go back.
+
+        Returns the ids of the pairs whose masters are rounded into the model already.
+        """
         self._open = False
         self._hook.remove()
         dispatch_modes.exit_mode(self)
@@ -149,6 +114,7 @@ class BlockStep(TorchDispatchMode):
                 parameters.set_grad(pair.master, None)
                 pair.model.grad = grad
         self._lent = {}
+        return self._rounded
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -210,7 +176,7 @@ class BlockStep(TorchDispatchMode):
             torch._foreach_copy_(_pieces(models, block), operands[0])
         increment_version(models)
         masters.mark_rounded(pairs)
-        self.rounded.update(map(id, pairs))
+        self._rounded.update(map(id, pairs))
         for pair in pairs:
             pair.factor = None
 

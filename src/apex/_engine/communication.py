@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
 from apex._engine.binding import Binding
-from apex._engine.masters import Masters
+from apex._engine.registry import Masters
 from apex._engine.scaler import Scaler
 from apex._torch import ddp
 

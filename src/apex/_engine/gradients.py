@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,6 @@ from torch import Tensor, nn
 from apex._core import finite, master
 from apex._engine.masters import Pair, take
 from apex._torch import dtensor, parameters
-
-if TYPE_CHECKING:
-    from apex._engine.binding import Binding
-
-_CHUNK = 2**24
-"""Elements of which fp32 copies exist beside a sum."""
 
 
 class PassGradients:
@@ -29,15 +22,25 @@ class PassGradients:
     """
 
     def __init__(
-        self, bindings: Iterable[Binding], others: Iterable[Binding] = (), *, scaled: bool
+        self,
+        pairs: Iterable[Pair],
+        params: Iterable[nn.Parameter],
+        others: Iterable[Pair] = (),
+        *,
+        scaled: bool,
     ) -> None:
-        """Finds the parameters of ``bindings``; ``others`` may be reached by the pass, too."""
-        pairs = {id(pair): pair for binding in bindings for pair in binding.pairs}
-        params = {id(param): param for binding in bindings for param in binding.params()}
+        """Stores what the optimizers of the pass step.
+
+        Args:
+            pairs: Model parameters with their masters.
+            params: All that is stepped, masters included.
+            others: Those of other optimizers, which the pass may reach, too.
+            scaled: Whether the pass has a loss scale.
+        """
         self.scaled = scaled
-        self._pairs = list(pairs.values())
-        self._stepped = list(params.values()) if scaled else []
-        self._others = [pair for each in others for pair in each.pairs] if scaled else []
+        self._pairs = list({id(pair): pair for pair in pairs}.values())
+        self._stepped = list({id(each): each for each in params}.values()) if scaled else []
+        self._others = list(others) if scaled else []
         self._aside: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def make_room(self) -> None:
@@ -61,12 +64,12 @@ class PassGradients:
         for pair in self._pairs:
             pair.scaled = self.scaled
 
-    def note_cleared(self, params: Collection[int]) -> None:
+    def note_cleared(self, params: set[int]) -> None:
         """Drops what was set aside for the parameters with these ids, which were cleared."""
         self._aside = {key: each for key, each in self._aside.items() if key not in params}
         self.mark()
 
-    def leave_out(self, params: Collection[int]) -> None:
+    def leave_out(self, params: set[int]) -> None:
         """Leaves out the parameters with these ids, whose gradients have been cleared."""
         self._pairs = [pair for pair in self._pairs if id(pair.master) not in params]
         self._stepped = [param for param in self._stepped if id(param) not in params]
@@ -76,27 +79,17 @@ class PassGradients:
 
         The model keeps its scaled ones. ``unscale_`` divides dense gradients in place.
         """
+        unscale_(finite.values_of(self._stepped))  # also of masters that the loss uses themselves
         found = [(pair, grad) for pair in self._pairs if (grad := pair.model.grad) is not None]
-        own = finite.values_of(self._stepped)  # and of masters that the loss uses themselves
-        unscale_(own)
-        for chunk in _chunks(found):
-            masters = [pair.master for pair, _ in chunk]
-            copies = master.fp32_copies([grad for _, grad in chunk], masters)
-            unscale_(finite.dense_values(copies))
-            _add(masters, copies)
-            self._add_aside({*map(id, masters)})
-        self._add_aside(set(self._aside))
-
-    def _add_aside(self, params: Collection[int]) -> None:
-        """Adds the gradients of the pass to those set aside."""
-        added: list[nn.Parameter] = []
-        values: list[Tensor] = []
-        for param, grad in [self._aside.pop(key) for key in params if key in self._aside]:
-            if (value := parameters.grad_of(param)) is not None:
-                added.append(param)
-                values.append(value)
+        masters = [pair.master for pair, _ in found]
+        copies = master.fp32_copies([grad for _, grad in found], masters)
+        unscale_(finite.dense_values(copies))
+        _add(masters, copies)
+        aside, self._aside = list(self._aside.values()), {}
+        arrived = [(p, value) for p, _ in aside if (value := parameters.grad_of(p)) is not None]
+        for param, grad in aside:
             parameters.set_grad(param, grad)
-        _add(added, values)
+        _add([param for param, _ in arrived], [value for _, value in arrived])
 
     def restore(self) -> None:
         """Drops the gradients of a pass that failed, and returns those that were set aside."""
@@ -135,16 +128,3 @@ def _add(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
             added.append(value)
     if totals:
         torch._foreach_add_(finite.dense_values(totals), finite.dense_values(added))
-
-
-def _chunks(found: Sequence[tuple[Pair, Tensor]]) -> Iterator[Sequence[tuple[Pair, Tensor]]]:
-    chunk: list[tuple[Pair, Tensor]] = []
-    elements = 0
-    for each in found:
-        chunk.append(each)
-        elements += each[1].numel()
-        if elements >= _CHUNK:
-            yield chunk
-            chunk, elements = [], 0
-    if chunk:
-        yield chunk

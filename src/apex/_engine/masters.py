@@ -21,14 +21,14 @@ Note [One gradient in one place]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from apex._core import master, rounding
+from apex._core import master
 from apex._pickle import rebuild
 from apex._torch import parameters
 from apex._torch.dynamo import untraced
@@ -88,10 +88,6 @@ class LazyMaster(Master):
         pair: Pair | None = self.__dict__.get(_PAIR, _nothing)()
         if pair is not None and not pair.scaled:
             pair.model.grad = None
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
 
 
 def _nothing() -> None:
@@ -235,9 +231,11 @@ def write_back(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
+@torch.no_grad()
 def round_into_model(pairs: Sequence[Pair]) -> None:
     """Rounds masters into their model parameters, written or not."""
-    master.copy_to_model([pair.master for pair in pairs], [pair.model for pair in pairs])
+    if pairs:
+        torch._foreach_copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
     mark_rounded(pairs)
 
 
@@ -251,14 +249,19 @@ def mark_rounded(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
+@torch.no_grad()
 def follow(pairs: Iterable[Pair]) -> None:
     """Copies written model parameters to their masters, except to masters written as well.
 
-    Never writes to the model: autograd may have saved its weights for the backward pass.
+    Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
+    to the model: autograd may have saved its weights for the backward pass.
     """
     for pair in pairs:
         if pair.model_written and not pair.master_written:
-            rounding.update_master(pair.model, pair.master)
+            low, exact = pair.model.detach().to(pair.master.device), pair.master.detach()
+            value = torch.where(exact.to(low.dtype) == low, exact, low)
+            # Not counted by autograd: a loss that uses masters may have saved them for backward.
+            parameters.uncounted(pair.master).copy_(value)
             pair.mark_synced()
 
 
@@ -300,111 +303,6 @@ def _move(fresh: Sequence[tuple[Pair, Tensor]]) -> None:
             copy.mul_(pair.factor.to(copy.device))
         pair.model.grad = pair.factor = None
         parameters.set_grad(pair.master, copy)
-
-
-# -- the masters of a session ------------------------------------------------------------------
-
-
-class Masters:
-    """Every master of one session, indexed by model parameter."""
-
-    def __init__(self, kind: type[Master] = Master) -> None:
-        """Starts without masters, which will be of class ``kind``."""
-        self._kind = kind
-        self._by_param: weakref.WeakValueDictionary[int, Pair] = weakref.WeakValueDictionary()
-        # Pairs by the object that keeps them alive: a model, or an optimizer's binding.
-        self._by_holder: weakref.WeakKeyDictionary[object, list[Pair]] = weakref.WeakKeyDictionary()
-        self._kept: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> Pair:
-        """Returns the pair of a low-precision parameter; a new one lives as long as ``holder``.
-
-        ``exact`` is the parameter's value before rounding, if known.
-        """
-        known = self.pair_of(param)
-        if known is not None:
-            return known
-        if exact is None and (kept := self._kept_value(param)) is not None:
-            exact = rounding.exact_value(param, [kept])
-        pair = Pair(param, exact, self._kind)
-        self.hold([pair], holder)
-        return pair
-
-    def make_all(self, params: Iterable[tuple[nn.Parameter, Tensor]], holder: object) -> None:
-        """Makes the pairs of parameters that have none, from their values before rounding."""
-        for param, exact in params:
-            self.make(param, holder, exact)
-
-    def hold(self, pairs: Sequence[Pair], holder: object) -> None:
-        """Registers pairs that live as long as ``holder``."""
-        self._by_holder.setdefault(holder, []).extend(pairs)
-        self._by_param.update({id(pair.model): pair for pair in pairs})
-
-    def release(self, holder: object) -> None:
-        """Drops the pairs and values that ``holder`` keeps alive."""
-        for pair in self._by_holder.pop(holder, ()):
-            self._by_param.pop(id(pair.model), None)
-        self._kept.pop(holder, None)
-
-    def keep(self, values: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> None:
-        """Keeps the fp32 values of tensors without a master for as long as ``model`` lives."""
-        held = self._kept.setdefault(model, {})
-        held.update({id(tensor): (tensor, value) for tensor, value in values})
-
-    def pair_of(self, param: Tensor) -> Pair | None:
-        """Returns the pair of a model parameter, or ``None``."""
-        return self._by_param.get(id(param))
-
-    def master_of(self, param: Tensor) -> Tensor | None:
-        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
-        pair = self._by_param.get(id(param))
-        if pair is None:
-            return self._kept_value(param)
-        if pair.master_written:
-            write_back([pair])
-        return pair.master
-
-    def _kept_value(self, param: Tensor) -> Tensor | None:
-        for values in self._kept.values():
-            if id(param) in values:
-                return values[id(param)][1]
-        return None
-
-    def all(self) -> Iterator[Pair]:
-        """Yields every pair once."""
-        for pairs in list(self._by_holder.values()):
-            yield from pairs
-
-    def write_back(self) -> None:
-        """Rounds every written master into its model parameter."""
-        for pairs in list(self._by_holder.values()):
-            write_back(pairs)
-
-    @torch.no_grad()
-    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters to the exact values of parameters that are loaded next.
-
-        The parameters count as written: where one is not loaded after all, its master follows it.
-        """
-        for param, value in values:
-            pair = self.pair_of(param)
-            if pair is not None:
-                pair.set_exact(value)
-                increment_version(param)
-            elif (kept := self._kept_value(param)) is not None:
-                kept.copy_(value)
-
-    def clear_grads(self, params: Set[int], *, set_to_none: bool) -> set[int]:
-        """Clears the gradients of the parameters with these ids and of their masters.
-
-        Returns the ids, with the masters'.
-        """
-        pairs = [pair for pair in self.all() if id(pair.model) in params]
-        for pair in pairs:
-            clear_grad(pair, set_to_none=set_to_none)
-        return {*params, *(id(pair.master) for pair in pairs)}
 
 
 def clear_grad(pair: Pair, *, set_to_none: bool) -> None:

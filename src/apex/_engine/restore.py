@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, params_of, states_in
@@ -16,6 +16,8 @@ from apex._engine import optimizer_class
 from apex._engine.binding import Binding
 from apex._engine.exchange import optimizers_in
 from apex._torch import parameters
+
+_FUSED_ADAM = "apex.optimizers.fused_adam"
 
 
 def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -65,40 +67,30 @@ def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
 def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:
     """Casts optimizer state to the new dtype of its parameter, as torch's kernels require.
 
-    Needed for parameters converted in place (O3). All or nothing.
+    Needed for parameters converted in place (O3).
     """
-    matched = [
-        entry
-        for optimizer in optimizers
-        for each in optimizers_in(optimizer)
-        for entry in _matched(each, optimizer_class.binding_of(optimizer), before)
-    ]
-    for state, name, value in matched:
-        state[name] = value
+    for optimizer in optimizers:
+        binding = optimizer_class.binding_of(optimizer)
+        models = {id(each.master): each.model for each in (binding.pairs if binding else ())}
+        for each in optimizers_in(optimizer):
+            # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
+            declared = getattr(each, "state_stays_fp32", False)
+            for param, state in (
+                () if declared or is_from(each, _FUSED_ADAM) else states_in(each.state)
+            ):
+                old = before.get(id(models.get(id(param), param)), param.dtype)
+                # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
+                frozen = binding is not None and binding.is_frozen(param)
+                _cast_state(state, old, torch.float32 if frozen else param.dtype)
 
 
-def _matched(
-    optimizer: Optimizer, binding: Binding | None, before: Mapping[int, torch.dtype]
-) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's does not.
-    declared = getattr(optimizer, "state_stays_fp32", False)
-    if declared or is_from(optimizer, "apex.optimizers.fused_adam"):
+def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
+    # Beside codes of moments are their scales, in fp32 whatever the parameter's dtype.
+    if old is new or any(map(dtypes.is_code, tree.tensors(state))):
         return
-    # 0-d tensors are step counts, which stay exact; in LBFGS they are dot products.
-    least_dim = 0 if isinstance(optimizer, LBFGS) else 1
-    pairs = () if binding is None else binding.pairs
-    behind = {id(pair.master): id(pair.model) for pair in pairs}
-    for param, state in states_in(optimizer.state):
-        old = before.get(behind.get(id(param), id(param)), param.dtype)
-        # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
-        frozen = binding is not None and binding.is_frozen(param)
-        new = torch.float32 if frozen else param.dtype
-        # Beside codes of moments are their scales, in fp32 whatever the parameter's dtype.
-        if old is new or any(map(dtypes.is_code, tree.tensors(state))):
-            continue
 
-        def follow(value: Tensor, old: torch.dtype = old, new: torch.dtype = new) -> Tensor:
-            return value.to(new) if value.dtype is old and value.dim() >= least_dim else value
+    def cast(value: Tensor) -> Tensor:
+        # 0-d tensors are step counts, which stay exact.
+        return value.to(new) if value.dtype is old and value.dim() else value
 
-        for name, value in state.items():
-            yield state, name, tree.map_tensors(follow, value)
+    state.update({name: tree.map_tensors(cast, value) for name, value in state.items()})

@@ -55,9 +55,8 @@ class BackwardPass:
         *,
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
         others: Sequence[Binding] = (),
-        flagged: Sequence[Binding] | None = None,
         casts: CastSpec | None = None,
-        mistakes: Mistakes | None = None,
+        mistakes: Mistakes,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
@@ -65,12 +64,12 @@ class BackwardPass:
 
         Args:
             loss: The unscaled loss.
-            bindings: The optimizers whose gradients the pass computes.
+            bindings: The optimizers whose gradients the pass computes, and those that share a
+                parameter with one.
             scaler: The loss's scale.
             ended: Called with the scale updates that are readable on the host by now, and whether
                 an exception ended the pass; not after a pass that defers its scale update.
             others: Other optimizers of the sessions, whose gradients would stay scaled.
-            flagged: The optimizers whose next step an overflow skips; ``None`` for ``bindings``.
             casts: The casts of Python code inside the pass that mixes dtypes; ``None`` for the
                 thread's.
             mistakes: Those found in the session, for a pass to add to.
@@ -78,19 +77,12 @@ class BackwardPass:
                 for it, or ranks do not share these gradients yet.
             delay_overflow_check: Leave the scale update to a later pass.
         """
-        self._loss = loss
-        self._bindings = bindings
-        self._scaler = scaler
-        self._ended = ended
-        self._others = others
-        self._flagged = bindings if flagged is None else flagged
-        self._delay_unscale = delay_unscale
-        self._delay_overflow_check = delay_overflow_check
-        self._spec = casts
-        self._casts = ExitStack()
+        self._loss, self._bindings, self._scaler = loss, bindings, scaler
+        self._ended, self._others, self._mistakes = ended, others, mistakes
+        self._delay_unscale, self._delay_overflow_check = delay_unscale, delay_overflow_check
+        self._spec, self._casts = casts, ExitStack()
         self._state = _State.NEW
         self._continued: BackwardPass | None = None
-        self._mistakes = mistakes
         self._inspection: BlockInspection | None = None
 
     @untraced
@@ -126,14 +118,15 @@ class BackwardPass:
         return scaled_loss
 
     def _inspect(self, scaled_loss: Tensor) -> None:
-        mistakes, anew = self._mistakes, self._continued is None
-        if self.gradients.scaled and anew and mistakes is not None and mistakes.blocks_left:
-            self._inspection = BlockInspection(mistakes, self._bindings, self._others, scaled_loss)
+        if self.gradients.scaled and self._continued is None and self._mistakes.blocks_left:
+            self._inspection = BlockInspection(
+                self._mistakes, self._bindings, self._others, scaled_loss
+            )
 
     def _finish_others(self) -> None:
         """Unscales what earlier passes left scaled, unless this one continues it."""
         waiting: dict[int, BackwardPass] = {}
-        for binding in self._flagged:
+        for binding in self._bindings:
             opened: Any = binding.open_pass
             if opened is not None and not opened.is_open:
                 waiting[id(opened)] = opened
@@ -154,8 +147,12 @@ class BackwardPass:
         if self._continued is not None:
             self.gradients = self._continued.gradients
         else:
-            scaled = not self._scaler.is_identity
-            self.gradients = PassGradients(self._bindings, self._others, scaled=scaled)
+            self.gradients = PassGradients(
+                (pair for binding in self._bindings for pair in binding.pairs),
+                (param for binding in self._bindings for param in binding.params()),
+                (pair for other in self._others for pair in other.pairs),
+                scaled=not self._scaler.is_identity,
+            )
             self.gradients.make_room()
         self._state = _State.OPEN
         for binding in self._bindings:
@@ -231,10 +228,8 @@ class BackwardPass:
             scaler.share_overflow([param for binding in bindings for param in binding.params()])
             if own is not None:
                 scaler.found_inf.fill_(float(bool(own())))
-            left = {id(each) for each in self._bindings} - {id(each) for each in bindings}
-            for binding in self._flagged if moves else ():  # else the later pass flags for both
-                if id(binding) not in left:
-                    binding.note_overflow(scaler.found_inf)
+            for binding in bindings if moves else ():  # else the later pass flags for both
+                binding.note_overflow(scaler.found_inf)
         if moves:
             scaler.update(len(bindings), own=own is not None)
 

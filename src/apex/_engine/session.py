@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.op_table import CastSpec
-from apex._core.param_groups import is_trained, params_of
+from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import masters, optimizer_class
 from apex._engine import model as conversion
+from apex._engine import optimizer_class
 from apex._engine import restore as restoring
 from apex._engine.autocast.ambient import settle
 from apex._engine.autocast.region import CastRegion, UncastRegion
@@ -30,19 +27,19 @@ from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.binding import Binding
 from apex._engine.communication import Communicator
 from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.masters import LazyMaster, Master, Masters
-from apex._engine.mistakes import Mistake, Mistakes
+from apex._engine.masters import LazyMaster, Master
+from apex._engine.mistakes import Mistakes
 from apex._engine.model import ModelPlan
 from apex._engine.optimizer_class import AmpOptimizer
+from apex._engine.other_steps import OtherSteps
+from apex._engine.registry import Masters
 from apex._engine.scale_loss import BackwardPass
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
-from apex._torch.dynamo import untraced
 
-Listener = Callable[["Session", ScaleUpdate], None]
-
-PassListener = Callable[["Session", PassEnd], None]
+Listener = Callable[["Session", PassEnd], None]
+"""Called with the session that scaled, after a pass that updates a scale or raises an exception."""
 
 
 class Session:
@@ -78,7 +75,7 @@ class Session:
             rule: The rule of dynamic scales.
             spec: The op casts; ``None`` for none.
             functions: User-registered functions, cast while the session lives.
-            listeners: Called with every scale update, once it is readable on the host.
+            listeners: Called after every pass of the session's optimizers.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
         """
         settle()
@@ -91,16 +88,15 @@ class Session:
             UncastRegion() if spec is None else CastRegion(spec)
         )
         self._functions = functions if spec is not None else None
-        self._listeners = tuple(listeners)
+        self._listeners = list(listeners)
         self._keep_fp32 = keep_fp32
-        self._pass_listeners: list[PassListener] = []
         lazy = all(scaler.is_identity for scaler in self.scalers)
         self.masters = Masters(LazyMaster if lazy else Master)
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers, self.masters)
         self._shards: list[weakref.ref[object]] = []
-        self._versions: dict[int, int] = {}  # of 16-bit weights, at first
+        self._other_steps: OtherSteps | None = None
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
         self.mistakes = Mistakes()
@@ -136,9 +132,8 @@ class Session:
             steps.push(self.close)
             self.start()
             if self.policy.master_weights:
-                _step_watch.add(self)
                 params = chain.from_iterable(model.parameters() for model in models)
-                self._versions = {id(p): p._version for p in params if dtypes.is_low_precision(p)}
+                self._other_steps = OtherSteps(self.masters, self.mistakes, params)
             restoring.match_states(optimizers, old_dtypes)
             self._models.update(models)
             groups = (group for model in models for group in fsdp.param_groups(model))
@@ -165,21 +160,15 @@ class Session:
         """
         conversion.log_lost(model, before)
         kept: list[tuple[Tensor, Tensor]] = []
-        mastered: list[tuple[nn.Parameter, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
             if not dtypes.is_low_precision(tensor):
                 continue
-            if not isinstance(tensor, nn.Parameter):
-                wanted = True
-            elif has_masters and is_trained(tensor):
-                mastered.append((tensor, exact))
-                continue
-            else:
-                wanted = self._keep_fp32
-            if wanted and exact.dtype is not tensor.dtype:
+            param = tensor if isinstance(tensor, nn.Parameter) else None
+            if param is not None and has_masters and is_trained(param):
+                self.masters.make(param, model, exact)
+            elif exact.dtype is not tensor.dtype and (self._keep_fp32 or param is None):
                 kept.append((tensor, exact.to(torch.float32)))
-        self.masters.make_all(mastered, model)
         self.masters.keep(kept, model)
 
     def start(self) -> None:
@@ -255,35 +244,27 @@ class Session:
             RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
         """
         settle()
-        owners: dict[Any, None] = {self: None}
-        for binding in bindings:
-            owners[binding.owner] = None
-        flagged, others = [*bindings], list[Binding]()
-        region, casting = self.region, False
+        owners: dict[Any, None] = {self: None, **{binding.owner: None for binding in bindings}}
+        regions = [owner.region for owner in owners if owner.casting] or [self.region]
         # Gradients stay scaled until ranks share them: later passes add scaled ones.
-        sends = list(map(_sends, bindings))  # of each, as ranks may communicate here
+        sends = [_sends(binding) for binding in bindings]  # of each, as ranks may communicate here
         delays = delay_unscale or not all(sends)
+        sharing, others = [*bindings], list[Binding]()
         for owner in owners:
-            delays = delays or (bool(owner._shards) and owner._defers_reduction())
+            delays = delays or fsdp.defers_reduction(ref() for ref in owner._shards)
             for other, shares in owner.others(bindings):
-                (flagged if shares else others).append(other)
-            if not casting and owner.casting:
-                region, casting = owner.region, True
+                (sharing if shares else others).append(other)
         return BackwardPass(
             loss,
-            flagged if delays else bindings,  # those that share a parameter know it is scaled
+            sharing,
             scaler,
-            casts=region.spec if isinstance(region, CastRegion) else None,
+            casts=regions[0].spec if isinstance(regions[0], CastRegion) else None,
             mistakes=self.mistakes,
             ended=functools.partial(self._end_pass, scaler.loss_id, bindings, owners),
             others=others,
-            flagged=flagged,
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
         )
-
-    def _defers_reduction(self) -> bool:
-        return fsdp.defers_reduction(ref() for ref in self._shards)
 
     def _end_pass(
         self,
@@ -293,24 +274,18 @@ class Session:
         updates: Sequence[ScaleUpdate],
         failed: bool = False,
     ) -> None:
-        for update in updates:
-            for listener in self._listeners:
-                listener(self, update)
-        for owner in owners:
-            for pass_listener in tuple(owner._pass_listeners):
-                pass_listener(self, PassEnd(loss_id, updates, bindings, failed))
+        end = PassEnd(loss_id, updates, bindings, failed)
+        for listener in dict.fromkeys(each for owner in owners for each in owner._listeners):
+            listener(self, end)
 
-    def add_listener(self, listener: PassListener) -> None:
-        """Calls ``listener`` after every pass that updates a scale or raises an exception.
+    def add_listener(self, listener: Listener) -> None:
+        """Calls ``listener`` after every pass of the session's optimizers."""
+        self._listeners.append(listener)
 
-        Passes with a static scale count as updates.
-        """
-        self._pass_listeners.append(listener)
-
-    def remove_listener(self, listener: PassListener) -> None:
+    def remove_listener(self, listener: Listener) -> None:
         """Removes ``listener``; idempotent."""
-        if listener in self._pass_listeners:
-            self._pass_listeners.remove(listener)
+        if listener in self._listeners:
+            self._listeners.remove(listener)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -357,65 +332,6 @@ class Session:
         cleared = self.masters.clear_grads({*map(id, params)}, set_to_none=set_to_none)
         for binding in self.bindings:
             binding.note_cleared(cleared)
-
-    def after_other_step(self, optimizer: Optimizer) -> None:
-        """Rounds masters that an optimizer stepped which amp has not prepared.
-
-        Of one that steps 16-bit weights itself, it warns.
-        """
-        stepped = params_of(optimizer)
-        own = {id(param) for param in stepped if isinstance(param, Master)}
-        for pair in self.masters.all() if own else ():
-            if id(pair.master) in own:
-                pair.mark_written()  # fused kernels do not count
-        self.write_back()
-        low = [param for param in stepped if dtypes.is_low_precision(param)]
-        if low:
-            fused = any(group.get("fused") for group in optimizer.param_groups)
-            before = self._versions
-            self._versions = {}  # steps of ours change weights, too: only the first step tells
-            if any(
-                before.get(id(p), p._version) != p._version or (fused and id(p) in before)
-                for p in low
-            ):
-                self.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
-            increment_version(low)
-
-
-class _StepWatch:
-    """A hook on the steps of all optimizers, while sessions with masters live.
-
-    It is removed with the last one, but not beside hooks of others: torch may just iterate over
-    them, as sessions end wherever Python collects them. It then stays, idle, for the next session.
-    """
-
-    def __init__(self) -> None:
-        self._sessions: list[weakref.ref[Session]] = []
-        self._handle: RemovableHandle | None = None
-
-    def add(self, session: Session) -> None:
-        """Watches for ``session``, as long as it lives."""
-        self._sessions.append(weakref.ref(session))
-        if self._handle is None:
-            self._handle = register_optimizer_step_post_hook(self._after_step)
-        weakref.finalize(session, self._end).atexit = False
-
-    @untraced
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for reference in () if masters.PREPARED in vars(optimizer) else [*self._sessions]:
-            session = reference()
-            if session is not None:
-                session.after_other_step(optimizer)
-
-    def _end(self) -> None:
-        self._sessions = [each for each in self._sessions if each() is not None]
-        hooks: Any = self._handle and self._handle.hooks_dict_ref()
-        if self._handle is not None and not self._sessions and len(hooks) == 1:
-            self._handle.remove()
-            self._handle = None
-
-
-_step_watch = _StepWatch()
 
 
 def _sends(binding: Binding) -> bool:

@@ -194,7 +194,7 @@ class AmpStashOptimizer(AmpOptimizer):
         """Sets existing gradients aside before a backward pass."""
         binding = _require_binding(self)
         binding.adopt_new()
-        self._amp_stash.gradients = gradients = PassGradients([binding], scaled=True)
+        self._amp_stash.gradients = gradients = _gradients_of(binding)
         gradients.make_room()
         binding.used = True
 
@@ -202,11 +202,15 @@ class AmpStashOptimizer(AmpOptimizer):
         """Unscales the gradients of the pass and adds those set aside."""
         gradients, self._amp_stash.gradients = self._amp_stash.gradients, None
         if gradients is None:
-            gradients = PassGradients([_require_binding(self)], scaled=True)
+            gradients = _gradients_of(_require_binding(self))
             gradients.mark()
         gradients.receive(scaler._scaler.unscale_)
         if scaler.dynamic:
             _require_binding(self).note_overflow(scaler._scaler.found_inf)
+
+
+def _gradients_of(binding: Binding) -> PassGradients:
+    return PassGradients(binding.pairs, binding.params(), scaled=True)
 
 
 def _require_binding(optimizer: Optimizer) -> Binding:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from apex._core import finite
 from apex._core.param_groups import params_of
-from apex._engine.events import ScaleUpdate
+from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex.amp._amp_state import _amp_state, maybe_print
@@ -84,7 +84,13 @@ def untrained_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optim
             )
 
 
-def scale_update(session: Session, update: ScaleUpdate) -> None:
+def end_of_pass(session: Session, end: PassEnd) -> None:
+    """Reports the scale updates that have arrived."""
+    for update in end.updates:
+        _scale_update(session, update)
+
+
+def _scale_update(session: Session, update: ScaleUpdate) -> None:
     """Reports an overflow with one line per skipped step; warns after 50 consecutive skips.
 
     With ``verbosity=2``, another line names the nonfinite gradients.
@@ -106,7 +112,7 @@ def scale_update(session: Session, update: ScaleUpdate) -> None:
             f"{summary(session)} No scale mends a NaN; an inf exceeds the range at any scale. "
             f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

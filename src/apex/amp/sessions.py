@@ -42,7 +42,7 @@ def new_session(
         rule=rule,
         spec=spec,
         functions=_amp_state.functions,
-        listeners=(report.scale_update,),
+        listeners=(report.end_of_pass,),
         keep_fp32=keep_fp32,
     )
 

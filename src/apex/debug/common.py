@@ -193,7 +193,7 @@ def percent(share: float | None) -> str:
     """Returns a share as a percentage, or a dash for None."""
     if share is None:
         return "—"
-    return f"{100.0 * share:.3g} %"
+    return f"{100.0 * share:.3g} %" if share < 10.0 else f"{100.0 * share:,.0f} %"
 
 
 def size(count: float) -> str:

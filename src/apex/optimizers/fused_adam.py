@@ -17,7 +17,6 @@ from apex._core.foreach.scalars import as_tensor
 from apex._core.foreach.working import math_dtype, store
 from apex._torch.copies import moved
 from apex.optimizers.fused_optimizer import (
-    IN_KERNELS,
     Batch,
     FusedOptimizer,
     adam_defaults,
@@ -42,7 +41,7 @@ class FusedAdam(FusedOptimizer):
     master_weights = False
 
     steps_dtensors = True
-    gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
+    gradients_in_kernels: ClassVar[bool] = True
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)

@@ -29,11 +29,9 @@ MASTER = "master_param"
 _LARGE = 2**23
 """Elements from which on a batch of a rule in several kernels is full.
 
-Such a rule holds lists of intermediate values of the whole batch, FusedLAMB three.
+Such a rule holds lists of intermediate values of the whole batch, FusedLAMB three, and copies of
+all that changes while a flag may skip the step.
 """
-
-IN_KERNELS = "step", "_batches", "_gradient", "prepare", "update"
-"""``gradient_methods`` of an optimizer whose ``update`` calls a fused kernel of torch."""
 
 
 @dataclass
@@ -101,11 +99,8 @@ class FusedOptimizer(Optimizer):
     scalar_state: ClassVar[tuple[str, ...]] = ("step",)
     """State that is one number per parameter; all other state has the parameter's shape."""
 
-    gradient_methods: ClassVar[tuple[str, ...]] = ()
-    """The methods that handle gradients, if they leave their values to torch's fused kernels.
-
-    Read by amp.
-    """
+    gradients_in_kernels: ClassVar[bool] = False
+    """Whether ``update`` leaves the values of gradients to torch's fused kernels; read by amp."""
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], set_grad_none: bool = True
@@ -193,7 +188,7 @@ class FusedOptimizer(Optimizer):
                     "sparse=False."
                 )
             batch = last.get(param.device)
-            if batch is None or (batch.elements >= _LARGE and not self.gradient_methods):
+            if batch is None or (batch.elements >= _LARGE and not self.gradients_in_kernels):
                 if batch is not None:
                     yield batch
                 skip = skip_flag(found_inf, param.device)

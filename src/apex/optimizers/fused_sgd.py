@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT, required
 import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.foreach.sgd import SGDRule, sgd_
-from apex.optimizers.fused_optimizer import IN_KERNELS, Batch, FusedOptimizer
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 BUFFER = "momentum_buffer"
 _OPTIONS = "momentum", "dampening", "weight_decay", "nesterov"
@@ -30,7 +30,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: Has no effect; kept for compatibility.
     """
 
-    gradient_methods: ClassVar[tuple[str, ...]] = IN_KERNELS
+    gradients_in_kernels: ClassVar[bool] = True
 
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
 

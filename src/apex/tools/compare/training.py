@@ -51,21 +51,23 @@ class Trainer:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns a function's result under the level's casts."""
-        dtype = self._level.dtype if self._level.casts else None
-        enabled = dtype is not None
-        with torch.autocast(self._device.type, dtype, enabled=enabled, cache_enabled=True):
+        with self._casts(on=self._level.casts):
             return function(*args)
+
+    def _casts(self, *, on: bool) -> torch.autocast:
+        dtype = self._level.dtype if on else None
+        return torch.autocast(self._device.type, dtype, enabled=on, cache_enabled=on)
 
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
-        with amp.disable_casts():
+        with self._casts(on=False):
             loss: Tensor = self.run(self._loss, self.model, batch)
             self._backward(loss)
         return loss.detach()
 
     def step(self) -> None:
         """Steps unless a gradient overflowed, and clears the gradients."""
-        with amp.disable_casts():
+        with self._casts(on=False):
             self._step()
         self.optimizer.zero_grad()
 

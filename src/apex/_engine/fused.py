@@ -1,0 +1,55 @@
+"""What optimizers with fused kernels do by themselves."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from apex._core.mixins import plain_class
+
+_KINDS = (SGD, Adagrad, AdamW, Adam)
+
+
+def _kind(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Returns torch's class whose fused kernel steps every group; ``None`` if there is none."""
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    return next((kind for kind in _KINDS if isinstance(optimizer, kind)), None)
+
+
+def reads_gradients_in_kernels(optimizer: Optimizer) -> bool:
+    """Returns whether only torch's fused kernels read the values of gradients in its step.
+
+    Optimizers of other classes declare it by ``gradients_in_kernels`` in the class itself, as a
+    subclass may read them elsewhere.
+    """
+    own: Any = plain_class(type(optimizer))
+    return own is _kind(optimizer) or bool(vars(own).get("gradients_in_kernels"))
+
+
+def skips_in_kernel(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer's step reads ``found_inf`` on the device and skips by itself.
+
+    torch's fused optimizers do if every group is fused; so do others that declare
+    ``_step_supports_amp_scaling``, but not by a step that takes a ``grad_scaler``, which it asks.
+    """
+    # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
+    if (kind := _kind(optimizer)) is not None:
+        return kind is not SGD or not _starts_momentum(optimizer)
+    declared = getattr(optimizer, "_step_supports_amp_scaling", False)
+    fused = declared and all(group.get("fused", True) for group in optimizer.param_groups)
+    own: Any = plain_class(type(optimizer))
+    return fused and "grad_scaler" not in inspect.signature(own.step).parameters
+
+
+def _starts_momentum(optimizer: Optimizer) -> bool:
+    # torch's fused SGD kernel leaves the momentum uninitialized if it skips the first step, and the
+    # next step uses it (torch 2.13). So the host decides whether a group's first step is skipped.
+    state = optimizer.state
+    return any(
+        group["momentum"] != 0
+        and not any("momentum_buffer" in state[p] for p in group["params"] if p in state)
+        for group in optimizer.param_groups
+    )
