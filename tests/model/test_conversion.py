@@ -155,12 +155,6 @@ def test_lstm_keeps_its_flat_weights():
     assert output.dtype is hidden.dtype is torch.float32
 
 
-def test_another_object_of_the_models_type_is_plain():
-    model = type(converted(nn.Linear(3, 2)))(3, 2)
-    assert model(x()).dtype is torch.float32
-    assert model.state_dict()["weight"].dtype is torch.float32
-
-
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_a_slice_of_a_model_is_stored_as_a_plain_one_and_converted(level):
     part = converted(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), level)[1:]

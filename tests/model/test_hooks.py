@@ -1,7 +1,5 @@
 """Hooks of models, tensors and optimizers: once each, in order, in the level's dtypes."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -98,54 +96,48 @@ def test_every_hook_runs_once_in_order_and_in_the_level_s_dtypes_also_after_rest
     assert log.taken() == expected
 
 
-def optimizer_each(model):
-    return {param: cases.sgd([param]) for param in model.parameters()}
+@pytest.fixture
+def stepping():
+    """Makes optimizers that step each parameter as soon as its gradient is there."""
+    handles = []  # a hook that holds its parameter is never collected
+
+    def attach(model):
+        optimizers = {param: cases.sgd([param]) for param in model.parameters()}
+
+        def step(param):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        handles.extend(param.register_post_accumulate_grad_hook(step) for param in optimizers)
+        return list(optimizers.values())
+
+    yield attach
+    for handle in handles:
+        handle.remove()
 
 
-@contextmanager
-def stepping_in_backward(optimizers):
-    """Steps each parameter as soon as its gradient is there."""
-
-    def step(param):
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    handles = [param.register_post_accumulate_grad_hook(step) for param in optimizers]
-    try:
-        yield
-    finally:  # a hook that holds its parameter is never collected
-        for handle in handles:
-            handle.remove()
-
-
-@before_and_after
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain backward", "scale_loss"])
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-def test_optimizers_may_step_in_the_backward_pass(level, scaled, when):
+def test_optimizers_may_step_in_the_backward_pass(level, scaled, stepping):
     model = cases.net()
-    optimizers = optimizer_each(model)
     loop = Loop(level, model.parameters(), cases.sgd)
-    if when == "after initialize":
-        initialized(level, model, list(optimizers.values()))
-    with stepping_in_backward(optimizers):
-        if when == "before initialize":
-            initialized(level, model, list(optimizers.values()))
-        for x, y in cases.batches(3):
-            if scaled:
-                cases.backward(model, list(optimizers.values()), x, y)
-            else:
-                cases.loss_of(model, x, y).backward()
-            loop.train_step(x, y)
+    optimizers = stepping(model)
+    initialized(level, model, optimizers)
+    for x, y in cases.batches(3):
+        if scaled:
+            cases.backward(model, optimizers, x, y)
+        else:
+            cases.loss_of(model, x, y).backward()
+        loop.train_step(x, y)
     assert cases.same(cases.values(model.parameters()), cases.values(loop.model))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_in_the_backward_pass_of_a_scaled_loss_is_refused(level):
+def test_a_step_in_the_backward_pass_of_a_scaled_loss_is_refused(level, stepping):
     model = cases.net()
-    optimizers = optimizer_each(model)
-    initialized(level, model, list(optimizers.values()))
+    optimizers = stepping(model)
+    initialized(level, model, optimizers)
     before = cases.values(model.parameters())
-    refused = pytest.raises(RuntimeError, match="Step after the pass, or use a loss scale of 1")
-    with stepping_in_backward(optimizers), refused:
-        cases.backward(model, list(optimizers.values()), *cases.batch())
+    with pytest.raises(RuntimeError, match="Step after the pass, or use a loss scale of 1"):
+        cases.backward(model, optimizers, *cases.batch())
     assert cases.same(before, cases.values(model.parameters()))

@@ -90,13 +90,6 @@ def test_parametrizations_may_compute_in_fp32_in_a_16_bit_model(level, wrap):
     assert close([weight_of(model)], [expected], eps=4 * EPS[level])
 
 
-@casting_levels
-def test_orthogonal_in_16_bits_says_how_to_keep_it_in_fp32(level):
-    model, _ = prepared(level, wrapped(parametrizations.orthogonal))
-    with pytest.raises(RuntimeError, match=r"(.|\n)*fp32_modules(.|\n)*ParametrizationList"):
-        model(cases.batch()[0])
-
-
 @every_level
 def test_weight_norm_put_on_after_initialize_trains_by_a_group_of_its_own(level):
     def put_on(model, optimizer):

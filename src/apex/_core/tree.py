@@ -132,15 +132,14 @@ class _FloatingOnly(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CASTS and args[0].dtype not in dtypes.CASTABLE:
-            if func is not Tensor.to:
+        own = args[0].dtype if func in _CASTS else None
+        if own is not None and own not in dtypes.CASTABLE:
+            if func in (Tensor.half, Tensor.bfloat16):
                 return args[0]
-            args = tuple([arg for arg in args if arg not in dtypes.CASTABLE])
-            kwargs = {key: arg for key, arg in kwargs.items() if arg not in dtypes.CASTABLE}
-            if len(args) == 1 and not kwargs:
-                return args[0]
+            args = tuple([own if arg in dtypes.CASTABLE else arg for arg in args])
+            kwargs = {key: own if arg in dtypes.CASTABLE else arg for key, arg in kwargs.items()}
         result = func(*args, **kwargs)
-        self.any = self.any or func not in _CASTS or result is not args[0]
+        self.any = self.any or own is None or result is not args[0]
         return result
 
 
@@ -176,21 +175,23 @@ class _Walk:
             before = self.changes
             items = [self.visit(item) for item in obj]
             return obj if self.changes == before else _sequence_like(obj, items)
-        result: Any = obj
-        if isinstance(obj, Mapping) and (changed := self._changed(obj.items())):
+        if isinstance(obj, Mapping):
+            changed = self._changed(obj.items())
             is_own = kind is not dict and isinstance(obj, MutableMapping)
-            result = copy.copy(obj) if is_own else dict(obj)
+            result: Any = obj if not changed else copy.copy(obj) if is_own else dict(obj)
             for key, value in changed.items():
                 result[key] = value
+            return result
         if dataclasses.is_dataclass(obj) and not any(each is obj for each in self.open):
             self.open.append(obj)
             names = [field.name for field in dataclasses.fields(obj)]
-            changed = self._changed([(name, getattr(result, name, None)) for name in names])
-            result = copy.copy(obj) if changed and result is obj else result
+            changed = self._changed([(name, getattr(obj, name, None)) for name in names])
+            self.open.pop()
+            result = copy.copy(obj) if changed else obj
             for name, value in changed.items():
                 object.__setattr__(result, name, value)  # works on frozen ones, too
-            self.open.pop()
-        return result
+            return result
+        return obj
 
     def _changed(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
         """Returns what changes, by key."""

@@ -36,14 +36,14 @@ def reshard(model: nn.Module) -> None:
     A forward pass without a backward pass leaves the gathered ones in place.
     """
     for module in sharded_modules(model):
-        _call(module, "reshard")
+        module.reshard()  # type: ignore[operator]
 
 
 def param_groups(model: nn.Module) -> list[Any]:
     """Returns the groups of parameters that are gathered together, without duplicates."""
     found: dict[int, Any] = {}
     for module in sharded_modules(model):
-        state = _call(module, "_get_fsdp_state")
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
         several = getattr(state, "_fsdp_param_groups", None)
         one = getattr(state, "_fsdp_param_group", None) if several is None else None
         for group in [one] if one is not None else several or ():
@@ -72,8 +72,3 @@ def _defers(group: Any) -> bool:
         return True
     replicated = getattr(getattr(group, "mesh_info", None), "replicate_mesh_dim", None) is not None
     return replicated and getattr(group, "all_reduce_grads", True) is False
-
-
-def _call(module: nn.Module, name: str) -> Any:
-    method = getattr(module, name, None)
-    return None if method is None else method()

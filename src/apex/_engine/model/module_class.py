@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +83,10 @@ class Converted(nn.Module):
         """Returns a converted model that shares parameters, session and masters."""
         with _as_plain(self):
             new = copy.copy(self)
-        return _continue(new, None if new is self else state_of(self))
+        state = state_of(self)
+        if state is None or new is self:
+            return new
+        return _continue(new, replace(state, handles=[]))  # the hooks are the original's
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Returns a converted model with its own parameters; optimizers copy the masters."""
