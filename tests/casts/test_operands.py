@@ -161,23 +161,17 @@ OF_TORCH = {
     "mean": torch.mean,
     "add": lambda x: torch.add(x, x),
     "cat": lambda x: torch.cat([x, x]),
-    "pixel_shuffle": lambda x: torch.pixel_shuffle(x.view(1, 4, 1, 1), 2),
     "meshgrid": lambda x: torch.meshgrid(x[0], x[1], indexing="ij")[0],
 }
 OF_FUNCTIONAL = {
     "relu": F.relu,
-    "silu": F.silu,
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
     "softsign": F.softsign,
     "gumbel_softmax": F.gumbel_softmax,
-    "logsigmoid": F.logsigmoid,
-    "unfold": lambda x: F.unfold(x[None, None], 2),
 }
 OF_TENSOR = {
     "tanh": lambda x: x.tanh(),
-    "mean": lambda x: x.mean(),
     "__add__": lambda x: x + x,
-    "flatten": lambda x: x.flatten(),
     "split": lambda x: x.split(1)[0],
 }
 MODULES = {

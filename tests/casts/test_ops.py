@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 
 import pytest
@@ -73,17 +72,6 @@ def test_rnn_runs_in_low_precision(region, low, device, kind, options, packed, g
         torch.testing.assert_close(out, expected)
     data.float().sum().backward()
     assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in rnn.parameters())
-
-
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_cell_runs_in_low_precision(region, low, device, kind):
-    cell, x = kind(4, 3).to(device), torch.randn(2, 4, device=device)
-    state = region.run(cell, x)
-    for part in state if isinstance(state, tuple) else (state,):
-        assert part.dtype is low
-    again = region.run(cell, x.to(low), state)
-    (again[0] if isinstance(again, tuple) else again).float().sum().backward()
-    assert cell.weight_ih.grad.dtype is torch.float32
 
 
 # -- attention, einsum ----------------------------------------------------------------------------
@@ -283,23 +271,6 @@ def test_name_taken_off_the_lists_follows_torch():
     unchanged = region_of(DEFAULT)  # of two live sessions of one dtype, the newest's lists apply
     assert unchanged.run(F.softmax, half, 1).dtype is torch.float32
     assert unchanged.run(torch.mm, x, x).dtype is torch.float16
-
-
-def test_name_put_on_another_list_is_cast_so():
-    x = torch.rand(2, 2)
-    changed = region_of(DEFAULT.with_("torch", "mm", "fp32").with_("torch", "exp", "low_precision"))
-    assert changed.run(torch.mm, x.half(), x.half()).dtype is torch.float32
-    assert changed.run(torch.exp, x).dtype is torch.float16
-
-
-def test_native_row_comes_back_when_the_changed_table_goes():
-    region = region_of(DEFAULT.without("torch", "mm"))
-    x = torch.rand(2, 2)
-    assert region.run(torch.mm, x, x).dtype is torch.float32
-    del region
-    gc.collect()
-    with torch.autocast("cpu", torch.float16):
-        assert torch.mm(x, x).dtype is torch.float16
 
 
 def test_registering_kernels_warns_of_nothing():

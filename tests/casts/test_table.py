@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 
 from apex._core.op_table import OpTable, operators
+from tests.casts.op_calls import calls
 
-LISTS = json.loads(
-    (Path(__file__).parents[1] / "support/reference/apex_op_lists.json").read_text(encoding="utf-8")
-)
 CATEGORIES = {
     "half": {"low_precision"},
     "float": {"fp32", "fp32_inplace"},
@@ -24,21 +20,11 @@ CATEGORIES = {
 }
 
 
-def listed() -> list[tuple[str, str, str]]:
-    return [
-        (namespace, category, name)
-        for namespace, categories in LISTS.items()
-        if namespace != "about"
-        for category, names in categories.items()
-        for name in names
-    ]
-
-
 def test_every_name_of_apex_is_known_with_its_category():
     rows = OpTable.default().rows
-    for namespace, category, name in listed():
-        found = {rows[op] for op in operators(namespace, name) if op in rows}
-        assert found <= CATEGORIES[category], name
+    for call in calls():
+        found = {rows[op] for op in operators(call.namespace, call.name) if op in rows}
+        assert found <= CATEGORIES[call.category], call.name
 
 
 def test_default_is_one_object_and_equal_to_its_copies():

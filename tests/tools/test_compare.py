@@ -133,6 +133,26 @@ def test_the_target_of_the_how_to_trains(tmp_path):
     assert not compared(written(tmp_path, target), "O0,O5", steps=2, rounds=1).failed
 
 
+NARROW = """
+
+class Narrow(torch.optim.SGD):
+    def step(self, closure=None):
+        if any(p.dtype is torch.float64 for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("no kernel")
+        return super().step(closure)
+
+
+optimizer = Narrow(model.parameters(), lr=1e-2)
+"""
+
+
+def test_an_optimizer_without_wider_kernels_trains_uncounted(tmp_path):
+    found = compared(written(tmp_path, TARGET + NARROW))
+    assert not found.failed
+    assert not found.notes  # the weights moved
+    assert by_name(found)["O0"].training.frozen is None
+
+
 # -- bad input -------------------------------------------------------------------------------
 
 UNMOVED = "def loss(model, batch):\n    return sum(p.sum() for p in model.parameters()) * 0\n"

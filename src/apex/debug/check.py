@@ -216,6 +216,7 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
 
     Raises:
         ValueError: If the optimizer's step needs a closure.
+        Exception: After the step, what the copy of the optimizer raised.
 
     Example:
         >>> import torch
@@ -242,16 +243,23 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         binding.settle()
     updates = FrozenUpdates()
     found: list[tuple[Tensor, Tensor, Tensor]] = []
+    errors: list[Exception] = []
 
     def look(*_: object) -> None:  # a GradScaler that steps has unscaled the gradients by now
-        wanted = _wanted_values(own)
-        found.extend((param, param.detach().clone(), wanted[param]) for param in wanted)
+        try:
+            wanted = _wanted_values(own)
+        except Exception as error:  # noqa: BLE001 - raised below: the step itself goes on
+            errors.append(error)
+        else:
+            found.extend((param, param.detach().clone(), wanted[param]) for param in wanted)
 
     hook = own.register_step_pre_hook(look)
     try:
         yield updates
     finally:
         hook.remove()
+    for error in errors:
+        raise error
     for param, old, wanted in found:
         moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
         stays = moves & (param.detach() == old)

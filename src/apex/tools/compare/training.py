@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -298,10 +298,13 @@ def _square(value: Tensor) -> float:
 
 def _count_frozen(trainer: Trainer) -> list[float]:
     """Steps; returns the share of frozen updates, for optimizers that allow counting them."""
-    with ExitStack() as stack:
-        try:
-            updates = stack.enter_context(frozen_updates(trainer.optimizer))
-        except Exception:  # noqa: BLE001 - it cannot be copied, or needs a closure
-            updates = None
-        trainer.step()
-    return [updates.frozen / updates.wanted] if updates is not None and updates.wanted else []
+    stepped = False
+    try:
+        with frozen_updates(trainer.optimizer) as updates:
+            trainer.step()
+            stepped = True
+    except Exception:  # noqa: BLE001 - it needs a closure, or has no kernels in a wider dtype
+        if not stepped:
+            trainer.step()
+        return []
+    return [updates.share] if updates.wanted else []
