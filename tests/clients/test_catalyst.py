@@ -4,35 +4,16 @@ import csv
 import gc
 
 import pytest
-import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
 
-from apex import amp
+from tests.clients.classes import EXACT, LEVELS, adam, data, layers
 from tests.clients.libraries import free_port, need, of_its_time
 
 dl = need("catalyst.dl")
 need("catalyst.engines.apex")
 
 pytestmark = of_its_time
-
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
-
-
-def data(count=32):
-    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=8)
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=2e-2)
 
 
 def apex_engine(level):
@@ -41,7 +22,7 @@ def apex_engine(level):
 
 def train(engine, epochs, folder=None, resume=None):
     """Trains as catalyst's README does; returns the runner and each epoch's training loss."""
-    model = net()
+    model = layers()
     losses = []
 
     class Losses(dl.Callback):
@@ -78,46 +59,14 @@ def test_a_notebooks_second_run_resumes_from_the_first_ones_checkpoint(level, tm
     second, _ = train(apex_engine(level), 2, tmp_path / "second", resume=str(checkpoint))
     second = second.engine.pack_checkpoint(model=second.model, optimizer=second.optimizer)
     second["amp"] = {"loss_scaler0": second["amp"]["loss_scaler1"]}  # 0 is that of the first run
-    assert_close(second, expected, rtol=0, atol=0)
+    assert_close(second, expected, **EXACT)
     del first
-
-
-def test_a_pair_of_models_trains():
-    """catalyst hands dicts of models and optimizers to ``initialize`` as lists."""
-
-    class Gan(dl.Runner):
-        def handle_batch(self, batch):
-            real, _ = batch
-            for name, sign in (("critic", 1), ("generator", -1)):
-                fake = self.model["generator"](torch.randn(len(real), 2))
-                gap = (self.model["critic"](fake) - self.model["critic"](real)).float().mean()
-                loss = F.softplus(sign * gap)
-                if self.is_train_loader:
-                    optimizer = self.optimizer[name]
-                    optimizer.zero_grad()
-                    self.engine.backward_loss(loss, self.model[name], optimizer)
-                    self.engine.optimizer_step(loss, self.model[name], optimizer)
-                self.batch_metrics[name] = loss
-
-    torch.manual_seed(0)
-    models = {"generator": nn.Linear(2, 6), "critic": nn.Linear(6, 1)}
-    before = {name: model.weight.detach().clone() for name, model in models.items()}
-    runner = Gan()
-    runner.train(
-        model=models, optimizer={name: adam(model) for name, model in models.items()},
-        engine=apex_engine("O2"), loaders={"train": data()}, num_epochs=2,
-    )  # fmt: skip
-    assert set(amp.state_dict()) == {"loss_scaler0"}
-    for name, model in runner.model.items():
-        assert model.weight.dtype == torch.float16
-        moved = next(amp.master_params(runner.optimizer[name])) - before[name]
-        assert moved.abs().max() > 2e-2  # more than one step of Adam
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_distributed_engine_trains(tmp_path):
-    model = net()
+    model = layers()
     dl.SupervisedRunner().train(
         model=model, optimizer=adam, criterion=nn.CrossEntropyLoss(),
         engine=dl.DistributedDataParallelAPEXEngine(

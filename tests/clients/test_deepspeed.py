@@ -1,21 +1,17 @@
 """DeepSpeed 0.16: the section ``amp`` of its configuration."""
 
 import pytest
-import torch
 import torch.distributed
-from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from apex import amp
+from tests.clients.classes import EXACT, LEVELS, adam, batch, layers, masters
 from tests.clients.libraries import free_port, need, of_its_time
 
 deepspeed = need("deepspeed")
 
 pytestmark = of_its_time
-
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
-EXACT = {"rtol": 0, "atol": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,25 +34,18 @@ def alone():
         torch.distributed.destroy_process_group()
 
 
-def batch(index):
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(index % 4))
-    return x, x[:, :3].argmax(1)
-
-
 @pytest.fixture
 def start():
     """Builds engines; ends their sessions, for DeepSpeed never lets an engine go."""
     engines = []
 
     def build(level, accumulate=1):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        model = layers()
         config = {
             "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": accumulate,
             "gradient_clipping": 1.0, "amp": {"enabled": level is not None, "opt_level": level},
         }  # fmt: skip
-        optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
         if level:
             engines.append(engine)
         return engine
@@ -70,16 +59,12 @@ def train(engine, steps):
     """Returns the loss of every step, of which four are one epoch."""
     losses = []
     for index in steps:
-        x, y = batch(index)
+        x, y = batch(index % 4)
         loss = F.cross_entropy(engine(x).float(), y)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses
-
-
-def masters(engine):
-    return [param.detach().clone() for param in amp.master_params(engine.optimizer)]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -101,4 +86,4 @@ def test_a_checkpoint_resumes(start, level, tmp_path):
     second = start(level)
     second.load_checkpoint(tmp_path)
     train(second, range(4, 8))
-    assert_close(masters(second), masters(whole), **EXACT)
+    assert_close(masters(second.optimizer), masters(whole.optimizer), **EXACT)

@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from apex import amp, normalization
+from tests.clients.classes import LEVELS
 from tests.clients.libraries import need
 
 need("transformers")
@@ -20,7 +21,6 @@ from transformers.models.t5 import modeling_t5  # noqa: E402
 pytestmark = pytest.mark.clients
 
 VERSION = tuple(int(part) for part in importlib.metadata.version("transformers").split(".")[:2])
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
 takes_our_norm = pytest.mark.skipif(VERSION > (5, 5), reason="T5 took apex's norm up to 5.5")
 
@@ -59,14 +59,9 @@ def tokens():
 
 
 @takes_our_norm
-def test_t5_takes_our_norm(own_t5):
-    assert modeling_t5.T5LayerNorm is normalization.FusedRMSNorm
-    assert own_t5.T5LayerNorm is not normalization.FusedRMSNorm
-
-
-@takes_our_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_t5_on_our_norm_computes_what_it_does_on_its_own(own_t5, dtype):
+    assert modeling_t5.T5LayerNorm is normalization.FusedRMSNorm is not own_t5.T5LayerNorm
     ours, own = tiny_t5().to(dtype), tiny_t5(own_t5).to(dtype)
     own.load_state_dict(ours.state_dict())
     # Each rounds in its own places: 2 layers of 5 norms, a few eps each.
@@ -81,19 +76,7 @@ def test_t5_on_our_norm_computes_what_it_does_on_its_own(own_t5, dtype):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_t5_trains_at_every_level(level):
-    model = tiny_t5()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, loss_scale=2.0**7, verbosity=0
-    )
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(**tokens()).loss
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_model(*prepared(level, tiny_t5()), tokens())
     assert losses[-1] < losses[0]
 
 
@@ -114,13 +97,12 @@ def angles(model, dtype, position=4097):
     return model.model.rotary_emb(x, torch.tensor([[position]]))
 
 
-def train_llama(model, optimizer, run=None):
-    ids = tokens()["input_ids"]
+def train_model(model, optimizer, batch, run=None):
     run = model if run is None else run
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = run(input_ids=ids, labels=ids).loss
+        loss = run(**batch).loss
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
@@ -128,8 +110,12 @@ def train_llama(model, optimizer, run=None):
     return losses
 
 
-def prepared_llama(level, model=None):
-    model = tiny_llama() if model is None else model
+def train_llama(model, optimizer, run=None):
+    ids = tokens()["input_ids"]
+    return train_model(model, optimizer, {"input_ids": ids, "labels": ids}, run)
+
+
+def prepared(level, model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**7, verbosity=0)
 
@@ -137,15 +123,9 @@ def prepared_llama(level, model=None):
 @pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])
 def test_llama_s_angles_are_those_of_fp32_within_a_rounding(level, dtype):
     expected = angles(tiny_llama(), torch.float32)
-    model, _ = prepared_llama(level)
+    model, _ = prepared(level, tiny_llama())
     for found, exact in zip(angles(model, dtype), expected, strict=True):
         assert torch.equal(found, exact.to(dtype))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_llama_trains_at_every_level(level):
-    losses = train_llama(*prepared_llama(level))
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -155,7 +135,7 @@ def test_llama_as_it_is_loaded_in_bf16_trains_at_every_level(level, tmp_path):
     assert model.lm_head.weight.dtype is torch.bfloat16
     assert model.model.rotary_emb.inv_freq.dtype is torch.float32
     before = [param.detach().float() for param in model.parameters()]
-    model, optimizer = prepared_llama(level, model)
+    model, optimizer = prepared(level, model)
     assert all(map(torch.equal, amp.master_params(optimizer), before))
     expected = angles(tiny_llama(), torch.float32)
     for found, exact in zip(angles(model, torch.float32), expected, strict=True):
@@ -167,8 +147,8 @@ def test_llama_as_it_is_loaded_in_bf16_trains_at_every_level(level, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_llama_trains_as_in_eager():
     torch._dynamo.reset()
-    expected = train_llama(*prepared_llama("O5"))
-    model, optimizer = prepared_llama("O5")
+    expected = train_llama(*prepared("O5", tiny_llama()))
+    model, optimizer = prepared("O5", tiny_llama())
     run = torch.compile(model, backend="aot_eager")
     assert train_llama(model, optimizer, run) == pytest.approx(expected, rel=2.0**-7)
 
@@ -216,14 +196,11 @@ def test_the_trainer_trains_on_its_apex_backend(train, level):
     assert losses[-1] < losses[0]
 
 
-def test_the_trainer_clips_and_accumulates_on_its_apex_backend(train):
-    _, losses = train("O1", max_grad_norm=0.1, gradient_accumulation_steps=2)
-    assert losses[-1] < losses[0]
-
-
-def test_the_trainer_takes_our_fused_adam(train):
+def test_the_trainer_clips_accumulates_and_takes_our_fused_adam(train):
     from apex.optimizers import FusedAdam
 
-    trainer, losses = train("O1", optim="adamw_apex_fused")
+    trainer, losses = train(
+        "O1", optim="adamw_apex_fused", max_grad_norm=0.1, gradient_accumulation_steps=2
+    )
     assert isinstance(trainer.optimizer, FusedAdam)
     assert losses[-1] < losses[0]

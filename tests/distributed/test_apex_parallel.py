@@ -16,7 +16,6 @@ from apex.parallel import (
     DistributedDataParallel,
     Reducer,
     SyncBatchNorm,
-    convert_syncbn_model,
     reduce_in_fp32,
 )
 from apex.parallel import distributed as d
@@ -279,30 +278,6 @@ def test_buffers_are_each_ranks_own_and_copies_and_compiled_wrappers_reduce(on_t
             assert_close(result, joined_grads(2.0))
 
 
-def train_with_amp(rank, level, delay):
-    model = net() if rank == 0 else nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    wrapped = DistributedDataParallel(model, delay_allreduce=delay)
-    for step in range(3):
-        factor = float("inf") if (step, rank) == (1, 0) and level != "O5" else 1.0
-        optimizer.zero_grad()
-        loss = loss_of(wrapped, batch(rank)).float() * factor
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
-    return [p.detach() for p in amp.master_params(optimizer)], scale
-
-
-@BOTH
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_under_amp_ranks_stay_the_same_and_skip_together(on_two_ranks, level, delay):
-    (first, scale), (second, other) = on_two_ranks(train_with_amp, level, delay)
-    assert_close(first, second, rtol=0, atol=0)
-    assert scale == other == (1.0 if level == "O5" else 2.0**15)
-
-
 # -- reduce_in_fp32, Reducer, flat calls ---------------------------------------------------------
 
 
@@ -458,24 +433,3 @@ def test_special_layers_and_batches(on_two_ranks):
     own = [F.batch_norm(half, None, None, training=True) for half in (x[:3], x[3:])]
     assert_close([r[3] for r in ranks], own, rtol=1e-5, atol=1e-5)
     assert_close([r[4] for r in ranks], [-torch.ones(1, 3), torch.ones(1, 3)], rtol=0, atol=1e-4)
-
-
-def train_with_norm(rank):
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU())
-    torch.manual_seed(2)
-    for param in model.parameters():
-        nn.init.normal_(param)
-    if rank is not None:
-        model = DistributedDataParallel(convert_syncbn_model(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_of(model, batch(rank)).backward()
-        optimizer.step()
-    return [t.detach() for t in (*model.parameters(), *model.buffers())]
-
-
-def test_with_synchronized_norms_ranks_train_like_one_process(on_two_ranks):
-    expected = train_with_norm(None)
-    for result in on_two_ranks(train_with_norm):
-        assert_close(result, expected)

@@ -186,18 +186,3 @@ def test_levels_that_cast_dtensors_are_refused_with_the_way(on_two_ranks):
             assert "opt_level='O0'" in found[level]
         assert "loss_scale='dynamic'" in found["O2"]
         assert "is a DTensor" in found["tensor parallel"]
-
-
-def test_restore_gives_a_plain_sharded_model(on_two_ranks):
-    assert on_two_ranks(restored) == [True, True]
-
-
-def restored(rank):
-    model, optimizer = prepared("O0", "bf16")
-    train(model, optimizer, rank, range(2))
-    amp.restore(model, optimizer)
-    x, y = batch(rank, 2)
-    optimizer.zero_grad()
-    loss_of(model, x, y).backward()
-    optimizer.step()
-    return type(model).__name__.startswith("FSDP") and len(whole(model)) == 6

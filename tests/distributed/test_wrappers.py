@@ -152,17 +152,22 @@ def test_a_join_with_masters_or_a_dynamic_scale_is_refused(on_two_ranks, level):
 # -- made too early --------------------------------------------------------------------------
 
 
-def wrapped_first(rank, level, compiled):
+WRAPPED_FIRST = {
+    "torch": DistributedDataParallel,
+    "apex": ApexDistributedDataParallel,
+    "apex delayed": lambda model: ApexDistributedDataParallel(model, delay_allreduce=True),
+}
+
+
+def wrapped_first(rank, level, wrap, compiled):
     """Trains under a wrapper whose model is prepared afterwards; or returns the error."""
-    wrapper = DistributedDataParallel(net(rank))
+    wrapper = WRAPPED_FIRST[wrap](net(rank))
     wrapper.module, optimizer = initialized(level, wrapper.module)
     parallel = torch.compile(wrapper, backend="eager") if compiled else wrapper
     try:
         with torch.no_grad():
             wrapper(batch(rank, 0)[0])
-        for step in range(3):
-            backward(parallel, optimizer, *batch(rank, step))
-            optimizer.step()
+        train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -170,36 +175,24 @@ def wrapped_first(rank, level, compiled):
     return state(wrapper, optimizer)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    ("level", "wrap", "compiled"),
+    [("O2", "torch", False), ("O5", "torch", False), ("O5", "torch", True), ("O5", "apex", False)],
+)
 def test_a_wrapper_made_before_its_parameters_are_cast_is_told_the_order(
-    on_two_ranks, level, compiled
+    on_two_ranks, level, wrap, compiled
 ):
-    for told in on_two_ranks(wrapped_first, level, compiled):
+    for told in on_two_ranks(wrapped_first, level, wrap, compiled):
         assert "before its parameters were cast" in told
         assert "Call amp.initialize first" in told
 
 
-@pytest.mark.parametrize("level", ["O0", "O4"])
-def test_a_wrapper_of_parameters_that_keep_their_dtype_may_be_made_first(on_two_ranks, level):
-    first, second = on_two_ranks(wrapped_first, level, False)
+@pytest.mark.parametrize(
+    ("level", "wrap"), [("O0", "torch"), ("O4", "torch"), ("O5", "apex delayed")]
+)
+def test_a_wrapper_that_sends_after_the_pass_or_keeps_dtypes_may_be_made_first(
+    on_two_ranks, level, wrap
+):
+    first, second = on_two_ranks(wrapped_first, level, wrap, False)
     assert not isinstance(first, str)
-    assert first == second
-
-
-def apex_wrapper_made_first(rank, delays):
-    wrapper = ApexDistributedDataParallel(net(rank), delay_allreduce=delays)
-    wrapper.module, optimizer = initialized("O5", wrapper.module)
-    try:
-        backward(wrapper, optimizer, *batch(rank, 0))
-    except RuntimeError as error:
-        return str(error)
-    optimizer.step()
-    return state(wrapper, optimizer)
-
-
-def test_apex_s_wrapper_is_told_too_unless_it_reduces_after_the_pass(on_two_ranks):
-    for told in on_two_ranks(apex_wrapper_made_first, False):
-        assert "before its parameters were cast to bfloat16" in told
-    first, second = on_two_ranks(apex_wrapper_made_first, True)
     assert first == second

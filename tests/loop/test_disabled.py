@@ -1,21 +1,20 @@
 """``amp.initialize(enabled=False)``: every amp call is a no-op."""
 
-import pytest
 import torch
 
-import apex.amp as amp
-from tests.support.steps import Net, backward, loss_of, prepared, sgd, train
+from apex import amp
+from tests.support import training as t
 
 
-@pytest.fixture
-def disabled():
-    model = Net()
-    return amp.initialize(model, sgd(model), enabled=False, opt_level="O2")
+def plain(level="O2", **options):
+    model = t.net()
+    optimizer = t.sgd(model.parameters())
+    return amp.initialize(model, optimizer, opt_level=level, enabled=False, **options)
 
 
 def test_what_was_given_comes_back_unchanged_and_unchecked(capsys):
-    model = Net()
-    optimizer = sgd(model)
+    model = t.net()
+    optimizer = t.sgd(model.parameters())
     facts = type(model), type(optimizer), set(vars(model)), set(vars(optimizer))
     assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
     assert amp.initialize(model, enabled=False) is model
@@ -27,23 +26,17 @@ def test_what_was_given_comes_back_unchanged_and_unchecked(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_it_trains_as_without_amp(disabled):
-    model, optimizer = disabled
-    plain = Net()
-    plain.load_state_dict(model.state_dict())
-    steps, losses = sgd(plain), []
-    for _ in range(3):
+def test_every_call_passes_through_and_it_trains_as_without_amp():
+    model, optimizer = plain()
+    other = t.net()
+    steps = t.sgd(other.parameters())
+    for x, y in t.batches(3):
+        t.train_step(model, optimizer, x, y)
         steps.zero_grad()
-        loss = loss_of(plain)
-        loss.backward()
+        t.loss_of(other, x, y).backward()
         steps.step()
-        losses.append(loss.item())
-    assert train(model, optimizer) == losses
-
-
-def test_every_call_passes_through(disabled):
-    model, optimizer = disabled
-    loss = loss_of(model)
+    assert t.same(t.values(model.parameters()), t.values(other.parameters()))
+    loss = t.loss_of(model, *t.batch())
     for given, options in ((optimizer, {}), ([optimizer], {"loss_id": 3}), ([], {})):
         with amp.scale_loss(loss, given, **options) as scaled_loss:
             assert scaled_loss is loss
@@ -51,7 +44,7 @@ def test_every_call_passes_through(disabled):
     assert amp.state_dict() == {}
     assert all(map(lambda a, b: a is b, amp.master_params(optimizer), model.parameters()))
     with amp.disable_casts():
-        assert loss_of(model).dtype is torch.float32
+        assert model(torch.ones(1, 4)).dtype is torch.float32
     assert amp.half_function(lambda x: x.dtype)(torch.ones(1)) is torch.float32
     assert len(amp._amp_state.loss_scalers) == 0
     assert not amp._amp_state.handle.is_active()
@@ -59,23 +52,22 @@ def test_every_call_passes_through(disabled):
 
 
 def test_a_prepared_model_beside_a_disabled_one_works():
-    model, optimizer = prepared("O2")
-    other = Net()
-    _, plain = amp.initialize(other, sgd(other), enabled=False)
-    backward(loss_of(model), optimizer)
+    model, optimizer = t.prepared("O2")
+    other, disabled = plain()
+    t.backward(model, optimizer, *t.batch())
     assert next(amp.master_params(optimizer)).grad is not None
-    loss = loss_of(other)
-    with amp.scale_loss(loss, plain) as scaled_loss:
+    loss = t.loss_of(other, *t.batch())
+    with amp.scale_loss(loss, disabled) as scaled_loss:
         assert scaled_loss is loss
-    amp.initialize(other, plain, opt_level="O5", verbosity=0)
-    train(other, plain)
-    amp.restore(other, plain)
-    assert (type(other), type(plain)) == (Net, torch.optim.SGD)
+    amp.initialize(other, disabled, opt_level="O5", verbosity=0)
+    t.train_step(other, disabled, *t.batch())
+    amp.restore(other, disabled)
+    assert (type(other), type(disabled)) == (torch.nn.Sequential, torch.optim.SGD)
 
 
 def test_enabled_set_to_false_by_a_script_passes_the_loss_through():
-    model, optimizer = prepared("O2")
-    loss = loss_of(model)
+    model, optimizer = t.prepared("O2")
+    loss = t.loss_of(model, *t.batch())
     for enabled in (False, True):
         amp._amp_state.opt_properties.enabled = enabled
         with amp.scale_loss(loss, optimizer) as scaled_loss:

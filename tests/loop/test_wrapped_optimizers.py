@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from apex import amp
+from tests.support import training as t
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -36,42 +36,26 @@ class Plain:
         self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
 
 
-def train(level, wrap):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    used = wrap(optimizer)
-    for step in range(4):
-        loss = model(torch.randn(8, 4)).float().pow(2).mean() / 2**4
-        used.zero_grad()
-        with amp.scale_loss(loss * (torch.inf if step == 2 else 1), used) as scaled_loss:
-            scaled_loss.backward()
-        used.step()
-    return [p.detach().clone() for p in amp.master_params(optimizer)], amp.state_dict()
-
-
 def twice(optimizer):
     return Accelerated(Accelerated(optimizer))
 
 
 @pytest.mark.parametrize("wrap", [Accelerated, Plain, twice])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", t.LEVELS_SHORT)
 def test_a_wrapped_optimizer_trains_and_skips_as_the_one_inside(level, wrap):
-    expected, scales = train(level, lambda optimizer: optimizer)
-    found, found_scales = train(level, wrap)
-    assert all(map(torch.equal, expected, found))
-    assert scales == found_scales
+    pairs = [t.prepared(level, t.OPTIMIZERS["SGD"], loss_scale="dynamic") for _ in range(2)]
+    for x, y in t.batches(4, overflow_at={2}):
+        t.train_step(*pairs[0], x, y)
+        t.train_step(pairs[1][0], wrap(pairs[1][1]), x, y)
+    assert t.same(*(t.masters(optimizer) for _, optimizer in pairs))
+    first, second = amp.state_dict().values()
+    assert first == second
 
 
 def test_accelerate_s_own_wrapper_is_looked_through():
     accelerate = pytest.importorskip("accelerate")
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    model, optimizer = t.prepared("O4")
     model, wrapped = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
-    before = model.weight.detach().clone()
-    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), wrapped) as scaled_loss:
-        scaled_loss.backward()
-    wrapped.step()
-    assert not torch.equal(before, model.weight)
+    before = t.masters(optimizer)
+    t.train_step(model, wrapped, *t.batch())
+    assert not t.same(before, t.masters(optimizer))

@@ -169,23 +169,3 @@ def test_what_is_added_in_16_bits_later_becomes_fp32_too(level):
     optimizer.add_param_group({"params": model.last.parameters()})
     assert model.last.weight.dtype is torch.float32
     train(model, optimizer)
-
-
-# -- the report ------------------------------------------------------------------------------
-
-ARRIVED = "Net: 8 of 9 parameters and buffers arrived in bfloat16; "
-
-
-@pytest.mark.parametrize(
-    ("level", "words"),
-    [("O1", "they become float32."), ("O2", "fp32 masters start from their values.")],
-)
-def test_the_report_says_in_one_line_what_becomes_of_them(capsys, level, words):
-    model = Net().bfloat16()
-    amp.initialize(model, sgd(model), opt_level=level)
-    assert f"{ARRIVED}{words}" in capsys.readouterr().out.splitlines()
-    amp.initialize([both(torch.bfloat16), Net()], opt_level="O5")
-    expected = "Net, Net: 4 of 18 parameters and buffers arrived in float16 and bfloat16; they "
-    assert f"{expected}become bfloat16." in capsys.readouterr().out.splitlines()
-    amp.initialize(Net().bfloat16(), opt_level="O5")
-    assert f"{ARRIVED}they stay as they are." in capsys.readouterr().out.splitlines()

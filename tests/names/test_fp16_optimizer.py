@@ -113,12 +113,6 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(wrapper, caplog):
         assert ("Skipping step" in caplog.text) is verbose
 
 
-def test_no_scale_falls_below_its_least():
-    model, optimizer = build(FLAT, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 1.5})
-    train(model, optimizer, [0], overflow_at={0})
-    assert optimizer.cur_scale == 1.0
-
-
 # -- gradients -------------------------------------------------------------------------------
 
 

@@ -26,22 +26,16 @@ def scaler():
 
 
 def test_values_read_as_plain_numbers():
+    def values():
+        return scaler()._loss_scale, scaler()._unskipped, scaler()._has_overflow
+
     model, optimizer = prepared("O2")
     train(model, optimizer, steps=2)
-    assert (scaler()._loss_scale, scaler()._unskipped, scaler()._has_overflow) == (
-        2.0**16,
-        2,
-        False,
-    )
+    assert values() == (2.0**16, 2, False)
     overflow(model, optimizer)
-    assert (scaler().loss_scale(), scaler()._unskipped, scaler()._has_overflow) == (
-        2.0**15,
-        0,
-        True,
-    )
+    assert values() == (scaler().loss_scale(), 0, True) == (2.0**15, 0, True)
+    assert [*map(type, values())] == [float, int, bool]
     assert scaler()._overflow_buf.tolist() == [1]
-    kinds = scaler()._loss_scale, scaler()._unskipped, scaler()._has_overflow
-    assert [*map(type, kinds)] == [float, int, bool]
     scaler().clear_overflow_state()
     assert (scaler()._has_overflow, scaler()._overflow_buf.item()) == (False, 0)
     optimizer.zero_grad()
@@ -189,14 +183,7 @@ def test_a_scaler_can_be_made_with_apexs_arguments():
     made = LossScaler("dynamic")
     assert (made.loss_scale(), made._scale_seq_len) == (2.0**16, 2000)
     assert (made._min_loss_scale, made._max_loss_scale) == (None, 2.0**24)
-    made = LossScaler(
-        "dynamic",
-        init_scale=2.0**10,
-        scale_factor=4.0,
-        scale_window=3,
-        min_loss_scale=2.0,
-        max_loss_scale=2.0**12,
-    )
+    made = LossScaler("dynamic", 2.0**10, 4.0, 3, min_loss_scale=2.0, max_loss_scale=2.0**12)
     assert (made.loss_scale(), made._min_loss_scale, made._max_loss_scale) == (1024.0, 2.0, 4096.0)
     for _ in range(3):
         made.update_scale()

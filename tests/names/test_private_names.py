@@ -91,13 +91,9 @@ def test_opt_properties_read_as_attributes_and_as_options():
 
 
 def test_values_can_be_set():
-    assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (None, 2.0**24)
-    keep = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20, verbosity=0)
+    keep = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20)
     assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
     assert (_amp_state.verbosity, _amp_state.hard_override) == (0, False)
-    for name in ("min_loss_scale", "max_loss_scale", "allow_incoming_model_not_fp32", "verbosity"):
-        setattr(_amp_state, name, 8)
-        assert getattr(_amp_state, name) == 8
     value = _amp_state.handle = handle.NoOpHandle()
     assert _amp_state.handle is value
     second = prepared("O4")
@@ -139,6 +135,9 @@ class Batch:
     def __init__(self, x):
         self.x = x
 
+    def to(self, device):
+        raise TypeError(f"{device} is no device")
+
 
 class BatchNet(nn.Linear):
     def forward(self, batch):
@@ -152,36 +151,19 @@ def applier(value, fn):
     return tuple(applier(v, fn) for v in value) if nested else kept_applier(value, fn)
 
 
-class Samples(dict):
-    """A batch type whose ``to`` moves it to a device and knows no dtypes."""
-
-    def to(self, device):
-        raise TypeError(f"{device} is no device")
+def to_type(dtype, t):
+    return Batch(t.x.to(dtype)) if isinstance(t, Batch) else t.to(dtype)
 
 
-class SamplesNet(nn.Linear):
-    def forward(self, samples):
-        return super().forward(samples["x"])
+kept_applier = _initialize.applier
 
 
-def samples_to_type(dtype, t):
-    if isinstance(t, dict):
-        return {key: value.to(dtype) for key, value in t.items()}
-    return kept_to_type(dtype, t)
-
-
-kept_applier, kept_to_type = _initialize.applier, _initialize.to_type
-
-
-def test_replaced_functions_cast_inputs_and_outputs(monkeypatch):
-    monkeypatch.setattr(_initialize, "applier", applier)
+@pytest.mark.parametrize("fn", [applier, to_type])
+def test_a_replaced_function_casts_inputs_and_outputs(monkeypatch, fn):
+    monkeypatch.setattr(_initialize, fn.__name__, fn)
     model = amp.initialize(BatchNet(2, 2), opt_level="O5", verbosity=0)
-    assert model(Batch(torch.ones(3, 2))).x.dtype is torch.float32
-    monkeypatch.setattr(_initialize, "applier", kept_applier)
-    monkeypatch.setattr(_initialize, "to_type", samples_to_type)
-    model = amp.initialize(SamplesNet(2, 2), opt_level="O5", verbosity=0)
     model = pickle.loads(pickle.dumps(model))
-    assert model(Samples(x=torch.ones(3, 2))).dtype is torch.float32
+    assert model(Batch(torch.ones(3, 2))).x.dtype is torch.float32
 
 
 # -- optimizer._amp_stash --------------------------------------------------------------------

@@ -8,7 +8,7 @@ from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 
-from tests.package.mmengine_cases import Net
+from tests.support.steps import Net
 
 BASE = """
 model = dict(type="{here}.Regressor")

@@ -24,7 +24,7 @@ from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
 from apex._torch import parameters
 from apex._torch.autograd import backward_id
-from apex._torch.copies import HostCopy, capturing
+from apex._torch.copies import HostCopy
 from apex._torch.dynamo import untraced
 
 _dtype = operator.attrgetter("dtype")
@@ -97,6 +97,7 @@ class Binding:
         used: Whether a pass has begun.
         got_scaled: Whether a pass of other optimizers has left scaled gradients.
         stepping: Whether the optimizer is in its step.
+        shared: The ids of pairs that other optimizers step, too; set by the step.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Binding:
         self.checked = self.used = self.stepping = self.got_scaled = False
         self.skipped: Tensor | bool = False
         self.steps = 0
+        self.shared: set[int] = set()
         self._skip_copy: HostCopy | None = None
 
     # -- parameters --------------------------------------------------------------------------
@@ -227,11 +229,8 @@ class Binding:
         masters.follow(self.pairs)
 
     @untraced
-    def settle(self, *, takes: bool = True) -> None:
-        """Finishes an open pass, and gives the masters the values of the model.
-
-        Its gradients, too, with ``takes``.
-        """
+    def settle(self) -> None:
+        """Finishes an open pass, and gives the masters the values of the model."""
         opened = self.open_pass
         if opened is not None:
             if opened.gradients.scaled and backward_id() != -1:
@@ -243,8 +242,11 @@ class Binding:
             if backward_id() == -1:
                 opened.finish()
         self.read_masters()
-        if takes:
-            masters.take(self.pairs)
+
+    def settle_gradients(self) -> None:
+        """Does :meth:`settle`, and gives the masters the gradients of the model, too."""
+        self.settle()
+        masters.take(self.pairs)
 
     def has_grads(self) -> bool:
         """Returns whether there is a gradient, without computing one."""
@@ -314,6 +316,8 @@ class Binding:
         """Has masters count as written until the end: torch's fused kernels do not count."""
         self.stepping = True
         self.steps += 1
+        sharers = () if self.owner is None else self.owner.others([self])
+        self.shared = {id(pair) for each, shares in sharers if shares for pair in each.pairs}
         for pair in self.pairs:
             pair.mark_written()
 
@@ -325,15 +329,9 @@ class Binding:
         """
         left = [each for each in self.pairs if id(each) not in rounded or each.master_written]
         masters.round_into_model(left)
-        shared = self.shared_pairs()
         for pair in self.pairs:
-            pair.end_step(shared=id(pair) in shared)
+            pair.end_step(shared=id(pair) in self.shared)
         self.checked = self.stepping = False
-
-    def shared_pairs(self) -> set[int]:
-        """Returns the ids of pairs that other optimizers of the session step, too."""
-        sharers = () if self.owner is None else self.owner.others([self])
-        return {id(pair) for each, shares in sharers if shares for pair in each.pairs}
 
     def skipped_on_host(self) -> bool | None:
         """Returns whether the last step was skipped, None until the answer has arrived."""
@@ -341,8 +339,6 @@ class Binding:
         if isinstance(skipped, bool):
             return skipped
         if self._skip_copy is None:
-            if capturing(skipped.device):
-                return None
             self._skip_copy = HostCopy(skipped)
         copy = self._skip_copy
         return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived

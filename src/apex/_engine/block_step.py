@@ -64,7 +64,7 @@ def takes(binding: Binding) -> bool:
     pairs = [pair for pair in binding.pairs if pair.waiting is not None]
     large = sum(pair.model.numel() for pair in pairs) >= least_elements
     fused = reads_gradients_in_kernels(binding.optimizer)
-    return enabled and large and fused and not binding.shared_pairs()
+    return enabled and large and fused and not binding.shared
 
 
 class BlockStep(TorchDispatchMode):

@@ -76,7 +76,7 @@ def _evaluation(binding: Binding, closure: Closure, off: UncastBlock) -> Closure
             loss = closure()
         finally:
             off.__enter__()
-        binding.settle()
+        binding.settle_gradients()
         inspect_step(binding, in_closure=True)
         for pair in binding.pairs:
             pair.mark_written()

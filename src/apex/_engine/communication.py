@@ -82,6 +82,8 @@ class Communicator:
         sent = self._sent[wrapper]
         pairs = [pair for pair in self._masters.all() if id(pair.model) in sent]
         ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
+        for pair in pairs:
+            pair.mark_shared()
 
     def _check_join(self) -> None:
         # A join ends by broadcasting the last rank's rounded weights: masters would drift apart,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from apex._core.mixins import plain_class
+from apex._core.param_groups import params_of
 
 _KINDS = (SGD, Adagrad, AdamW, Adam)
 
@@ -25,22 +26,26 @@ def reads_gradients_in_kernels(optimizer: Optimizer) -> bool:
     Optimizers of other classes declare it by ``gradients_in_kernels`` in the class itself, as a
     subclass may read them elsewhere.
     """
-    own: Any = plain_class(type(optimizer))
+    own: Any = optimizer.__class__  # not the class that amp generates
     return own is _kind(optimizer) or bool(vars(own).get("gradients_in_kernels"))
 
 
-def skips_in_kernel(optimizer: Optimizer) -> bool:
+def skips_in_kernel(optimizer: Optimizer, found_inf: Tensor) -> bool:
     """Returns whether the optimizer's step reads ``found_inf`` on the device and skips by itself.
 
     torch's fused optimizers do if every group is fused; so do others that declare
     ``_step_supports_amp_scaling``, but not by a step that takes a ``grad_scaler``, which it asks.
     """
+    # torch's fused optimizers copy it to CPU parameters without synchronizing (torch 2.13).
+    params = params_of(optimizer)
+    if found_inf.device.type != "cpu" and any(p.device.type == "cpu" for p in params):
+        return False
     # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
     if (kind := _kind(optimizer)) is not None:
         return kind is not SGD or not _starts_momentum(optimizer)
     declared = getattr(optimizer, "_step_supports_amp_scaling", False)
     fused = declared and all(group.get("fused", True) for group in optimizer.param_groups)
-    own: Any = plain_class(type(optimizer))
+    own: Any = optimizer.__class__
     return fused and "grad_scaler" not in inspect.signature(own.step).parameters
 
 

@@ -30,7 +30,7 @@ from torch.autograd.graph import increment_version
 
 from apex._core import master
 from apex._pickle import rebuild
-from apex._torch import parameters
+from apex._torch import parameters, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.overrides import without_overrides
 
@@ -148,6 +148,10 @@ class Pair:
         # Held so that its address is not reused by another storage.
         self._seen = self.model.detach()
 
+    def mark_shared(self) -> None:
+        """Records that all ranks have the same master; the step still compares the weights."""
+        self.new, self._model_version = False, _WRITTEN
+
     def mark_written(self) -> None:
         """Marks the master as written, whether or not its version changes."""
         self._master_version = _WRITTEN
@@ -263,6 +267,19 @@ def follow(pairs: Iterable[Pair]) -> None:
             # Not counted by autograd: a loss that uses masters may have saved them for backward.
             parameters.uncounted(pair.master).copy_(value)
             pair.mark_synced()
+
+
+@untraced
+def drop_unsent_bits(pairs: Iterable[Pair]) -> None:
+    """Before a first step on several ranks, has masters take the weights, which the ranks share.
+
+    As in apex: a script that broadcasts weights by itself sends no low bits. A wrapper's masters
+    are equal by then, and not ``new``.
+    """
+    if ranks.world_size() > 1:
+        for pair in pairs:
+            if pair.new and not pair.master_written:
+                parameters.uncounted(pair.master).copy_(pair.model.detach())
 
 
 # -- gradients --------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
     before = dtypes_of(optimizers)
     bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
     for binding in bindings:
-        binding.settle()
+        binding.settle_gradients()
     known = {id(pair.model): pair.master for binding in bindings for pair in binding.pairs}
     for model in models:
         conversion.restore(model, known)

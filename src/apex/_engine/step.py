@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from apex._engine import block_step, closures, masters
 from apex._engine.autocast.region import UncastBlock
@@ -39,9 +39,10 @@ def step(binding: Binding, run: Run, closure: Callable[[], Any] | None) -> Any:
     """
     if binding.stepping:  # an optimizer inside another: the step has begun
         return run() if closure is None else run(closure)
+    masters.drop_unsent_bits(binding.pairs)
     if closure is None:
-        binding.settle(takes=False)
         inspect_step(binding)
+        binding.settle()
     else:
         binding.read_masters()
     off, blocks = UncastBlock(), None
@@ -67,7 +68,7 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
         binding.note_skipped(False)
         return run()
     optimizer: Any = binding.optimizer
-    if not skips_in_kernel(optimizer) or _spans_devices(binding, flag):
+    if not skips_in_kernel(optimizer, flag):
         skipped = binding.overflowed()
         binding.note_skipped(skipped)
         return None if skipped else run()
@@ -77,11 +78,6 @@ def _run_unless_overflow(binding: Binding, run: Run) -> Any:
         return run()
     finally:
         del optimizer.found_inf
-
-
-def _spans_devices(binding: Binding, flag: Tensor) -> bool:
-    # torch's fused optimizers copy the flag to CPU parameters without synchronizing (torch 2.13).
-    return flag.device.type != "cpu" and any(p.device.type == "cpu" for p in binding.params())
 
 
 def _sees_only_parameters(binding: Binding) -> bool:

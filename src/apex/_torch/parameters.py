@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +18,11 @@ set_grad: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 swap: Any = torch.utils.swap_tensors
 """Exchanges the values and classes of two tensors; each stays the same object."""
 
-_get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_get_grad: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+grad_of: Callable[[Tensor], Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+"""Returns the gradient that autograd holds for a parameter, past a property of its class."""
 
-
-def uncounted(tensor: Tensor) -> Tensor:
-    """Returns an alias of ``tensor``; writes to it do not increment the version counter."""
-    values: Tensor = _get_data(tensor)
-    return values
+uncounted: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+"""Returns an alias of a tensor; writes to it do not increment the version counter."""
 
 
 def allow_foreach(kind: type[Tensor]) -> None:
@@ -36,9 +34,3 @@ def allow_foreach(kind: type[Tensor]) -> None:
     supported = getattr(optimizer, "_foreach_supported_types", None)
     if isinstance(supported, list) and kind not in supported:
         supported.append(kind)
-
-
-def grad_of(param: Tensor) -> Tensor | None:
-    """Returns the gradient that autograd holds for ``param``, past a property of its class."""
-    grad: Tensor | None = _get_grad(param)
-    return grad

@@ -206,8 +206,7 @@ def initialize(
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
-    masters = policy.master_weights and bool(optimizer_list)
-    if masters:
+    if policy.master_weights and optimizer_list:
         inputs.check_masters(model_list)
     made = new_session(
         policy,
@@ -220,7 +219,6 @@ def initialize(
     for scaler in made.scalers:
         scaler.block_on_read = report.lists_gradients()
     report.start_up(defaults, properties)
-    report.low_precision_models(model_list, plan, masters=masters)
     report.untrained_parameters(model_list, optimizer_list)
     with all_or_nothing() as undo:
         made.prepare(model_list, optimizer_list, plan, mixin=AmpStashOptimizer, undo=undo)

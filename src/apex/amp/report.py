@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import dtypes, finite
+from apex._core import finite
 from apex._core.param_groups import params_of
 from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.model import ModelPlan
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
-from apex._torch.modules import named_tensors
 from apex.amp._amp_state import _amp_state, maybe_print
 from apex.amp.properties import DESCRIPTIONS, Properties
 
@@ -63,29 +61,6 @@ def start_up(defaults: Properties, properties: Properties) -> None:
         *after,
     ):
         maybe_print(line, rank0=True)
-
-
-def low_precision_models(models: Sequence[nn.Module], plan: ModelPlan, *, masters: bool) -> None:
-    """Reports in one line what becomes of models that arrive in 16 bits, wholly or in part.
-
-    Call it before they are prepared.
-    """
-    tensors = [tensor for model in models for tensor in named_tensors(model).values()]
-    low = [tensor for tensor in tensors if dtypes.is_low_precision(tensor)]
-    if not low:
-        return
-    found = [*dict.fromkeys(dtypes.name(tensor.dtype) for tensor in low)]
-    target = plan.param_dtype or (torch.float32 if plan.widen_low else None)
-    then = "they stay as they are"
-    if masters and target is not torch.float32:
-        then = "fp32 masters start from their values"
-    elif target is not None and found != [dtypes.name(target)]:
-        then = f"they become {dtypes.name(target)}"
-    maybe_print(
-        f"{', '.join(type(model).__name__ for model in models)}: {len(low)} of {len(tensors)} "
-        f"parameters and buffers arrived in {' and '.join(found)}; {then}.",
-        rank0=True,
-    )
 
 
 def untrained_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

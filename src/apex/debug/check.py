@@ -240,7 +240,7 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
             "without a closure."
         )
     if binding is not None:
-        binding.settle()
+        binding.settle_gradients()
     updates = FrozenUpdates()
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     errors: list[Exception] = []

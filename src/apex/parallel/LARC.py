@@ -87,7 +87,7 @@ class LARC:
     def _scale_gradients(self, decays: list[float]) -> None:
         binding = binding_of(self.optim)
         if binding is not None:
-            binding.settle()
+            binding.settle_gradients()
         for group, decay in zip(self.optim.param_groups, decays, strict=True):
             params = [param for param in group["params"] if param.grad is not None]
             if not params:

@@ -1,0 +1,380 @@
+"""MMEngine's wrapper, Runner and checkpoints on amp: our class, and MMEngine's own on this apex."""
+
+import copy
+import gc
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+from torch.testing import assert_close
+
+from apex import amp
+from tests.clients.libraries import need
+from tests.support.steps import Net
+
+need("mmengine.runner")
+need("apex.integrations.mmengine")
+
+from mmengine.optim import ApexOptimWrapper as Theirs  # noqa: E402 - after the check
+
+from apex.integrations.mmengine import ApexOptimWrapper as Ours  # noqa: E402
+from tests.package.mmengine_runs import runner, write_configs  # noqa: E402
+
+LEVELS = ("O1", "O2", "O5")
+EXACT = {"rtol": 0, "atol": 0}
+
+pytestmark = pytest.mark.clients
+
+both_kinds = pytest.mark.parametrize("kind", [Ours, Theirs], ids=("ours", "mmengine"))
+all_levels = pytest.mark.parametrize("level", LEVELS)
+
+
+def net(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net()
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.125, "momentum": 0.5, **options})
+
+
+def wrapped(kind, level, *, model=None, optimizer=None, **options):
+    """Returns a fresh net and the wrapper ``kind`` around its optimizer."""
+    model = net() if model is None else model
+    optimizer = sgd(model) if optimizer is None else optimizer
+    options = {"verbosity": 0, "loss_scale": 2.0**8, **options}
+    return model, kind(optimizer=optimizer, opt_level=level, **options)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, generator=generator)
+
+
+def loss_of(model, x):
+    return model(x).float().pow(2).mean()
+
+
+def iterate(model, wrapper, steps=(0,)):
+    """Trains ``steps`` iterations on batches of these numbers."""
+    for step in steps:
+        with wrapper.optim_context(model):
+            loss = loss_of(model, batch(step))
+        wrapper.update_params(loss)
+
+
+def overflow(model, wrapper):
+    """An iteration with gradients that are inf."""
+    with wrapper.optim_context(model):
+        loss = loss_of(model, batch(0)) * torch.inf
+    wrapper.update_params(loss)
+
+
+def values(wrapper):
+    """What the optimizer steps: the fp32 masters where there are any."""
+    return [param.detach().clone() for param in amp.master_params(wrapper.optimizer)]
+
+
+def scale(wrapper, index=0):
+    return wrapper.state_dict()["apex_amp"][f"loss_scaler{index}"]["loss_scale"]
+
+
+def trained_by_hand(level, groups, **options):
+    """The same net under the three lines; ``groups`` are the batches of each update."""
+    model = net()
+    options = {"loss_scale": 2.0**8, **options}
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0, **options)
+    for steps in groups:
+        for step in steps:
+            loss = loss_of(model, batch(step)) / len(steps)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in amp.master_params(optimizer)]
+
+
+# -- training --------------------------------------------------------------------------------
+
+
+@both_kinds
+@all_levels
+def test_it_trains_as_the_three_lines_do(kind, level):
+    model, wrapper = wrapped(kind, level)
+    iterate(model, wrapper, range(3))
+    assert_close(values(wrapper), trained_by_hand(level, [[0], [1], [2]]), **EXACT)
+
+
+@both_kinds
+@all_levels
+def test_accumulated_iterations_update_once_and_share_the_loss(kind, level):
+    model, wrapper = wrapped(kind, level, accumulative_counts=2)
+    wrapper.initialize_count_status(model, 0, 4)
+    iterate(model, wrapper, range(4))
+    assert_close(values(wrapper), trained_by_hand(level, [[0, 1], [2, 3]]), **EXACT)
+
+
+@both_kinds
+@all_levels
+def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
+    model, wrapper = wrapped(kind, level, optimizer=None, clip_grad={"max_norm": 2.0**-10})
+    wrapper.optimizer.param_groups[0]["lr"] = 1.0
+    with wrapper.optim_context(model):
+        loss = loss_of(model, batch(0))
+    before = values(wrapper)
+    wrapper.update_params(loss)
+    moved = [old - new for old, new in zip(before, values(wrapper), strict=True)]
+    assert_close(get_total_norm(moved).item(), 2.0**-10, rtol=1e-3, atol=0)
+
+
+@both_kinds
+@all_levels
+def test_an_overflow_skips_the_update_and_halves_the_dynamic_scale(kind, level):
+    model, wrapper = wrapped(kind, level, loss_scale="dynamic")
+    with wrapper.optim_context(model):
+        before = values(wrapper)
+    overflow(model, wrapper)
+    assert_close(values(wrapper), before, **EXACT)
+    assert scale(wrapper) == 2.0**15
+
+
+@both_kinds
+@all_levels
+def test_disabled_it_trains_as_a_plain_wrapper(kind, level):
+    from mmengine.optim import OptimWrapper
+
+    model, wrapper = wrapped(kind, level, enabled=False)
+    iterate(model, wrapper, range(3))
+    plain_model = net()
+    plain = OptimWrapper(sgd(plain_model))
+    iterate(plain_model, plain, range(3))
+    assert_close([*model.parameters()], [*plain_model.parameters()], **EXACT)
+
+
+# -- preparing -------------------------------------------------------------------------------
+
+
+def test_gradients_are_synchronized_only_where_the_parameters_update():
+    class Counting(nn.DataParallel):
+        without_sync = 0
+
+        def no_sync(self):
+            self.without_sync += 1
+            return torch.no_grad() if self.without_sync > 2 else torch.enable_grad()
+
+    model, wrapper = wrapped(Ours, "O5", accumulative_counts=2)
+    parallel = Counting(model)
+    wrapper.initialize_count_status(model, 0, 3)
+    iterate(parallel, wrapper, range(3))
+    assert parallel.without_sync == 1
+
+
+def test_one_model_under_two_wrappers_is_refused():
+    model, first = wrapped(Ours, "O5")
+    second = Ours(optimizer=sgd(model), opt_level="O5", verbosity=0)
+    iterate(model, first)
+    with (
+        pytest.raises(RuntimeError, match=r"\(Net\).*another optimizer.*optim_context"),
+        second.optim_context(model),
+    ):
+        pass
+
+
+def test_backward_before_the_first_context_says_what_is_missing():
+    model, wrapper = wrapped(Ours, "O1")
+    with pytest.raises(RuntimeError, match=r"before amp\.initialize"):
+        wrapper.backward(loss_of(model, batch(0)))
+
+
+def test_the_signature_is_that_of_mmengine():
+    def arguments(kind):
+        found = inspect.signature(kind.__init__).parameters.values()
+        return [(each.name, each.default, each.kind) for each in found]
+
+    assert arguments(Ours) == arguments(Theirs)
+
+
+def test_every_argument_reaches_amp():
+    given = {
+        "cast_model_type": torch.bfloat16,
+        "keep_batchnorm_fp32": False,
+        "master_weights": False,
+        "loss_scale": "128.0",
+        "cast_model_outputs": torch.float64,
+    }
+    model, wrapper = wrapped(Ours, "O2", **given)
+    iterate(model, wrapper)
+    options = amp._amp_state.opt_properties.options
+    assert {name: options[name] for name in given} == {**given, "loss_scale": 128.0}
+
+
+# -- checkpoints -----------------------------------------------------------------------------
+
+
+def uninterrupted(kind, level, before, after):
+    """Returns a checkpoint in the middle of a training with an overflow, and its end.
+
+    Its session ends here: MMEngine's wrapper saves and loads the scales of all that live.
+    """
+    model, wrapper = wrapped(kind, level, loss_scale="dynamic")
+    iterate(model, wrapper, before)
+    overflow(model, wrapper)
+    checkpoint = copy.deepcopy((model.state_dict(), wrapper.state_dict()))
+    iterate(model, wrapper, after)
+    return checkpoint, (values(wrapper), model.state_dict(), scale(wrapper))
+
+
+@both_kinds
+@all_levels
+@pytest.mark.parametrize("when", ["before the first iteration", "after it"])
+def test_training_goes_on_exactly_from_a_checkpoint(kind, level, when):
+    (weights, state), end = uninterrupted(kind, level, range(2), range(2, 4))
+    model, wrapper = wrapped(kind, level, model=net(seed=1), loss_scale="dynamic")
+    if when == "after it":
+        iterate(model, wrapper, [7])
+    model.load_state_dict(weights)
+    wrapper.load_state_dict(state)
+    iterate(model, wrapper, range(2, 4))
+    assert_close((values(wrapper), model.state_dict(), scale(wrapper)), end, **EXACT)
+    assert scale(wrapper) < 2.0**16
+
+
+@pytest.mark.parametrize(("first", "second"), [(Ours, Theirs), (Theirs, Ours)])
+def test_a_checkpoint_of_one_class_goes_on_in_the_other(first, second):
+    (weights, state), end = uninterrupted(first, "O5", [0], [1])
+    model, wrapper = wrapped(second, "O5", model=net(seed=1), loss_scale="dynamic")
+    model.load_state_dict(weights)
+    wrapper.load_state_dict(state)
+    iterate(model, wrapper, [1])
+    assert_close((values(wrapper), model.state_dict(), scale(wrapper)), end, **EXACT)
+    assert scale(wrapper) == 2.0**15
+
+
+def test_a_plain_checkpoint_leaves_the_scales_as_they_are():
+    model, wrapper = wrapped(Ours, "O5", loss_scale="dynamic")
+    overflow(model, wrapper)
+    wrapper.load_state_dict(sgd(net()).state_dict())
+    assert scale(wrapper) == 2.0**15
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_scales_that_make_no_sense_are_refused_before_anything_changes(prepared):
+    model, wrapper = wrapped(Ours, "O5")
+    if prepared:
+        iterate(model, wrapper)
+    state = wrapper.state_dict()
+    state["param_groups"][0]["lr"] = 99.0
+    state["apex_amp"] = {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}
+    with pytest.raises(RuntimeError, match=r"loss_scaler0\['loss_scale'\] is 0.0"):
+        wrapper.load_state_dict(state)
+    assert wrapper.get_lr() == {"lr": [0.125]}
+
+
+# -- OptimWrapperDict ------------------------------------------------------------------------
+
+
+def pair(kind, level, seed=0):
+    """Two nets, each with its own wrapper, in MMEngine's container."""
+    from mmengine.optim import OptimWrapperDict
+
+    nets = [net(seed), net(seed + 10)]
+    wrappers = [wrapped(kind, level, model=each, loss_scale="dynamic")[1] for each in nets]
+    return nets, OptimWrapperDict(generator=wrappers[0], discriminator=wrappers[1])
+
+
+def iterate_pair(nets, wrappers, steps):
+    for step in steps:
+        for model, wrapper in zip(nets, wrappers.values(), strict=True):
+            iterate(model, wrapper, [step])
+
+
+@all_levels
+def test_wrappers_of_a_dict_resume_each_with_its_own_scale(level):
+    nets, wrappers = pair(Ours, level)
+    iterate_pair(nets, wrappers, [0])
+    overflow(nets[1], wrappers["discriminator"])
+    weights = copy.deepcopy([each.state_dict() for each in nets])
+    state = copy.deepcopy(wrappers.state_dict())
+    iterate_pair(nets, wrappers, [1, 2])
+
+    new_nets, new = pair(Ours, level, seed=1)
+    for each, own in zip(new_nets, weights, strict=True):
+        each.load_state_dict(own)
+    new.load_state_dict(state)
+    iterate_pair(new_nets, new, [1, 2])
+    scales = [scale(each) for each in new.values()]
+    assert scales == [scale(each) for each in wrappers.values()]
+    assert scales[0] > scales[1]
+    for name, wrapper in wrappers.items():
+        assert_close(values(new[name]), values(wrapper), **EXACT)
+
+
+# -- two ranks -------------------------------------------------------------------------------
+
+
+def train_on_rank(rank, level):
+    """Two updates of two accumulated iterations each; the ranks see different data."""
+    from mmengine.model import MMDistributedDataParallel
+
+    model = net(seed=rank)  # DDP takes rank 0's values to all
+    parallel = MMDistributedDataParallel(model)
+    _, wrapper = wrapped(Ours, level, model=model, accumulative_counts=2)
+    for step in range(4):
+        with wrapper.optim_context(parallel):
+            output = parallel(batch(10 * rank + step))
+        wrapper.update_params(output.float().pow(2).mean())
+    return [value.tolist() for value in values(wrapper)]
+
+
+@pytest.mark.distributed
+@all_levels
+def test_ranks_stay_together_and_learn_from_the_data_of_both(on_two_ranks, level):
+    first, second = on_two_ranks(train_on_rank, level)
+    assert first == second
+    eps = torch.finfo(torch.bfloat16 if level == "O5" else torch.float16).eps
+    alone = trained_by_hand(level, [[0, 1, 10, 11], [2, 3, 12, 13]])
+    assert_close([*map(torch.tensor, first)], alone, rtol=4 * eps, atol=4 * eps)
+
+
+# -- the Runner ------------------------------------------------------------------------------
+
+BY_SCOPE = "apex.ApexOptimWrapper"
+BY_PATH = "apex.integrations.mmengine.ApexOptimWrapper"
+BY_NAME = "ApexOptimWrapper"
+
+
+@pytest.mark.parametrize(("name", "kind"), [(BY_SCOPE, Ours), (BY_PATH, Ours), (BY_NAME, Theirs)])
+def test_the_registry_finds_both_classes_by_their_names(name, kind):
+    from mmengine.registry import OPTIM_WRAPPERS
+
+    assert OPTIM_WRAPPERS.get(name) is kind
+
+
+# MMEngine's checkpoints hold its log history, which torch.load refuses by default.
+@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+@pytest.mark.parametrize(
+    ("name", "level"), [(BY_SCOPE, "O1"), (BY_SCOPE, "O2"), (BY_PATH, "O5"), (BY_NAME, "O5")]
+)
+def test_a_resumed_run_ends_as_a_whole_one_and_saves_fp32(name, level, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    config = write_configs(tmp_path, name, level)
+    whole = runner(config, tmp_path / "whole")
+    whole.train()
+    weights, end = whole.model.state_dict(), scale(whole.optim_wrapper)
+    saved = torch.load(tmp_path / "whole/epoch_3.pth", weights_only=False)
+    floating = [value for value in saved["state_dict"].values() if value.is_floating_point()]
+    assert {value.dtype for value in floating} == {torch.float32}
+    assert saved["optimizer"]["apex_amp"] == whole.optim_wrapper.state_dict()["apex_amp"]
+    del whole  # and its session: MMEngine's own wrapper loads the scales of all that live
+    gc.collect()
+
+    # Not epoch 1: its three iterations end in the middle of two that accumulate.
+    checkpoint = str(tmp_path / "whole" / "epoch_2.pth")
+    resumed = runner(config, tmp_path / "resumed", load_from=checkpoint, resume=True)
+    resumed.train()
+    assert resumed.optim_wrapper.inner_count == 9
+    assert_close(resumed.model.state_dict(), weights, rtol=0, atol=0)
+    assert scale(resumed.optim_wrapper) == end
