@@ -60,14 +60,6 @@ def losses(model, optimizer, steps):
     return found
 
 
-def stored(tensor):
-    """Returns the bytes of a tensor, or of those inside a quantized one."""
-    inner = getattr(tensor, "__tensor_flatten__", None)
-    if inner is None or type(tensor) in (torch.Tensor, nn.Parameter):
-        return tensor.untyped_storage().nbytes()
-    return sum(stored(getattr(tensor, name)) for name in inner()[0])
-
-
 def tensors(state):
     """Yields the plain tensors of a nested state: codes, scales, and what is not quantized."""
     if isinstance(state, dict):
@@ -94,8 +86,7 @@ def test_it_trains_with_fp32_masters_and_small_moments(module, name, most):
     assert found[-1] < found[0] - 0.1
     params = list(amp.master_params(optimizer))
     assert {param.dtype for param in params} == {torch.float32}
-    state = [t for entry in optimizer.state.values() for t in entry.values()]
-    moments = sum(stored(t) for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
+    moments = sum(t.untyped_storage().nbytes() for t in tensors(dict(optimizer.state)))
     weights = sum(weight.nbytes for weight in (*params, *model.parameters()))
     assert (weights + moments) / sum(p.numel() for p in params) < most
 

@@ -71,12 +71,8 @@ class MasterWrapper:
     state = forwarded("optimizer", "state", "The optimizer's state.")
     param_groups = forwarded("optimizer", "param_groups", "The optimizer's groups.")
     dynamic_loss_scale = forwarded("loss_scaler", "dynamic", "Whether gradients move the scale.")
-    cur_scale, cur_iter = (
-        forwarded("loss_scaler", "cur_scale"),
-        forwarded("loss_scaler", "cur_iter"),
-    )
-    last_overflow_iter, scale_factor, scale_window = (
-        forwarded("loss_scaler", name) for name in _RULE
+    cur_scale, cur_iter, last_overflow_iter, scale_factor, scale_window = (
+        forwarded("loss_scaler", name) for name in (*_SCALE[1:], *_RULE)
     )
 
     def __init__(
@@ -310,17 +306,15 @@ class MasterWrapper:
         return result
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        def attempt() -> Any:
-            loss = closure()
-            self._receive()
-            return loss
-
         def evaluate() -> Any:
             if not self.first_closure_call_this_step:
                 self._master_params_to_model_params()  # the optimizer has moved the masters
             self.first_closure_call_this_step = False
-            loss = attempt()
-            while self.overflow:
+            while True:
+                loss = closure()
+                self._receive()
+                if not self.overflow:
+                    return loss
                 self._report("Gradient overflow within the closure.  Calling it again")
                 if self.loss_scale <= self.loss_scaler.rule().least:
                     raise RuntimeError(
@@ -328,8 +322,6 @@ class MasterWrapper:
                         f"{self.loss_scale:g}: they hold NaN or inf at any scale. Check the batch "
                         "and the loss."
                     )
-                loss = attempt()
-            return loss
 
         try:
             result = self.optimizer.step(evaluate)
