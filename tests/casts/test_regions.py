@@ -192,6 +192,16 @@ def test_inner_ambient_of_a_block_leaves_the_outer_one(region):
     half.leave_ambient()
 
 
+def test_an_ambient_that_ends_in_a_block_in_which_another_begins_is_off_after_both(region):
+    half = CastRegion(FP16)
+    half.enter_ambient()
+    with torch.autocast("cpu", torch.float16):
+        half.leave_ambient()
+        region.enter_ambient()
+    settle()
+    assert seen() == OFF
+
+
 @pytest.mark.parametrize("ends", ["left", "region gone"])
 @pytest.mark.parametrize("where", ["here", "forward", "amp call"])
 def test_ambient_that_ended_in_another_thread_is_off_at_the_next_forward_or_call(ends, where):

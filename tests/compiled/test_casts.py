@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -74,28 +72,10 @@ def test_compiled_region_gives_the_dtypes_and_gradients_of_eager(model, backend,
     torch.testing.assert_close(model.linear.weight.grad, wanted, rtol=5e-2, atol=5e-2)
 
 
-def test_compiled_region_casts_in_another_thread(model):
-    x, dtypes = torch.randn(3, 4), []
-    run = compiled(model, "aot_eager")
-    thread = threading.Thread(target=lambda: dtypes.extend([y.dtype for y in run(x)]))
-    thread.start()
-    thread.join()
-    assert dtypes == [y.dtype for y in model(x)]
-
-
 def test_compiled_uncast_region_is_off_under_ambient_casts(model):
     model.region.enter_ambient()
     plain = Model(UncastRegion())
     assert {y.dtype for y in compiled(plain, "aot_eager")(torch.randn(3, 4))} == {torch.float32}
-
-
-@pytest.mark.parametrize("cache", [None, True, False])
-def test_users_compiled_autocast_follows_the_table_while_a_region_lives(model, cache):
-    def fn(x):
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-            return torch.mm(x, x).exp()
-
-    assert compiled(fn, "aot_eager")(torch.ones(2, 2)).dtype is torch.float32
 
 
 @pytest.mark.parametrize(

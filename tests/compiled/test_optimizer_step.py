@@ -63,16 +63,6 @@ def test_compiled_step_equals_eager_and_skips_overflows(level, name):
     assert trained(optimizer)[1] == 2.0**14
 
 
-@pytest.mark.slow
-def test_step_compiled_by_inductor_equals_eager():
-    (model, optimizer), (reference, plain) = optimize("O5", "Adam"), optimize("O5", "Adam")
-    step, _ = compiled(optimizer.step, backend="inductor", fullgraph=False)
-    for x, y in batches(4, {1}):
-        take(model, optimizer, step, x, y)
-        take(reference, plain, plain.step, x, y)
-    assert_close(trained(optimizer)[0], trained(plain)[0], "O0")
-
-
 @SAME_GRAPHS
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", ["SGD", "Adam"])

@@ -5,10 +5,9 @@ Importing this package starts no communication, and works if torch was built wit
 
 import torch
 
-from apex.parallel.convert_syncbn import convert_syncbn_model
 from apex.parallel.distributed import DistributedDataParallel, Reducer, reduce_in_fp32
 from apex.parallel.LARC import LARC
-from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
+from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm, convert_syncbn_model
 from apex.parallel.process_groups import create_syncbn_process_group
 
 __all__ = [

@@ -13,6 +13,7 @@ from apex import _unavailable
 from apex._core import arguments
 from apex._torch.ddp import SENDS_LATER
 from apex.parallel.delayed_reduction import DelayedReduction
+from apex.parallel.flat_calls import Reducer as Reducer
 from apex.parallel.flat_calls import apply_flat_dist_call as apply_flat_dist_call
 from apex.parallel.flat_calls import extract_tensors as extract_tensors
 from apex.parallel.flat_calls import flat_dist_call as flat_dist_call
@@ -21,7 +22,6 @@ from apex.parallel.flat_calls import split_by_type as split_by_type
 from apex.parallel.flat_calls import split_half_float_double as split_half_float_double
 from apex.parallel.flat_calls import unflatten as unflatten
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
-from apex.parallel.reducer import Reducer as Reducer
 
 __getattr__ = _unavailable.names_instead(
     __name__,

@@ -74,9 +74,8 @@ class Ambient:
             above = next((other for other in newer if device in other.before), None)
             if above is not None:
                 above.before[device] = was
-            elif torch.is_autocast_enabled(device) and (
-                torch.get_autocast_dtype(device) is self.dtype
-            ):
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            if dtype is self.dtype and (above is None or above.dtype is not dtype):
                 _switch(device, *was)
         _here.ambients.remove(self)
         if not _here.ambients:

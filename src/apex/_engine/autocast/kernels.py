@@ -139,7 +139,7 @@ def _build(op: str, device: str) -> Kernel:
     call, rules = dispatcher.direct_call(op), rules_for(op, dispatcher.schema(op))
     fall_through, uncast = _fall_through(op, device), dispatcher.without_autocast(device)
     own, native = dispatcher.own_kernel(op, device), native_category(op, device)
-    unless_inside = native if dispatcher.has_autocast(op, device) else None
+    sessionless = native if dispatcher.has_autocast(op, device) else None
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def _build(op: str, device: str) -> Kernel:
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
             before_each_run(_guard(device, low, spec))
-        category = unless_inside if spec is None else _category(op, device, spec, keyset, args)
+        category = sessionless if spec is None else _category(op, device, spec, keyset, args)
         if own is not None and category == native:
             return own(keyset, *args, **kwargs)
         rule = rules.get(category)
