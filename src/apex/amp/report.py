@@ -116,6 +116,20 @@ def _scale_update(session: Session, update: ScaleUpdate) -> None:
         )
 
 
+def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
+    """Logs once that a loss with a static scale is inf or NaN; does not wait for the device."""
+    if session.losses is None or type(loss) is not Tensor or loss.is_meta:
+        return
+    session.losses.send(loss_id, torch.isfinite(loss.detach()).all().reshape(1))
+    if not all(finite for _, (finite,) in session.losses.poll()):
+        session.losses = None
+        _log.warning(
+            f"Loss {loss_id} is inf or NaN at a static scale, where no step is skipped: the weights "
+            f"become NaN. {_TRACE}.",
+            extra={"any_rank": True},
+        )
+
+
 @dataclass(frozen=True)
 class NonfiniteGradient:
     """One parameter whose gradient holds inf or NaN.
