@@ -24,7 +24,7 @@ from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
 from apex._torch import parameters
 from apex._torch.autograd import backward_id
-from apex._torch.copies import HostCopy, capturing
+from apex._torch.copies import HostCopy
 from apex._torch.dynamo import untraced
 
 _dtype = operator.attrgetter("dtype")
@@ -339,8 +339,6 @@ class Binding:
         if isinstance(skipped, bool):
             return skipped
         if self._skip_copy is None:
-            if capturing(skipped.device):
-                return None
             self._skip_copy = HostCopy(skipped)
         copy = self._skip_copy
         return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived

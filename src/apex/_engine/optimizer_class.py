@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from apex._core.mixins import known_with_mixin, mixin_of, with_mixin
+from apex._core.mixins import known_with_mixin, mixin_of, plain_class, with_mixin
 from apex._engine import step as stepping
 from apex._engine.binding import Binding
 from apex._engine.exchange import optimizers_in
@@ -116,7 +116,7 @@ class AmpOptimizer(Optimizer):
         function, arguments, *rest = reduced
         own = own_class(type(self))
         arguments = tuple(own if item is type(self) else item for item in arguments)
-        mixin = _mixin_of(type(self))
+        mixin = mixin_of(type(self))
         named = None if mixin is AmpOptimizer else mixin
         return (rebuild, ("optimizer", named, function, arguments), *rest)
 
@@ -177,7 +177,7 @@ def unbind_class(optimizer: Optimizer) -> None:
 
 def own_class(kind: type[Optimizer]) -> type[Optimizer]:
     """Returns the optimizer's own class, given that one or the generated one."""
-    return kind if mixin_of(kind) is None else cast("type[Optimizer]", kind.__bases__[-1])
+    return plain_class(kind)
 
 
 def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Optimizer]:
@@ -185,10 +185,6 @@ def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Opt
     known = known_with_mixin(mixin, own)
     made = with_mixin(mixin, own) if known is None else known
     return cast("type[Optimizer]", made)
-
-
-def _mixin_of(generated: type[Optimizer]) -> type[AmpOptimizer]:
-    return cast("type[AmpOptimizer]", mixin_of(generated))
 
 
 def rebuild_optimizer(
