@@ -91,7 +91,7 @@ def end_of_pass(session: Session, end: PassEnd) -> None:
 
 
 def _scale_update(session: Session, update: ScaleUpdate) -> None:
-    """Reports an overflow with one line per skipped step; warns after 50 consecutive skips.
+    """Reports an overflow with one line per optimizer; warns after 50 consecutive skips.
 
     With ``verbosity=2``, another line names the nonfinite gradients.
     """
