@@ -29,8 +29,6 @@ _NAMED = 3
 _UNREPORTED = "cast_model_outputs"
 """An option that the start-up report, whose lines are apex's, leaves out."""
 
-_TRACE = "`python -m apex trace train.py` runs the script again and names the operator at fault"
-
 
 def _emits(record: logging.LogRecord) -> bool:
     return ranks.rank() == 0 or getattr(record, "any_rank", False)
@@ -38,11 +36,6 @@ def _emits(record: logging.LogRecord) -> bool:
 
 # Every rank logs the same messages, so only rank 0 emits them, except those of one rank alone.
 _log.addFilter(_emits)
-
-
-def lists_gradients() -> bool:
-    """Returns whether overflow lines are followed by the nonfinite gradients."""
-    return _amp_state.verbosity > 1
 
 
 def start_up(defaults: Properties, properties: Properties) -> None:
@@ -103,14 +96,15 @@ def _scale_update(session: Session, update: ScaleUpdate) -> None:
             f"reducing loss scale to {update.loss_scale}",
             rank0=True,
         )
-    if update.optimizers and lists_gradients() and ranks.rank() == 0:
+    if update.optimizers and _amp_state.verbosity > 1 and ranks.rank() == 0:
         maybe_print(summary(session))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(
             f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; "
             f"its scale is down to {update.loss_scale:g} and the model is not training. "
             f"{summary(session)} No scale mends a NaN; an inf exceeds the range at any scale. "
-            f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
+            "`python -m apex trace train.py` runs the script again and names the operator at "
+            "fault; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
             stacklevel=7,
         )
