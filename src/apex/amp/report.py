@@ -38,6 +38,9 @@ def _emits(record: logging.LogRecord) -> bool:
 _log.addFilter(_emits)
 
 
+_TRACE = "`python -m apex trace train.py` runs the script again and names the operator at fault"
+
+
 def start_up(defaults: Properties, properties: Properties) -> None:
     """Reports the level, its defaults, and the options after the caller's overrides."""
     level = defaults.opt_level
@@ -103,8 +106,7 @@ def _scale_update(session: Session, update: ScaleUpdate) -> None:
             f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; "
             f"its scale is down to {update.loss_scale:g} and the model is not training. "
             f"{summary(session)} No scale mends a NaN; an inf exceeds the range at any scale. "
-            "`python -m apex trace train.py` runs the script again and names the operator at "
-            "fault; a bf16 level ('O4', 'O5') has fp32's range.",
+            f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
             stacklevel=7,
         )
@@ -118,8 +120,8 @@ def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
     if not all(finite for _, (finite,) in session.losses.poll()):
         session.losses = None
         _log.warning(
-            f"Loss {loss_id} is inf or NaN at a static scale, where no step is skipped: the weights "
-            f"become NaN. {_TRACE}.",
+            f"Loss {loss_id} is inf or NaN. Its scale is static, so no step is skipped, and the "
+            f"weights become NaN. {_TRACE}.",
             extra={"any_rank": True},
         )
 
