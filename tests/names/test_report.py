@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex import amp
@@ -40,25 +39,7 @@ def test_the_report_has_apexs_sentences_and_a_line_for_each_property(capsys, lev
     del keep
 
 
-def untrained(capsys, net, params, level="O1", **options):
-    amp.initialize(net, torch.optim.SGD(params, lr=0.1), opt_level=level, **options)
-    return [line for line in capsys.readouterr().out.splitlines() if "in no optimizer" in line]
-
-
-def test_parameters_that_no_optimizer_steps_are_named_in_one_line(capsys):
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    (line,) = untrained(capsys, net, [*net[2].parameters()])
-    assert line.startswith(
-        "Sequential: 4 of 6 parameters that require gradients are in no optimizer "
-        "(0.weight, 0.bias, 1.weight, ...). Nothing steps them, and amp.scale_loss leaves their"
-    )
-    assert len(untrained(capsys, net, net[0].parameters())) == 1  # net[1] alone
-    frozen, teacher = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-    frozen[0].requires_grad_(False)
-    assert untrained(capsys, [frozen, teacher], frozen[1].parameters()) == []
-
-
-@pytest.mark.parametrize(("rank", "verbosity"), [(0, 1), (1, 1), (0, 0)])
+@pytest.mark.parametrize(("rank", "verbosity"), [(0, 1), (0, 2), (1, 1), (0, 0)])
 def test_only_rank_0_reports_and_verbosity_0_is_silent(capsys, rank, verbosity):
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     try:
@@ -67,7 +48,7 @@ def test_only_rank_0_reports_and_verbosity_0_is_silent(capsys, rank, verbosity):
     finally:
         torch.distributed.destroy_process_group()
     out = capsys.readouterr().out
-    speaks = (rank, verbosity) == (0, 1)
+    speaks = rank == 0 and verbosity > 0
     assert ("Selected optimization level O2" in out) is speaks
     assert (LINE.format(0, 32768.0) in out) is speaks
     assert bool(out) is speaks
@@ -88,14 +69,6 @@ def test_an_overflow_is_one_line_for_each_pass(capsys, level):
     assert capsys.readouterr().out == "".join(
         [LINE.format(i, 65536.0 / 2**count) for count in (1, 2, 3, 4) for i in (0, 1)]
     )
-
-
-def test_verbosity_2_names_the_gradients(capsys):
-    model, optimizer = prepared("O2", verbosity=2)
-    overflow(model, optimizer)
-    out = capsys.readouterr().out
-    named = "Nonfinite gradients: last.weight (12 inf of 12).\n"
-    assert out.endswith(LINE.format(0, 32768.0) + named)
 
 
 def skip(optimizer, model, value, times):

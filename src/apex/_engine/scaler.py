@@ -33,8 +33,6 @@ class Scaler(ABC):
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
         loss_id: Index of the loss in its session.
-        block_on_read: Whether to block on the readback, so that a report can still inspect the
-            gradients it names.
         pending: Whether the scale is not updated from the flag yet: the next pass adds to it.
         version: Changes with the scale.
         view: Space for the compatibility view of this scaler.
@@ -52,7 +50,6 @@ class Scaler(ABC):
         self._bind(torch.tensor([first, 0.0], dtype=torch.float32, device="cpu"))
         self.rule = rule
         self.loss_id = loss_id
-        self.block_on_read = False
         self.pending = False
         self.version = 0
         self.view: object = None
@@ -278,9 +275,9 @@ class DynamicScaler(Scaler):
         send()
 
     def read_updates(self) -> list[ScaleUpdate]:
-        """Returns the updates that have reached the host; with ``block_on_read``, all."""
+        """Returns the updates that have reached the host since the last call, oldest first."""
         updates = []
-        for optimizers, (loss_scale, found_inf) in self._readback.poll(wait=self.block_on_read):
+        for optimizers, (loss_scale, found_inf) in self._readback.poll():
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
             updates.append(

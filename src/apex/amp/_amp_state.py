@@ -26,8 +26,7 @@ class AmpState:
     Scripts read and set parts of it through ``amp._amp_state``.
 
     Attributes:
-        verbosity: 0 for no output, 1 for the start-up and overflow reports, 2 to name nonfinite
-            gradients, too.
+        verbosity: 0 for no output, 1 for the start-up and overflow reports.
         hard_override: Whether invalid overrides cause a warning instead of an error.
         allow_incoming_model_not_fp32: Whether 16-bit parameters stay as they come at O0, O1 and
             O4, and float64 models are accepted at O1 and O4, too.

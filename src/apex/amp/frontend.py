@@ -118,8 +118,7 @@ def initialize(
             ``cast_model_type`` return fp32, and others the dtype of their last op.
         num_losses: Number of losses with a scale of their own (``loss_id`` of ``scale_loss``); 0
             where a later call brings the optimizers.
-        verbosity: 0 for no output, 1 for the start-up report and a line per overflow, 2 to name
-            the nonfinite gradients, too (waits for the device after each backward pass).
+        verbosity: 0 for no output, 1 for the start-up report and a line per overflow.
         min_loss_scale: Smallest dynamic scale; it is above 0 in any case.
         max_loss_scale: Largest dynamic scale.
         patch_torch_functions_type: fp16 or bf16, for the op casts of O1 and O4.
@@ -174,7 +173,7 @@ def initialize(
         torch.float32
     """
     if not isinstance(verbosity, int):
-        raise TypeError(f"verbosity is {verbosity!r}; it must be an integer: 0, 1 or 2.")
+        raise TypeError(f"verbosity is {verbosity!r}; it must be an integer: 0 or 1.")
     if not _is_enabled(enabled, opt_level):
         _amp_state.verbosity = verbosity
         _amp_state.opt_properties = Properties({"enabled": False})
@@ -216,10 +215,7 @@ def initialize(
         keep_fp32=flag("keep_fp32_values", keep_fp32_values),
     )
     _amp_state.verbosity = verbosity
-    for scaler in made.scalers:
-        scaler.block_on_read = verbosity > 1
     report.start_up(defaults, properties)
-    report.untrained_parameters(model_list, optimizer_list)
     with all_or_nothing() as undo:
         made.prepare(model_list, optimizer_list, plan, mixin=AmpStashOptimizer, undo=undo)
         undo.push(_amp_state.discard, made)

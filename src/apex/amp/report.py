@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from torch.optim import Optimizer
 from apex._core import finite
 from apex._core.param_groups import params_of
 from apex._engine.events import PassEnd, ScaleUpdate
+from apex._engine.optimizer_class import binding_of
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
-from apex.amp._amp_state import _amp_state, maybe_print
+from apex.amp._amp_state import maybe_print
 from apex.amp.properties import DESCRIPTIONS, Properties
 
 SKIPS_BEFORE_WARNING = 50
@@ -24,7 +26,7 @@ SKIPS_BEFORE_WARNING = 50
 _log = logging.getLogger("apex")
 
 _NAMED = 3
-"""Parameters and gradients that a line names."""
+"""Gradients that a warning names."""
 
 _UNREPORTED = "cast_model_outputs"
 """An option that the start-up report, whose lines are apex's, leaves out."""
@@ -59,27 +61,6 @@ def start_up(defaults: Properties, properties: Properties) -> None:
         maybe_print(line, rank0=True)
 
 
-def untrained_parameters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Reports in one line which parameters of a model that is trained no optimizer steps.
-
-    A layer that was replaced after the optimizer was created is among them.
-    """
-    known = (binding.trained() for session in _amp_state.sessions() for binding in session.bindings)
-    held = {id(param) for params in (*map(params_of, optimizers), *known) for param in params}
-    for model in models if _amp_state.verbosity else ():
-        own = {name: id(p) for name, p in model.named_parameters() if p.requires_grad}
-        left = [name for name, which in own.items() if which not in held]
-        if 0 < len(left) < len(own):
-            names = ", ".join(left[:_NAMED]) + (", ..." if len(left) > _NAMED else "")
-            maybe_print(
-                f"{type(model).__name__}: {len(left)} of {len(own)} parameters that require "
-                f"gradients are in no optimizer ({names}). Nothing steps them, and amp.scale_loss "
-                "leaves their gradients scaled. Pass them to the optimizer, or freeze them with "
-                "requires_grad_(False).",
-                rank0=True,
-            )
-
-
 def end_of_pass(session: Session, end: PassEnd) -> None:
     """Reports the scale updates that have arrived."""
     for update in end.updates:
@@ -87,10 +68,7 @@ def end_of_pass(session: Session, end: PassEnd) -> None:
 
 
 def _scale_update(session: Session, update: ScaleUpdate) -> None:
-    """Reports an overflow with one line per optimizer; warns after 50 consecutive skips.
-
-    With ``verbosity=2``, another line names the nonfinite gradients.
-    """
+    """Reports an overflow with one line per optimizer; warns after 50 consecutive skips."""
     if not update.overflow:
         return
     for _ in range(update.optimizers):
@@ -99,13 +77,11 @@ def _scale_update(session: Session, update: ScaleUpdate) -> None:
             f"reducing loss scale to {update.loss_scale}",
             rank0=True,
         )
-    if update.optimizers and _amp_state.verbosity > 1 and ranks.rank() == 0:
-        maybe_print(summary(session))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(
             f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; "
             f"its scale is down to {update.loss_scale:g} and the model is not training. "
-            f"{summary(session)} No scale mends a NaN; an inf exceeds the range at any scale. "
+            f"{_summary(session)} No scale mends a NaN; an inf exceeds the range at any scale. "
             f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
             stacklevel=7,
@@ -147,29 +123,37 @@ class NonfiniteGradient:
         return f"{self.name} ({', '.join(counts)} of {self.elements})"
 
 
-def nonfinite_gradients(params: Iterable[tuple[str, Tensor]]) -> list[NonfiniteGradient]:
-    """Returns the gradients of named parameters that hold inf or NaN. Waits for the device."""
+def nonfinite_gradients(
+    optimizer: Optimizer, models: Iterable[nn.Module]
+) -> list[NonfiniteGradient]:
+    """Returns the gradients of an optimizer that hold inf or NaN. Waits for the device.
+
+    Args:
+        optimizer: The optimizer, prepared or plain.
+        models: Models with the parameters' names.
+    """
+    names = {id(param): name for model in models for name, param in model.named_parameters()}
+    binding = binding_of(optimizer)
+    weights = {} if binding is None else {id(pair.master): pair.model for pair in binding.pairs}
     found = []
-    for name, param in params:
-        if param.grad is not None:
-            grad = finite.summed_values(dtensor.local(param.grad))
+    for index, param in enumerate(params_of(optimizer)):
+        weight = weights.get(id(param), param)
+        # A step drops the masters' gradients; the model's own stay.
+        if (given := weight.grad if param.grad is None else param.grad) is not None:
+            grad = finite.summed_values(dtensor.local(given))
             counts = torch.stack([torch.isinf(grad).sum(), torch.isnan(grad).sum()])
             inf, nan = counts.tolist()  # sync: a diagnosis of a skipped step
             if inf or nan:
+                name = names.get(id(weight), f"parameter {index}")
                 found.append(NonfiniteGradient(name, inf, nan, grad.numel()))
     return found
 
 
-def summary(session: Session) -> str:
+def _summary(session: Session) -> str:
     """Returns a sentence that names the first nonfinite gradients. Waits for the device."""
-    names = {id(p): name for model in session.models for name, p in model.named_parameters()}
-    params = {}
-    for binding in session.bindings:
-        models = {id(pair.master): pair.model for pair in binding.pairs}
-        for param in binding.params():
-            own = models.get(id(param), param)
-            params[names.get(id(own), "(a parameter of no initialized model)")] = param
-    found = [*map(str, nonfinite_gradients(params.items()))]
+    optimizers = [binding.optimizer for binding in session.bindings]
+    each = (nonfinite_gradients(optimizer, session.models) for optimizer in optimizers)
+    found = [*map(str, chain.from_iterable(each))]
     if not found:
         return "No gradient holds inf or NaN now: they were cleared, or another rank overflowed."
     more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""

@@ -29,8 +29,7 @@ from apex.debug.place import unwrapped
 def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[NonfiniteGradient]:
     """Returns the gradients that hold inf or NaN; empty if all are finite or cleared.
 
-    Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device. With
-    ``verbosity=2``, ``amp.initialize`` prints the same list at every overflow.
+    Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device.
 
     Args:
         optimizer: An optimizer prepared by ``amp.initialize``, at any level, or that of a plain
@@ -58,15 +57,7 @@ def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[Nonfi
         models = [model]
     elif binding is not None and isinstance(binding.owner, Session):
         models = binding.owner.models
-    names = {id(p): name for each in models for name, p in unwrapped(each).named_parameters()}
-    # A step drops the masters' gradients; the model's own stay.
-    weights = {id(pair.master): pair.model for pair in (() if binding is None else binding.pairs)}
-    found = []
-    for index, param in enumerate(params_of(own)):
-        weight = weights.get(id(param), param)
-        name = names.get(id(weight), f"parameter {index}")
-        found.append((name, weight if param.grad is None else param))
-    return nonfinite_gradients(found)
+    return nonfinite_gradients(own, map(unwrapped, models))
 
 
 # -- numerics --------------------------------------------------------------------------------------
