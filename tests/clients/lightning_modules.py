@@ -55,7 +55,7 @@ def adversaries(pl):
     class Adversaries(pl.LightningModule):
         """Two optimizers, which the module steps itself, and two losses."""
 
-        automatic_optimization, two_scales = False, False
+        automatic_optimization, two_scales, own_dtype = False, False, False
 
         def __init__(self):
             super().__init__()
@@ -63,14 +63,16 @@ def adversaries(pl):
             self.generator, self.critic = nn.Linear(2, 6), nn.Linear(6, 1)
 
         def training_step(self, batch, index):
-            noise = torch.randn(8, 2, generator=torch.Generator().manual_seed(index))
+            inputs = torch.randn(8, 2, generator=torch.Generator().manual_seed(index)), batch[0]
+            dtype = self.generator.weight.dtype if self.own_dtype else torch.float32
+            noise, real = (each.to(dtype) for each in inputs)
             for number, (optimizer, sign) in enumerate(
                 zip(self.optimizers(), (1, -1), strict=True)
             ):
-                gap = self.critic(self.generator(noise)) - self.critic(batch[0])
+                gap = self.critic(self.generator(noise)) - self.critic(real)
                 optimizer.zero_grad()
                 scale = {"loss_id": number} if self.two_scales else {}
-                self.manual_backward(F.softplus(sign * gap).mean(), **scale)
+                self.manual_backward(F.softplus(sign * gap.float()).mean(), **scale)
                 optimizer.step()
 
         def configure_optimizers(self):

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from tests.clients.classes import EXACT, LEVELS, data, masters
 from tests.clients.libraries import need, of_its_time
-from tests.clients.lightning_modules import classifier, trainer
+from tests.clients.lightning_modules import adversaries, classifier, trainer
 
 pl = need("pytorch_lightning")
 plugins = need("pytorch_lightning.plugins")
@@ -34,6 +34,17 @@ def test_the_plugin_trains_as_fp32_does(level, options):
     fit(module, level, **options)
     assert sum(module.losses[-4:]) < 0.7 * sum(module.losses[:4])
     assert_close(module.losses, plain.losses, rtol=0 if level == "O0" else 0.01, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_module_steps_two_optimizers_itself(level):
+    plain, module = adversaries(pl), adversaries(pl)
+    fit(plain, None)
+    module.own_dtype = True  # Lightning 1 calls training_step without the model's casts
+    made = fit(module, level)
+    for optimizer, part in zip(made.optimizers, (plain.critic, plain.generator), strict=True):
+        # Adam moves a parameter by 2e-2 a step at first, whatever the gradient's size.
+        assert_close(masters(optimizer), [*map(torch.detach, part.parameters())], rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("level", LEVELS)
