@@ -49,7 +49,7 @@ def write_shared_caches():
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if {"on_two_ranks", "on_four_ranks", "on_ranks"} & {*getattr(item, "fixturenames", ())}:
+        if "on_two_ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))  # one pool of processes
         skipped = Place(item).skipped
         if skipped is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -183,11 +184,9 @@ KEEPING = {
 }
 
 
-@pytest.mark.parametrize("name", KEEPING)
-def test_what_moves_values_keeps_its_dtype_on_every_device(region, low, device, name):
+def test_what_moves_values_keeps_its_dtype_on_every_device(region, low, device):
     """torch's own autocast runs these in fp32 on a CPU, and nowhere else."""
-    fn, shape = KEEPING[name]
-    for dtype in (low, torch.float32):
+    for (fn, shape), dtype in itertools.product(KEEPING.values(), (low, torch.float32)):
         x = torch.randn(shape, device=device).to(dtype).requires_grad_()
         result = region.run(fn, x)
         assert result.dtype is dtype

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -39,6 +40,24 @@ def test_every_pass_is_recorded_with_the_norm_of_unscaled_gradients(level):
     assert [item.index for item in history.passes] == [0, 1, 2]
     assert [item.grad_norm for item in history.passes] == pytest.approx(norms, rel=1e-6)
     assert history.skipped == 0
+
+
+def test_the_plot_shows_scales_and_marks_overflows(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    model, optimizer = prepared("O2")
+    history = amp.debug.History(optimizer)
+    for x, y in (batch(), overflowing(), batch()):
+        train_step(model, optimizer, x, y)
+    figure = history.plot()
+    scales, norms = figure.axes
+    assert list(scales.lines[0].get_ydata()) == [2.0**16, 2.0**15, 2.0**15]
+    assert (list(scales.lines[1].get_xdata()), list(scales.lines[1].get_ydata())) == ([1], [2**15])
+    assert len(norms.lines[0].get_ydata()) == 3
+    figure.savefig(tmp_path / "history.png")
+    assert (tmp_path / "history.png").stat().st_size > 1000
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'apex-amp\[plot\]'"):
+        history.plot()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -15,7 +15,8 @@ from tests.model.nets import LOW, Net, converted, dtypes_of, x
 
 
 def test_parameters_and_buffers_are_cast_but_batch_norm_and_integers():
-    dtypes = dtypes_of(converted(Net()))
+    assert set(dtypes_of(converted(nn.Linear(2, 2).double(), "O0")).values()) == {torch.float32}
+    dtypes = dtypes_of(converted(Net().double()))
     assert {name for name, dtype in dtypes.items() if dtype is LOW} == {
         "first.weight",
         "first.bias",
@@ -32,12 +33,6 @@ def test_parametrized_batch_norm_is_kept_with_all_below():
     parametrize.register_parametrization(model[0], "weight", nn.Softplus())
     converted(model)
     assert all(p.dtype is torch.float32 for p in model.parameters())
-
-
-@pytest.mark.parametrize(("level", "expected"), [("O0", torch.float32), ("O5", LOW)])
-def test_doubles_are_cast_too(level, expected):
-    model = converted(nn.Linear(2, 2).double(), level)
-    assert model.weight.dtype is expected
 
 
 def test_gradients_are_cast_with_their_parameters():
@@ -215,3 +210,32 @@ def test_a_failing_cast_leaves_the_model_as_it_was():
     assert model[0].weight.dtype is torch.float32
     assert model[0].weight.grad is grad
     assert model.__dict__.keys() == nn.Sequential().__dict__.keys()
+
+
+class Proxy:
+    """Stands for a module, and doubles what it gives, as the models of some libraries do."""
+
+    def __init__(self, module):
+        self.module = module
+
+    __class__ = property(lambda self: type(self.__dict__["module"]))
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["module"], name)
+
+    def __call__(self, x):
+        return self.module(x) * 2
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4", "O5"])
+def test_a_proxy_of_a_module_is_prepared_where_weights_stay_fp32_and_else_refused(level):
+    model = Proxy(nn.Linear(3, 2))
+    if level == "O5":
+        with pytest.raises(TypeError, match="Pass the module inside it"):
+            converted(model, level)
+        return
+    assert converted(model, level) is model
+    dtype = {"O0": torch.float32, "O1": torch.float16, "O4": LOW}[level]
+    assert model(x()).dtype is dtype
+    restore(model)
+    assert model(x()).dtype is torch.float32

@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 
 from apex.amp import restore
 from tests.model.nets import LOW, Echo, Net, converted, dtypes_of, x
@@ -101,13 +100,6 @@ def test_an_object_of_the_generated_class_that_is_not_converted_copies():
     for duplicate in (copy.copy, copy.deepcopy):
         twin = duplicate(model)
         assert torch.equal(twin.weight, model.weight)
-
-
-def test_a_parametrized_model_that_is_converted_copies():
-    model = converted(parametrizations.weight_norm(nn.Linear(3, 2)))
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(x()), model(x()))
-    assert twin.parametrizations.weight.original0 is not model.parametrizations.weight.original0
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])

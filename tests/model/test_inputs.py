@@ -165,11 +165,6 @@ class InPlace(Tokens):
         self.ids, self.x = self.ids.to(target), self.x.to(target)
 
 
-class Typed(Tokens):
-    def to(self, dtype):
-        return Typed(self.ids.type(dtype), self.x.type(dtype))
-
-
 class Encoding(UserDict):
     """A tokenizer's batch, which changes itself."""
 
@@ -210,7 +205,7 @@ class Named(Tokens):
 
 
 IDS = torch.tensor([257, 4097])
-CASTABLE = [Tokens, InPlace, Typed, lambda ids, x: Encoding(ids=ids, x=x), Record]
+CASTABLE = [Tokens, InPlace, lambda ids, x: Encoding(ids=ids, x=x), Record]
 
 
 class Table(nn.Module):

@@ -19,9 +19,6 @@ from apex._torch.dynamo import untraced
 if TYPE_CHECKING:
     from apex._engine.binding import Binding
 
-_PIECE = 2**19
-"""Elements whose norm is taken at once: torch may copy them to fp32 for it."""
-
 
 @untraced
 @torch.no_grad()
@@ -58,7 +55,7 @@ def clip_grad_norm_(
         return total.full_tensor() if dtensor.is_dtensor(total) else total
     if not (waiting or own):
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    norm = _norm(_grads(waiting, own), norm_type)
+    norm = norms.global_norm(_grads(waiting, own), norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "
@@ -77,23 +74,3 @@ def clip_grad_norm_(
 def _grads(waiting: Sequence[Pair], own: Sequence[Tensor]) -> list[Tensor]:
     grads = [grad for pair in waiting if (grad := pair.waiting) is not None]
     return [*grads, *(grad for param in own if (grad := param.grad) is not None)]
-
-
-def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Returns the norm of plain gradients in fp32; fp64 for fp64 ones."""
-    found = [
-        torch.linalg.vector_norm(
-            piece, norm_type, dtype=torch.promote_types(piece.dtype, torch.float32)
-        )
-        for grad in grads
-        for piece in _flat(grad).split(_PIECE)  # type: ignore[no-untyped-call]
-    ]
-    stacked = norms.stacked(found, grads[0].device)
-    if norm_type == 0.0:
-        return stacked.sum()
-    total: Tensor = torch.linalg.vector_norm(stacked, norm_type)
-    return total
-
-
-def _flat(grad: Tensor) -> Tensor:
-    return (torch.view_as_real(grad) if grad.is_complex() else grad).reshape(-1)

@@ -26,8 +26,8 @@ _SENTINELS = 8
 """Parameters whose gradients are inspected."""
 
 _LIBRARIES = (
-    os.path.dirname(os.path.dirname(__file__)),
-    os.path.dirname(torch.__file__),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+    os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,
 )
 _AT_USERS_LINE: dict[str, Any] = (

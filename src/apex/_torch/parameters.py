@@ -15,9 +15,6 @@ set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 set_grad: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 """torch's own setter of ``param.grad``, past a property of its class."""
 
-swap: Any = torch.utils.swap_tensors
-"""Exchanges the values and classes of two tensors; each stays the same object."""
-
 grad_of: Callable[[Tensor], Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 """Returns the gradient that autograd holds for a parameter, past a property of its class."""
 

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
 from apex.debug.common import counted, inner, json_types, percent
 from apex.debug.overflow import OverflowTrace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _log = logging.getLogger("apex")
 
@@ -164,9 +167,8 @@ class History:
         passes = self.passes
         if not passes:
             return "No backward pass recorded yet."
-        losses, lines = sorted({item.loss_id for item in passes}), []
-        for loss_id in losses:
-            own = [item for item in passes if item.loss_id == loss_id]
+        losses, lines = _by_loss(passes), []
+        for loss_id, own in losses.items():
             skipped = sum(item.overflow for item in own)
             name = f"Loss {loss_id}: " if len(losses) > 1 else ""
             share = f" ({percent(skipped / len(own))})" if skipped else ""
@@ -191,6 +193,34 @@ class History:
             writer.add_scalar(f"{prefix}/overflow/{item.loss_id}", int(item.overflow), item.index)
             writer.add_scalar(f"{prefix}/grad_norm/{item.loss_id}", item.grad_norm, item.index)
 
+    def plot(self) -> Figure:
+        """Returns a matplotlib figure of loss scales, overflows and gradient norms.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "amp.debug.History.plot needs matplotlib: pip install 'apex-amp[plot]'. "
+                "history.to_json() has the same data."
+            ) from error
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        scales, norms = cast(Any, figure.subplots(2, 1, sharex=True))
+        for loss_id, own in _by_loss(self.passes).items():
+            index = [item.index for item in own]
+            name, skipped = f"loss {loss_id}", [item for item in own if item.overflow]
+            scales.step(index, [item.loss_scale for item in own], where="post", label=name)
+            overflows = [item.index for item in skipped], [item.loss_scale for item in skipped]
+            scales.plot(*overflows, "v", label=f"{name}: overflow, step skipped ({len(skipped)})")
+            norms.plot(index, [item.grad_norm for item in own])
+        scales.set(ylabel="loss scale")
+        scales.set_yscale("log", base=2)
+        scales.legend()
+        norms.set(ylabel="gradient norm", yscale="log", xlabel="backward pass")
+        return figure
+
     @torch.no_grad()
     @suspend_modes()
     def _end_of_pass(self, session: Session, end: PassEnd, optimizer: Optimizer) -> None:
@@ -207,6 +237,11 @@ class History:
         for loss_id, (scale, found_inf, norm) in self._readback.poll(wait=wait):
             self._passes.append(Pass(self._seen, loss_id, scale, found_inf != 0.0, norm))
             self._seen += 1
+
+
+def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
+    losses = sorted({item.loss_id for item in passes})
+    return {loss_id: [item for item in passes if item.loss_id == loss_id] for loss_id in losses}
 
 
 def _details(passes: Sequence[Pass]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.dtypes import LOW_PRECISION
 from apex._core.foreach.adam import AdamRule, adam_
+from apex._core.foreach.norms import global_norm
 from apex._core.foreach.scalars import as_tensor
 from apex._core.foreach.working import math_dtype, store
 from apex._torch.copies import moved
@@ -20,7 +21,6 @@ from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,
     adam_defaults,
-    global_norm,
 )
 
 
@@ -152,7 +152,8 @@ class FusedAdam(FusedOptimizer):
             if not (own and largest):
                 continue
             known = None if self._norms is None else as_tensor(self._norms[index], own[0].device)
-            norm = global_norm(own) if known is None else known
+            grads = [grad for batch in own for grad in batch.grads]
+            norm = global_norm(grads) if known is None else known
             divisor = ((norm + 1e-6) / largest).clamp(min=1.0)
             for batch in own:
                 wide = [grad.to(math_dtype(grad)) for grad in batch.grads]

@@ -9,13 +9,13 @@ from torch.optim.optimizer import ParamsT
 import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.foreach.lamb import clip_divisor, lamb_
+from apex._core.foreach.norms import global_norm
 from apex._core.foreach.scalars import Scalar, as_tensor
 from apex._core.foreach.working import store
 from apex.optimizers.fused_optimizer import (
     Batch,
     FusedOptimizer,
     adam_defaults,
-    global_norm,
 )
 
 
@@ -80,8 +80,9 @@ class FusedLAMB(FusedOptimizer):
     def prepare(self, batches: list[Batch]) -> None:
         """Takes the global norm of all gradients."""
         largest = self.defaults["max_grad_norm"]
-        clips = batches and largest
-        self._divisor = clip_divisor(global_norm(batches), largest) if clips else 1.0
+        grads = [grad for batch in batches for grad in batch.grads]
+        clips = grads and largest
+        self._divisor = clip_divisor(global_norm(grads), largest) if clips else 1.0
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""

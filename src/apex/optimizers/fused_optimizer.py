@@ -16,7 +16,6 @@ from apex._core import arguments
 from apex._core.arguments import flag, in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.norms import l2_norms, stacked, total
 from apex._core.foreach.scalars import Scalar, as_scalar, as_tensor, skip_flag
 from apex._core.foreach.working import math_dtype, scale_
 from apex._core.param_groups import params_of, states_in
@@ -315,12 +314,6 @@ def put_on_device(group: dict[str, Any]) -> None:
     device = group["params"][0].device
     group["lr"] = as_tensor(group["lr"], device).clone()
     group["step"] = as_tensor(group.get("step", 0), device).to(torch.int32)
-
-
-def global_norm(batches: Sequence[Batch]) -> Tensor:
-    """Returns the 2-norm of all gradients of at least one batch: 0-d, on the first's device."""
-    device = batches[0].device
-    return total(torch.cat([stacked(l2_norms(batch.grads), device) for batch in batches]))
 
 
 def adam_defaults(

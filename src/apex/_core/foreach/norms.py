@@ -41,7 +41,11 @@ def pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 def _norms_of_pieces(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     listed = [piece for parts in tensors for piece in parts]
-    norms = iter(torch._foreach_norm(listed, 2, dtype=torch.float32) if listed else ())
+    # On a CPU, one call would hold fp32 copies of all 16-bit tensors at once.
+    if any(each.dtype is not torch.float32 and each.device.type == "cpu" for each in listed):
+        norms = iter([torch.linalg.vector_norm(each, dtype=torch.float32) for each in listed])
+    else:
+        norms = iter(torch._foreach_norm(listed, 2, dtype=torch.float32) if listed else ())
     return [
         next(norms) if len(parts) == 1 else total(torch.stack([next(norms) for _ in parts]))
         for parts in tensors
@@ -66,6 +70,19 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 def total(norms: Tensor) -> Tensor:
     """Returns the 2-norm over all tensors (0-d) from their norms (``[N]``); 0 for none."""
     norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
+
+
+def global_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Returns the norm over all of at least one tensor: 0-d, on the first's device."""
+    device = tensors[0].device
+    if norm_type == 2.0:
+        return total(stacked(l2_norms(tensors), device))
+    parts = [part for tensor in tensors for part in pieces(tensor)]
+    wide = [torch.promote_types(part.dtype, torch.float32) for part in parts]
+    found = zip(parts, wide, strict=True)
+    each = stacked([torch.linalg.vector_norm(t, norm_type, dtype=d) for t, d in found], device)
+    norm: Tensor = torch.linalg.vector_norm(each, norm_type) if norm_type else each.sum()
     return norm
 
 

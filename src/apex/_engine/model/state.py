@@ -112,9 +112,9 @@ class ModelState:
             restore(model)
         self.writes.tell(
             "dtype",
-            "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. In 16 "
-            "bits, an optimizer steps them without fp32 masters. For another dtype, call "
-            "amp.restore and then amp.initialize; opt_level O2 or O5 makes masters.",
+            "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. Weights "
+            "cast to 16 bits train without fp32 masters: for those, or another level, call "
+            "amp.restore and then amp.initialize (O2 or O5 for masters).",
             *(type(model).__name__, now, now, before),
         )
         return apply(fn)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from apex._core import arguments
-from apex._core.dtypes import is_low_precision
 from apex._core.finite import group
-from apex._core.foreach.norms import l2_norms, stacked, total
+from apex._core.foreach.norms import global_norm
 from apex._torch.copies import moved
 
 
@@ -51,7 +50,7 @@ def clip_grad_norm_(
         return torch.zeros((), dtype=torch.float32, device="cpu")
     if any(grad.layout is not torch.strided for grad in grads):
         raise TypeError("clip_grad_norm_ takes dense gradients; it got a sparse one.")
-    norm = _global_norm(grads, norm_type)
+    norm = global_norm(grads, norm_type)
     # sync: the caller requests an error, which the host must raise
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -61,13 +60,4 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for same in group(grads):
         torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
-    return norm
-
-
-def _global_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    if norm_type == 2.0:
-        return total(stacked(l2_norms(grads), grads[0].device))
-    wide = (grad.float() if is_low_precision(grad) else grad for grad in grads)
-    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in wide]
-    norm: Tensor = torch.linalg.vector_norm(stacked(norms, grads[0].device), norm_type)
     return norm
