@@ -153,3 +153,15 @@ def test_levels_without_fp16_do_not_warn_and_an_error_changes_nothing():
             ),
         ):
             amp.initialize(Net(), opt_level=level, verbosity=0, **options)
+
+
+@pytest.mark.parametrize(("level", "times"), [("O4", 1), ("O5", 1), ("O1", 0), ("O2", 0)])
+def test_a_loss_that_is_not_finite_is_said_once_where_nothing_skips(level, times, caplog):
+    model, optimizer = prepared(level)
+    for value in (1.0, torch.nan, torch.inf, torch.nan):
+        optimizer.zero_grad()
+        backward(loss_of(model) * value, optimizer)
+        optimizer.step()
+    found = [text for text in caplog.messages if "is inf or NaN" in text]
+    assert len(found) == times
+    assert all("`python -m apex trace train.py`" in text for text in found)

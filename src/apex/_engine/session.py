@@ -32,6 +32,7 @@ from apex._engine.mistakes import Mistakes
 from apex._engine.model import ModelPlan
 from apex._engine.optimizer_class import AmpOptimizer
 from apex._engine.other_steps import OtherSteps
+from apex._engine.readback import Readback
 from apex._engine.registry import Masters
 from apex._engine.scale_loss import BackwardPass
 from apex._engine.scaler import Scaler, scaler_for
@@ -54,6 +55,7 @@ class Session:
         region: Turns op casts on in forward passes; off at levels without op casts.
         options: The options as the public API shows them.
         mistakes: The mistakes found in the training loop.
+        losses: Whether losses that no scale watches are finite; ``None`` once one was not.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Session:
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
         self.mistakes = Mistakes()
+        self.losses: Readback[int] | None = Readback()
 
     # -- setting up --------------------------------------------------------------------------
 

@@ -217,7 +217,7 @@ def initialize(
     )
     _amp_state.verbosity = verbosity
     for scaler in made.scalers:
-        scaler.block_on_read = report.lists_gradients()
+        scaler.block_on_read = verbosity > 1
     report.start_up(defaults, properties)
     report.untrained_parameters(model_list, optimizer_list)
     with all_or_nothing() as undo:

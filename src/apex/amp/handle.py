@@ -18,6 +18,7 @@ from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
+from apex.amp import report
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import AmpStashOptimizer, unwrap, unwrapped
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
@@ -84,10 +85,13 @@ def scale_loss(
     if session is None:
         return nullcontext(loss)
     arguments.loss("amp.scale_loss", loss)
+    scaler = _scaler(session, loss_id)
+    if not scaler.dynamic:
+        report.nonfinite_loss(session, scaler.loss_id, loss)
     return session.backward_pass(
         loss,
         bindings,
-        _scaler(session, loss_id),
+        scaler,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )

@@ -29,8 +29,6 @@ _NAMED = 3
 _UNREPORTED = "cast_model_outputs"
 """An option that the start-up report, whose lines are apex's, leaves out."""
 
-_TRACE = "`python -m apex trace train.py` runs the script again and names the operator at fault"
-
 
 def _emits(record: logging.LogRecord) -> bool:
     return ranks.rank() == 0 or getattr(record, "any_rank", False)
@@ -40,9 +38,7 @@ def _emits(record: logging.LogRecord) -> bool:
 _log.addFilter(_emits)
 
 
-def lists_gradients() -> bool:
-    """Returns whether overflow lines are followed by the nonfinite gradients."""
-    return _amp_state.verbosity > 1
+_TRACE = "`python -m apex trace train.py` runs the script again and names the operator at fault"
 
 
 def start_up(defaults: Properties, properties: Properties) -> None:
@@ -103,7 +99,7 @@ def _scale_update(session: Session, update: ScaleUpdate) -> None:
             f"reducing loss scale to {update.loss_scale}",
             rank0=True,
         )
-    if update.optimizers and lists_gradients() and ranks.rank() == 0:
+    if update.optimizers and _amp_state.verbosity > 1 and ranks.rank() == 0:
         maybe_print(summary(session))
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(
@@ -113,6 +109,20 @@ def _scale_update(session: Session, update: ScaleUpdate) -> None:
             f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
             stacklevel=7,
+        )
+
+
+def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
+    """Logs once that a loss with a static scale is inf or NaN; does not wait for the device."""
+    if session.losses is None or type(loss) is not Tensor or loss.is_meta:
+        return
+    session.losses.send(loss_id, torch.isfinite(loss.detach()).all().reshape(1))
+    if not all(finite for _, (finite,) in session.losses.poll()):
+        session.losses = None
+        _log.warning(
+            f"Loss {loss_id} is inf or NaN. Its scale is static, so no step is skipped, and the "
+            f"weights become NaN. {_TRACE}.",
+            extra={"any_rank": True},
         )
 
 
