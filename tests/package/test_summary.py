@@ -1,11 +1,8 @@
-"""What a run does before its tests, and says at its end."""
+"""What a run says at its end."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,31 +22,16 @@ def test_six(bad): pass
 """
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of these tests in a worker, and the folder of its caches."""
-    folder = tmp_path_factory.mktemp("run")
-    file = folder / "test_some.py"
+def test_a_run_says_how_many_tests_executed_before_the_closing_line(tmp_path):
+    file = tmp_path / "test_some.py"
     file.write_text(TESTS)
     line = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "conftest", "-n", "1"]
     done = subprocess.run(
-        [sys.executable, *line, "--rootdir", str(folder), "-c", "/dev/null", str(file)],
-        cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-        capture_output=True, text=True, check=False,
+        [sys.executable, *line, "--rootdir", str(tmp_path), "-c", "/dev/null", str(file)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return done, folder / "cache"
-
-
-def test_a_run_says_how_many_tests_executed_before_the_closing_line(run):
-    done, _ = run
     *_, ours, closing = done.stdout.splitlines()
     assert ours == (
         "executed 4 of 8 tests: 4 on the CPU; 4 skipped: 3 needs a CUDA device, 1 needs a key"
     ), done.stdout + done.stderr
     assert closing.startswith("1 failed, 2 passed, 4 skipped, 1 xfailed, 1 error")
-
-
-def test_yapf_s_cache_is_written_before_workers_read_it(run):
-    pytest.importorskip("yapf")
-    names = sorted(path.name.split("-")[0] for path in run[1].rglob("*.pickle"))
-    assert names == ["Grammar", "PatternGrammar"]

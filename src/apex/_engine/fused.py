@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from apex._core.param_groups import params_of
+from apex._torch.dynamo import untraced
 
 _KINDS = (SGD, Adagrad, AdamW, Adam)
 
@@ -30,6 +31,7 @@ def reads_gradients_in_kernels(optimizer: Optimizer) -> bool:
     return own is _kind(optimizer) or bool(vars(own).get("gradients_in_kernels"))
 
 
+@untraced
 def skips_in_kernel(optimizer: Optimizer, found_inf: Tensor) -> bool:
     """Returns whether the optimizer's step reads ``found_inf`` on the device and skips by itself.
 

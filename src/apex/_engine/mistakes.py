@@ -77,7 +77,8 @@ class Mistake(enum.Enum):
         "optimizer.step() was called before any backward pass, or after zero_grad(). No parameter "
         "has a gradient, so the step changes nothing. Call it after the backward pass:\n"
         + BLOCK
-        + "    optimizer.step()"
+        + "    optimizer.step()\nIf there was one, the model no longer has the optimizer's "
+        "parameters: call fully_shard, and what else replaces them, before making the optimizer."
     )
     UNPREPARED_OPTIMIZER = (
         "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "
