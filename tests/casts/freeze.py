@@ -13,8 +13,8 @@ import torch
 
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.region import CastRegion
-from tests.casts.op_calls import HOLDERS, calls, convert, tensor_dtypes
-from tests.casts.op_rows import arguments, called, floating, placed, rows
+from tests.casts.op_calls import HOLDERS, calls
+from tests.casts.op_rows import arguments, called, convert, floating, mixes, placed, rows
 
 PATH = Path(__file__).with_name("outcomes.json")
 LOW = (torch.bfloat16, torch.float16)
@@ -29,24 +29,17 @@ def outcomes(device):
             outcome(region, called, row, placed(row, convert(args, *dtypes), device), kwargs)
             for args, kwargs in arguments(row)
             for region in regions
-            for dtypes in mixes(len(floating(args)), region.spec.dtype)
+            for dtypes in mixes(args, region.spec.dtype)
         )
     for call in calls():
         if (fn := function(call)) is None:
             continue
         found["functions"][f"{call.namespace}.{call.name}"] = " ".join(
-            outcome(region, on_copies, fn, convert(call.args, *dtypes, device=device), call.kwargs)
+            outcome(region, on_copies, fn, convert(call.args, *dtypes, device=device))
             for region in regions
-            for dtypes in mixes(len(tensor_dtypes(call.args)), region.spec.dtype)
+            for dtypes in mixes(call.args, region.spec.dtype)
         )
     return found
-
-
-def mixes(tensors, low):
-    """Yields the dtypes that a call's tensors are given, the last repeated."""
-    yield from ([torch.float32], [low])
-    if tensors > 1:
-        yield from ([low, torch.float32], [torch.float32, low])
 
 
 def function(call):
@@ -56,8 +49,8 @@ def function(call):
     return getattr(HOLDERS[call.namespace], call.name, None)
 
 
-def on_copies(fn, args, kwargs):
-    return fn(*copy.deepcopy(args), **kwargs)  # some calls write into them
+def on_copies(fn, args):
+    return fn(*copy.deepcopy(args))  # some calls write into them
 
 
 def outcome(region, fn, *args):

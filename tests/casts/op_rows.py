@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,9 +13,20 @@ from torch.utils._pytree import tree_map_only
 
 from apex._core.op_table import OpTable
 from apex._torch import dispatcher
-from tests.casts.op_calls import floats, signs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def floats(*shape: int, low: float = 0.1, high: float = 0.9) -> Tensor:
+    """Returns values in (low, high), exact in bfloat16 and float16, the same at every call."""
+    count = torch.Size(shape).numel()
+    steps = (torch.arange(count, dtype=torch.float32) * 37 + 11).remainder(64) / 64
+    return (low + (high - low) * steps).bfloat16().half().float().reshape(shape)
+
+
+def signs(*shape: int) -> Tensor:
+    return torch.where(floats(*shape) > 0.5, 1.0, -1.0)
+
 
 _x, _y, _z = floats(2, 3), floats(2, 3, low=0.2), floats(2, 3, low=0.3, high=2.0)
 _square = floats(3, 3) + torch.eye(3)
@@ -105,7 +117,7 @@ _OF_A_DEFINITE = (
     "matrix_sqrth",
 )
 
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **_CONVOLUTIONS,
     **{f"{name}.padding": (*args, [1], "same") for name, args in _CONVOLUTIONS.items()},
     "conv_transpose1d": (floats(2, 3, 8), floats(3, 4, 3), floats(4)),
@@ -234,10 +246,10 @@ def arguments(row: str) -> list[Arguments]:
         return _WITH_OPTIONS[row]
     if "upsample" in row:
         return [(_resized(row), {})]
-    plain = row if row in _ARGUMENTS else row.removesuffix("_")
+    plain = row if row in ARGUMENTS else row.removesuffix("_")
     if row.endswith(".out"):
         return []  # test_op_table.py
-    return [(_ARGUMENTS.get(plain, (_x,)), {})]
+    return [(ARGUMENTS.get(plain, (_x,)), {})]
 
 
 def rows(device: str = "cpu") -> list[str]:
@@ -270,3 +282,22 @@ def placed(row: str, args: Any, device: str) -> Any:
     """Returns the arguments on a device, but the lengths of packed sequences on the host."""
     there = tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
     return (there[0], args[1].cpu(), *there[2:]) if row.endswith(".data") else there
+
+
+def convert(value: Any, *dtypes: torch.dtype, device: str = "cpu") -> Any:
+    """Returns ``value`` with its floating tensors in the dtypes in turn, the last repeated."""
+    left = list(dtypes)
+
+    def placed(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.to(device)
+        return tensor.to(device, left.pop(0) if len(left) > 1 else left[0])
+
+    return tree_map_only(Tensor, placed, value)
+
+
+def mixes(args: Any, low: torch.dtype) -> Iterator[list[torch.dtype]]:
+    """Yields the dtypes that the call's tensors are given, the last repeated."""
+    yield from ([torch.float32], [low])
+    if len(floating(args)) > 1:
+        yield from ([low, torch.float32], [torch.float32, low])

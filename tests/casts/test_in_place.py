@@ -9,7 +9,8 @@ from torch import Tensor
 from apex._core.op_rows import FP32_INPLACE, PRODUCTS
 from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.region import CastRegion
-from tests.casts.op_calls import calls, convert
+from tests.casts.op_calls import calls
+from tests.casts.op_rows import convert
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

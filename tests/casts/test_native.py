@@ -17,8 +17,8 @@ from apex._core.op_rows import NATIVE_DIFFERENCES, WITHOUT_BF16
 from apex._core.op_table import CastSpec, OpTable, operators
 from apex._engine.autocast import kernels
 from apex._torch import dispatcher
-from tests.casts.op_calls import HOLDERS, Call, calls, convert, floats, tensor_dtypes
-from tests.casts.op_rows import arguments, rows
+from tests.casts.op_calls import HOLDERS, Call, calls
+from tests.casts.op_rows import arguments, convert, floating, floats, rows
 
 LOW, FP32 = torch.bfloat16, torch.float32
 ROWS = OpTable.default().rows
@@ -33,8 +33,8 @@ WANTED = {  # by category: dtypes of the result for fp32, bf16 and mixed inputs
 NOT_FAKED = {"equal", "ctc_loss", "grid_sample"}
 AT_LEAST = {"cpu": 30, "cuda": 60, "xpu": 60, "mps": 45}
 MORE = [
-    Call("torch", "tensordot", "", (floats(2, 3), floats(3, 2), 1), {}),
-    Call("torch.linalg", "matrix_norm", "", (floats(2, 2), 2), {}),
+    Call("torch", "tensordot", "", (floats(2, 3), floats(3, 2), 1)),
+    Call("torch.linalg", "matrix_norm", "", (floats(2, 2), 2)),
 ]
 HOLDERS = {**HOLDERS, "torch.linalg": torch.linalg}
 
@@ -68,14 +68,14 @@ def result(call, dtypes, device):
         if device != "cpu":
             args = fake(args, device)
         try:
-            out = getattr(HOLDERS[call.namespace], call.name)(*args, **call.kwargs)
+            out = getattr(HOLDERS[call.namespace], call.name)(*args)
         except (RuntimeError, NotImplementedError):
             return "raises"
         return out.dtype if isinstance(out, Tensor) else type(out)
 
 
 def results(call, device):
-    given = [[FP32], [LOW], [LOW, FP32]][: 3 if len(tensor_dtypes(call.args)) > 1 else 2]
+    given = [[FP32], [LOW], [LOW, FP32]][: 3 if len(floating(call.args)) > 1 else 2]
     return tuple(result(call, dtypes, device) for dtypes in given)
 
 

@@ -19,8 +19,7 @@ from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.kernels import native_category
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher
-from tests.casts.op_calls import convert
-from tests.casts.op_rows import arguments, called, floating, placed, rows
+from tests.casts.op_rows import arguments, called, convert, floating, mixes, placed, rows
 
 FP32 = torch.float32
 LOW = [torch.bfloat16, torch.float16]
@@ -57,13 +56,6 @@ def region(low, device):
 def end_regions():
     yield
     region.cache_clear()
-
-
-def mixes(args, low):
-    """Yields the dtypes that the call's tensors are given, the last repeated."""
-    yield from ([FP32], [low])
-    if len(floating(args)) > 1:
-        yield from ([low, FP32], [FP32, low])
 
 
 def wanted(row, dtypes, low, device="cpu"):

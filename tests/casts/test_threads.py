@@ -79,7 +79,7 @@ class Products(Dataset):
 
 def loaded(method):
     loader = DataLoader(
-        Products(), batch_size=4, num_workers=2, multiprocessing_context=method, timeout=60
+        Products(), batch_size=4, num_workers=1, multiprocessing_context=method, timeout=60
     )
     return torch.cat(list(loader))
 

@@ -64,8 +64,7 @@ def test_compiled_step_equals_eager_and_skips_overflows(level, name):
 
 
 @SAME_GRAPHS
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize(("level", "name"), [("O1", "SGD"), ("O2", "Adam")])
 def test_compiled_step_compiles_as_often_as_torchs(level, name):
     model = net()
     plain = OPTIMIZERS[name](model.parameters())

@@ -42,14 +42,14 @@ def test_compiled_step_trains_as_eager_and_skips_overflows(level):
 
 
 @SAME_GRAPHS
-@pytest.mark.parametrize("optimizer_name", ["SGD", "Adam", "fused AdamW"])
+@pytest.mark.parametrize("optimizer_name", ["SGD", "fused AdamW"])
 def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_name):
     model, optimizer = prepared("O2", OPTIMIZERS[optimizer_name])
     step, graphs = compiled(lambda x, y: train_step(model, optimizer, x, y), fullgraph=False)
     for x, y in batches(5):
         step(x, y)
     # torch's SGD compiles again when its momentum is there; fused steps are kernels already.
-    assert graphs.frame_count == {"SGD": 3, "Adam": 2, "fused AdamW": 1}[optimizer_name]
+    assert graphs.frame_count == {"SGD": 3, "fused AdamW": 1}[optimizer_name]
 
 
 def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():

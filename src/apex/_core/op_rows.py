@@ -120,7 +120,7 @@ FP16_RANGE: frozenset[str] = frozenset({"gelu"})
 """fp32 rows that only guard the range of fp16; bf16, which has that of fp32, needs none (O4).
 
 In bf16 such an operator and its gradient lose one rounding and no more, and no ``torch.autocast``
-runs it in fp32. ``tests/support/reference/op_errors.py`` measures both for every fp32 row.
+runs it in fp32. ``benchmarks/op_errors.py`` measures both for every fp32 row.
 """
 
 COVERED_INSIDE: frozenset[str] = frozenset(

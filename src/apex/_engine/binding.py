@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,67 +16,19 @@ from apex._core import dtypes, finite
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import masters
 from apex._engine.exchange import exchange
-from apex._engine.gradients import PassGradients
 from apex._engine.masters import LazyMaster, Master, Pair
-from apex._engine.mistakes import Mistakes
 from apex._engine.registry import Masters
-from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty
 from apex._torch import parameters
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy
 from apex._torch.dynamo import untraced
 
+if TYPE_CHECKING:
+    from apex._engine.scale_loss import BackwardPass
+    from apex._engine.session import Session
+
 _dtype = operator.attrgetter("dtype")
-
-
-class Owner(Protocol):
-    """The session of a binding."""
-
-    @property
-    def masters(self) -> Masters:
-        """The session's masters."""
-
-    @property
-    def bindings(self) -> Sequence[Binding]:
-        """Those of the session's optimizers."""
-
-    @property
-    def mistakes(self) -> Mistakes:
-        """The mistakes found in the session."""
-
-    @property
-    def needs_scale(self) -> bool:
-        """Whether gradients are fp16 and losses are scaled."""
-
-    @property
-    def can_skip(self) -> bool:
-        """Whether an overflow may skip a step: whether any loss scale is dynamic."""
-
-    def register(self, binding: Binding) -> None:
-        """Adds a new or copied binding."""
-
-    def forget(self, binding: Binding) -> None:
-        """Removes a closed binding."""
-
-    def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
-        """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""
-
-    def convert_late(self, params: Iterable[Tensor]) -> None:
-        """Converts modules added to the models since ``initialize`` that hold ``params``."""
-
-
-class OpenPass(Protocol):
-    """A backward pass whose gradients are not unscaled yet."""
-
-    gradients: PassGradients
-
-    @property
-    def is_open(self) -> bool:
-        """Whether its block has been entered and not left."""
-
-    def finish(self) -> None:
-        """Unscales the gradients now; idempotent."""
 
 
 class Binding:
@@ -100,37 +52,25 @@ class Binding:
         shared: The ids of pairs that other optimizers step, too; set by the step.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        master_weights: bool,
-        owner: Owner | None = None,
-        source: Masters | None = None,
-        undo: Undo | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, owner: Session) -> None:
         """Puts masters into the optimizer's groups and moves its state to them.
 
         Args:
             optimizer: Any optimizer; its group dicts and lists keep their identity.
-            master_weights: Whether low-precision parameters get fp32 masters.
             owner: The session.
-            source: The registry of masters; ``None`` for the owner's, or a new one without owner.
-            undo: Receives the inverse.
         """
         self.attach(optimizer)
         self.pairs: list[Pair] = []
-        self.master_weights = master_weights
-        self.owner = owner
+        self.master_weights = owner.policy.master_weights
+        self.owner: Session | None = owner
         self.inner_step: Callable[..., Any] | None = None
         self.view: object = None
-        self._source = source or (Masters() if owner is None else owner.masters)
+        self._source = owner.masters
         self._begin_anew()
-        with all_or_nothing(undo) as steps:
-            self.adopt(optimizer.param_groups, steps)
+        self.adopt(optimizer.param_groups)
 
     def _begin_anew(self) -> None:
-        self.open_pass: OpenPass | None = None
+        self.open_pass: BackwardPass | None = None
         self.found_inf: Tensor | None = None
         self.checked = self.used = self.stepping = self.got_scaled = False
         self.skipped: Tensor | bool = False
@@ -179,32 +119,19 @@ class Binding:
         owned = {id(pair.master) for pair in self.pairs if id(pair.model) in given}
         return not owned.isdisjoint(map(id, self.params()))
 
-    def adopt(self, groups: list[dict[str, Any]], undo: Undo) -> None:
-        """Puts masters in place of trained low-precision parameters in ``groups``.
+    def adopt(self, groups: list[dict[str, Any]]) -> None:
+        """Puts masters in place of trained low-precision parameters in ``groups``, all or none.
 
         A frozen parameter stays and gets its master when unfrozen.
-
-        Args:
-            groups: Groups of the optimizer.
-            undo: Receives the inverse.
         """
         if not self.master_weights:
             return
+        params = params_in(groups)
+        low = [param for param in params if dtypes.is_low_precision(param) and is_trained(param)]
+        made = {id(param): self._source.make(param, self) for param in low}
         known = {id(pair.model) for pair in self.pairs}
-        undo.push(self._undo_adopt, len(self.pairs))
-        new: dict[int, nn.Parameter] = {}
-        for param in params_in(groups):
-            if dtypes.is_low_precision(param) and is_trained(param):
-                pair = self._source.make(param, self)
-                new[id(param)] = pair.master
-                if id(param) not in known:
-                    known.add(id(param))
-                    self.pairs.append(pair)
-        exchange(self.optimizer, new)
-
-    def _undo_adopt(self, pairs: int) -> None:
-        exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs[pairs:]})
-        del self.pairs[pairs:]
+        self.pairs += [pair for key, pair in made.items() if key not in known]
+        exchange(self.optimizer, {key: pair.master for key, pair in made.items()})
 
     @untraced
     def adopt_new(self) -> None:
@@ -212,8 +139,7 @@ class Binding:
         if not self.master_weights:
             return
         if not {*map(_dtype, self.params())}.isdisjoint(dtypes.LOW_PRECISION):
-            with all_or_nothing() as undo:
-                self.adopt(self.optimizer.param_groups, undo)
+            self.adopt(self.optimizer.param_groups)
 
     def close(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""

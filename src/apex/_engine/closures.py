@@ -40,26 +40,21 @@ def run(
         return step(_evaluation(binding, closure, off))
     before = _snapshot(binding)
     losses: list[Any] = []
-    skipped: list[bool] = []
     evaluate = _evaluation(binding, closure, off)
 
     @untraced_frame
     def evaluate_or_skip() -> Any:
         losses.append(evaluate())
         if binding.overflowed():
-            skipped.append(True)
             raise _SkipStep
         return losses[-1]
 
     try:
-        result = step(evaluate_or_skip)
+        return step(evaluate_or_skip)
     except BaseException as error:
         _restore(binding, before)
         if not isinstance(error, _SkipStep):
             raise
-    if not skipped:
-        return result
-    _restore(binding, before)  # also if the optimizer caught _SkipStep
     binding.skipped = True
     return losses[0]
 

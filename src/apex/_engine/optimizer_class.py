@@ -6,10 +6,9 @@ import functools
 import inspect
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 from torch.optim import Optimizer
 
 from apex._core.mixins import known_with_mixin, mixin_of, plain_class, with_mixin
@@ -101,14 +100,18 @@ class AmpOptimizer(Optimizer):
         if binding is None:
             super().add_param_group(param_group)
             return
-        _check_group(binding, param_group)
         with all_or_nothing() as undo:
             undo.push(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
             super().add_param_group(param_group)
             group = self.param_groups[-1]
+            if binding.steps_any(group["params"]):
+                raise ValueError(
+                    "add_param_group got a parameter that is already in a group of this "
+                    "optimizer, as its fp32 master. Each parameter may be in one group only."
+                )
             if binding.owner is not None:
                 binding.owner.convert_late(group["params"])
-            binding.adopt([group], undo)
+            binding.adopt([group])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
@@ -209,17 +212,3 @@ def _wrap_step(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[...,
         return AmpOptimizer.step(cast(AmpOptimizer, target), *args, **kwargs)
 
     return step
-
-
-def _check_group(binding: Binding, group: Any) -> None:
-    """Refuses a parameter whose master is in a group already, which torch does not find."""
-    given = group.get("params", ()) if isinstance(group, dict) else ()  # torch tells what is wrong
-    if isinstance(given, Iterator):
-        given = group["params"] = list(given)
-    params = [given] if isinstance(given, torch.Tensor) else given
-    tensors = (item[1] if isinstance(item, tuple) else item for item in params)
-    if binding.steps_any(each for each in tensors if isinstance(each, torch.Tensor)):
-        raise ValueError(
-            "add_param_group got a parameter that is already in a group of this optimizer, as its "
-            "fp32 master. Each parameter may be in one group only."
-        )

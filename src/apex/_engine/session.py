@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import model as conversion
-from apex._engine import optimizer_class
+from apex._engine import optimizer_class, other_steps
 from apex._engine import restore as restoring
 from apex._engine.autocast.ambient import settle
 from apex._engine.autocast.region import CastRegion, UncastRegion
@@ -31,7 +30,6 @@ from apex._engine.masters import LazyMaster, Master
 from apex._engine.mistakes import Mistakes
 from apex._engine.model import ModelPlan
 from apex._engine.optimizer_class import AmpOptimizer
-from apex._engine.other_steps import OtherSteps
 from apex._engine.readback import Readback
 from apex._engine.registry import Masters
 from apex._engine.scale_loss import BackwardPass
@@ -98,7 +96,6 @@ class Session:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._communicator = Communicator(self.scalers, self.masters)
         self._shards: list[weakref.ref[object]] = []
-        self._other_steps: OtherSteps | None = None
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
         self.mistakes = Mistakes()
@@ -134,11 +131,10 @@ class Session:
                 self.bind(optimizer, mixin=mixin, undo=steps)
             steps.push(self.close)
             self.start()
-            if self.policy.master_weights:
-                params = chain.from_iterable(model.parameters() for model in models)
-                self._other_steps = OtherSteps(self.masters, self.mistakes, params)
-            restoring.match_states(optimizers, old_dtypes)
             self._models.update(models)
+            if self.policy.master_weights:
+                other_steps.hook.add(self)
+            restoring.match_states(optimizers, old_dtypes)
             groups = (group for model in models for group in fsdp.param_groups(model))
             self._shards += map(weakref.ref, groups)
 
@@ -204,12 +200,8 @@ class Session:
     ) -> None:
         """Binds one more optimizer; pushes the inverse to ``undo``."""
         with all_or_nothing(undo) as steps:
-            binding = Binding(
-                optimizer,
-                master_weights=self.policy.master_weights,
-                owner=self,
-                undo=steps,
-            )
+            binding = Binding(optimizer, self)
+            steps.push(binding.close)
             steps.push(self.forget, binding)
             steps.push(optimizer_class.unbind_class, optimizer)
             optimizer_class.bind_class(optimizer, binding, mixin)
@@ -250,7 +242,8 @@ class Session:
         owners: dict[Any, None] = {self: None, **{binding.owner: None for binding in bindings}}
         regions = [owner.region for owner in owners if owner.casting] or [self.region]
         # Gradients stay scaled until ranks share them: later passes add scaled ones.
-        sends = [_sends(binding) for binding in bindings]  # of each, as ranks may communicate here
+        # Asks of each, as ranks may communicate here.
+        sends = [each.owner is None or each.owner.sends(each) for each in bindings]
         delays = delay_unscale or not all(sends)
         sharing, others = [*bindings], list[Binding]()
         for owner in owners:
@@ -315,6 +308,10 @@ class Session:
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)
 
+    def sends(self, binding: Binding) -> bool:
+        """Returns whether ranks share the gradients of a pass that begins now, if they are to."""
+        return self._communicator.sends(binding)
+
     def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
         """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""
         if len(self._bindings) == 1 and len(bindings) == 1 and bindings[0].owner is self:
@@ -335,13 +332,6 @@ class Session:
         cleared = self.masters.clear_grads({*map(id, params)}, set_to_none=set_to_none)
         for binding in self.bindings:
             binding.note_cleared(cleared)
-
-
-def _sends(binding: Binding) -> bool:
-    """Returns whether ranks share the gradients of a pass that begins now, if they are to."""
-    owner: Any = binding.owner
-    communicator: Communicator = owner._communicator
-    return communicator.sends(binding)
 
 
 def _end(region: CastRegion, functions: UserRegistry | None) -> None:

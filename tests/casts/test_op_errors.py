@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex._core.op_rows import FP16_RANGE
-from tests.support.reference import op_errors
+from benchmarks import op_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 

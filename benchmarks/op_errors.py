@@ -1,8 +1,7 @@
 """What each fp32 row would lose in bf16, and so which rows O4 needs.
 
-``python -m tests.support.reference.op_errors`` measures the running torch on the CPU and writes
-the table
-of the documentation.
+``python -m benchmarks.op_errors`` measures the running torch on the CPU and writes the table of the
+documentation.
 
 The inputs are exact in bf16. A call computes from them in bf16, and in fp32 as its row has it,
 whose gradient is then rounded to bf16, the dtype of the inputs. Both are compared with float64;
@@ -27,7 +26,7 @@ from apex._core.op_table import OpTable, operators
 from apex._engine.autocast import kernels
 from apex._torch import dispatcher
 
-PATH = Path(__file__).parents[3] / "docs/_static/op_errors.csv"
+PATH = Path(__file__).parents[1] / "docs/_static/op_errors.csv"
 LOW = torch.bfloat16
 ROUNDING = 2.0**-8
 """The largest relative error of one rounding to bf16."""
