@@ -295,16 +295,6 @@ class Session:
 
     # -- called by models --------------------------------------------------------------------
 
-    def master_of(self, param: Tensor) -> Tensor | None:
-        return self.masters.master_of(param)
-
-    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.masters.expect(values)
-
-    def write_back(self) -> None:
-        if self.policy.master_weights:
-            self.masters.write_back()
-
     def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         self._communicator.note(wrapper, traced=traced)
 

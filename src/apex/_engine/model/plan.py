@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
+from apex._engine.registry import Masters
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
@@ -36,16 +37,9 @@ class Region(Protocol):
 
 
 class MasterSource(Protocol):
-    """A source of fp32 masters for low-precision parameters."""
+    """The owner of a converted model's masters: its session."""
 
-    def master_of(self, param: Tensor) -> Tensor | None:
-        """Returns the fp32 master of ``param``, or the fp32 value kept for it, or ``None``."""
-
-    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters to exact values just before these are loaded into their parameters."""
-
-    def write_back(self) -> None:
-        """Rounds written masters into their model parameters."""
+    masters: Masters
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``."""

@@ -23,6 +23,9 @@ from apex._torch.modules import own_tensors
 
 _log = logging.getLogger("apex")
 
+AVERAGE = "Average an fp32 copy, made by amp.restore(copy.deepcopy(model))."
+"""The remedy for averages in 16 bits."""
+
 Entries = MutableMapping[str, Any]
 """A state dict."""
 
@@ -50,19 +53,19 @@ class MasterLink:
     def write_back(self) -> None:
         """Rounds written masters into the model."""
         if (source := self.source) is not None:
-            source.write_back()
+            source.masters.write_back()
 
     def has_master(self, tensor: Tensor) -> bool:
         """Returns whether a parameter has a master."""
         source = self.source
-        return source is not None and isinstance(source.master_of(tensor), nn.Parameter)
+        return source is not None and isinstance(source.masters.master_of(tensor), nn.Parameter)
 
     def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
         """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
 
         ``other`` is a master that the link may not know.
         """
-        known = None if (source := self.source) is None else source.master_of(tensor)
+        known = None if (source := self.source) is None else source.masters.master_of(tensor)
         return exact_value(entry, [known, other])
 
     def save(self, destination: Entries, key: str, tensor: Tensor) -> None:
@@ -87,8 +90,7 @@ class MasterLink:
             self._told = True
             _log.warning(
                 "amp: the state_dict of a deep copy of a 16-bit model is written, but its entries "
-                "are fp32 copies: the model does not change. Average an fp32 copy, made by "
-                "amp.restore(copy.deepcopy(model))."
+                f"are fp32 copies: the model does not change. {AVERAGE}"
             )
         self._latest = None if made.is_inference() else made
 
@@ -142,7 +144,8 @@ class Fp32Hooks:
             )
         if (source := self._link.source) is not None:
             own = [(tensor, loaded.get(prefix + key)) for key, tensor in own_tensors(module)]
-            source.expect((tensor, entry) for tensor, entry in own if _is_exact(entry, tensor))
+            exact = ((tensor, entry) for tensor, entry in own if _is_exact(entry, tensor))
+            source.masters.expect(exact)
 
     def before_saving(self, *_: Any) -> None:
         """Does nothing; files of earlier releases name it, and :meth:`after_loading`."""
