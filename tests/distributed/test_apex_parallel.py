@@ -308,18 +308,15 @@ def reduced(rank):
     Reducer(given.values()).reduce()
     tensors = [torch.full((2,), rank), torch.full((2,), float(rank))]
     d.flat_dist_call(tensors, dist.broadcast, (1,))
-    largest, own = torch.tensor([rank + 1.0, 5.0 - rank]), torch.tensor([rank + 1.0])
-    d.apply_flat_dist_call([largest], dist.all_reduce, (dist.ReduceOp.MAX,))
-    groups = [dist.new_group([0]), dist.new_group([1])]
-    d.apply_flat_dist_call([own], dist.all_reduce, (dist.ReduceOp.SUM, groups[rank]))
-    every = module.weight, module.weight.grad, given["a"][0], given["b"], *tensors, largest, own
+    mean = torch.tensor([rank + 1.0, 5.0 - rank])
+    d.apply_flat_dist_call([mean], dist.all_reduce, (dist.ReduceOp.SUM,))
+    every = module.weight, module.weight.grad, given["a"][0], given["b"], *tensors, mean
     return [each.detach().flatten().tolist() for each in every]
 
 
 def test_reducers_and_flat_calls(on_two_ranks):
-    for rank, result in enumerate(on_two_ranks(reduced)):
-        expected = [[1.0] * 2, [0.5] * 2, [1.5] * 3, [0.5] * 2, [1] * 2, [1.0] * 2, [2.0, 5.0]]
-        assert result == [*expected, [rank + 1.0]]
+    expected = [[1.0] * 2, [0.5] * 2, [1.5] * 3, [0.5] * 2, [1] * 2, [1.0] * 2, [1.5, 4.5]]
+    assert on_two_ranks(reduced) == [expected] * 2
 
 
 # -- SyncBatchNorm -------------------------------------------------------------------------------

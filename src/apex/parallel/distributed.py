@@ -87,7 +87,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         **torch_options: Any,
     ) -> None:
         """Broadcasts rank 0's parameters and registers the gradient hooks."""
-        del allreduce_communicators, gradient_average_split_factor, prof
+        del num_allreduce_streams, allreduce_communicators, gradient_average_split_factor, prof
         if type(self).allreduce_bucket is not DistributedDataParallel.allreduce_bucket:
             raise TypeError(
                 f"{type(self).__name__} overrides allreduce_bucket, which no backward pass calls: "
@@ -96,7 +96,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         _check(module, message_size, shared_param)
         self.delay_allreduce = arguments.flag("delay_allreduce", delay_allreduce)
         if self.delay_allreduce:
-            _check_delay(num_allreduce_streams, allreduce_trigger_params, torch_options)
+            _check_delay({**torch_options, "allreduce_trigger_params": allreduce_trigger_params})
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_always_fp32 = arguments.flag("allreduce_always_fp32", allreduce_always_fp32)
         self.gradient_average = arguments.flag("gradient_average", gradient_average)
@@ -283,13 +283,9 @@ def _check(module: nn.Module, message_size: object, shared_param: object) -> Non
         )
 
 
-def _check_delay(streams: int, triggers: object, torch_options: dict[str, Any]) -> None:
-    given = {name: torch_options.get(name) for name in ("find_unused_parameters", "static_graph")}
-    given |= {
-        "num_allreduce_streams": streams > 1,
-        "allreduce_trigger_params": triggers is not None,
-    }
-    refused = [name for name, value in given.items() if value]
+def _check_delay(options: dict[str, Any]) -> None:
+    names = ("allreduce_trigger_params", "find_unused_parameters", "static_graph")
+    refused = [name for name in names if options.get(name)]
     if refused:
         raise ValueError(
             f"{', '.join(refused)} needs delay_allreduce=False: with delay_allreduce=True one "

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from apex._core.flat import flatten as flatten
 from apex._core.flat import unflatten as unflatten
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
-from apex.parallel.process_groups import require_running
 
 Call = Callable[..., Any]
 
@@ -39,24 +38,18 @@ def apply_flat_dist_call(
 ) -> None:
     """Calls a collective once on all elements of ``bucket`` and writes the result back.
 
-    For ``torch.distributed.all_reduce``, divides the sum by the number of processes.
+    After ``torch.distributed.all_reduce``, divides by the number of processes.
 
     Args:
         bucket: Tensors of one dtype and device.
         call: A function of torch.distributed that modifies its first argument in place.
         extra_args: Further arguments of ``call``.
-
-    Raises:
-        RuntimeError: If torch.distributed is not initialized.
     """
-    require_running("flat_dist_call")
-    args = tuple(extra_args or ())
-    divisor = _divisor(call, args)
     with torch.no_grad():
         coalesced = flatten(bucket)
-        call(coalesced, *args)
-        if divisor != 1:
-            coalesced /= divisor
+        call(coalesced, *(extra_args or ()))
+        if call is torch.distributed.all_reduce:
+            coalesced /= torch.distributed.get_world_size()
         for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
             tensor.copy_(synced)
 
@@ -64,11 +57,7 @@ def apply_flat_dist_call(
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Call, extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Calls ``apply_flat_dist_call`` once for each type among ``tensors``.
-
-    Raises:
-        RuntimeError: If torch.distributed is not initialized.
-    """
+    """Calls ``apply_flat_dist_call`` once for each type among ``tensors``."""
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)
 
@@ -80,16 +69,6 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
     elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
         for item in maybe_tensor:
             extract_tensors(item, tensor_list)
-
-
-def _divisor(call: Call, args: tuple[Any, ...]) -> int:
-    """Returns the divisor of a sum; 1 for all other operations."""
-    distributed = torch.distributed
-    if call is not distributed.all_reduce:
-        return 1
-    if args and args[0] != distributed.ReduceOp.SUM:
-        return 1
-    return distributed.get_world_size(*args[1:2])
 
 
 class Reducer:
@@ -107,10 +86,8 @@ class Reducer:
         """Accepts a module, or gradients in nested iterables.
 
         Raises:
-            RuntimeError: If torch.distributed is not initialized.
             TypeError: If the argument is not a module and contains no tensor.
         """
-        require_running("apex.parallel.Reducer")
         self.module: nn.Module | None = None
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from apex._core.arguments import in_range
+from apex._core.arguments import is_number
 from apex._torch.copies import moved
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ class GradientReduction:
     predivide_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        in_range("gradient_predivide_factor", self.predivide_factor)
-        if not self.predivide_factor > 0.0:
+        if not (is_number(self.predivide_factor) and self.predivide_factor > 0.0):
             raise ValueError(
                 f"gradient_predivide_factor is {self.predivide_factor!r}; it must be a positive "
                 "number, such as the square root of the number of processes."

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from apex._core import arguments, dtypes
 from apex._engine.model import is_converted
@@ -47,8 +46,7 @@ class SyncBatchNorm(_BatchNorm):
         warned: As in apex, where it marked that the slow form had been reported; changes nothing.
 
     Raises:
-        TypeError: If ``process_group`` is not a process group.
-        ValueError: If this process is not in the group.
+        TypeError: If ``process_group`` is no process group that contains this process.
     """
 
     warned: ClassVar[bool] = False
@@ -144,35 +142,22 @@ def convert_syncbn_model(
         channel_last: See :class:`SyncBatchNorm`.
 
     Raises:
-        TypeError: If ``module`` is not a module, or ``process_group`` not a process group.
-        ValueError: If this process is not in the group, or a layer is uninitialized or has a
-            parametrization. In this case, nothing is converted.
-        RuntimeError: If ``module`` itself is a batch norm that ``amp.initialize`` has prepared.
+        TypeError: If ``module`` is not a module, or ``process_group`` no group of this process.
+        ValueError: If a layer has a parametrization, or ``module`` itself is a batch norm that
+            ``amp.initialize`` has prepared. In this case, nothing is converted.
     """
     arguments.module("convert_syncbn_model", module)
     group = checked_group(process_group)
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:
-        _check(layer)
+        if is_converted(layer) or "parametrizations" in layer._modules:
+            raise ValueError(
+                f"convert_syncbn_model got a {type(layer).__name__} that amp.initialize has "
+                "prepared on its own, or with a parametrization. Call it before either."
+            )
     for layer in layers:
         fuse_relu = isinstance(layer, SyncBatchNorm) and layer.fuse_relu
         synced: Any = layer
         synced.__class__ = SyncBatchNorm
         synced.process_group, synced.channel_last, synced.fuse_relu = group, channel_last, fuse_relu
     return module
-
-
-def _check(layer: _BatchNorm) -> None:
-    name = type(layer).__name__
-    if is_converted(layer):
-        raise RuntimeError(
-            f"convert_syncbn_model got a {name} that amp.initialize has prepared on its own. "
-            "Call convert_syncbn_model first, or prepare a model that contains the layer."
-        )
-    tensors = *layer.parameters(), *layer.buffers()
-    if any(map(is_lazy, tensors)) or "parametrizations" in layer._modules:
-        raise ValueError(
-            f"convert_syncbn_model got a {name} that is not initialized yet or has a "
-            "parametrization. Run one batch through the model first, and convert before you "
-            "register parametrizations."
-        )

@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def require_running(name: str) -> None:
-    """Raises RuntimeError, naming the caller, if torch.distributed is not initialized."""
-    if not ranks.is_running():
-        raise RuntimeError(
-            f"{name} needs a process group, but torch.distributed is not initialized. Start the "
-            "script with torchrun and call torch.distributed.init_process_group(backend) first "
-            "('nccl' on GPUs, 'gloo' on CPUs)."
-        )
-
-
 def checked_group(group: Any) -> ProcessGroup | None:
     """Returns ``group`` after checking that this process can communicate in it.
 
@@ -30,20 +20,14 @@ def checked_group(group: Any) -> ProcessGroup | None:
         group: A process group that contains this process; ``None`` means all processes.
 
     Raises:
-        TypeError: If ``group`` is not a process group.
-        ValueError: If this process is not in it.
+        TypeError: If ``group`` is not a process group, or this process is not in it.
     """
-    if group is None or isinstance(group, torch.distributed.ProcessGroup):
-        return group
-    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "process_group does not contain this process. Pass every process its own group, as "
-            "create_syncbn_process_group(group_size) returns it."
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"process_group is {group!r}; it takes a group that contains this process, as "
+            "create_syncbn_process_group(group_size) returns it, or None for all processes."
         )
-    raise TypeError(
-        f"process_group is {group!r}; it takes the result of torch.distributed.new_group(ranks) "
-        "or create_syncbn_process_group(group_size), or None for all processes."
-    )
+    return group
 
 
 def syncing_group(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -67,12 +51,11 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
             means all processes.
 
     Raises:
-        ValueError: If ``group_size`` does not divide the number of processes.
-        RuntimeError: If torch.distributed is not initialized.
+        ValueError: If ``group_size`` does not divide the number of processes, or torch.distributed
+            is not initialized.
     """
     if group_size == 0:
         return None
-    require_running("create_syncbn_process_group")
     world_size = torch.distributed.get_world_size()
     arguments.integer("group_size", group_size, least=0)
     if world_size % group_size != 0:
