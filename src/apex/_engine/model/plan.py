@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -10,10 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
-from apex._engine.registry import Masters
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
@@ -34,18 +32,6 @@ class Region(Protocol):
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Returns ``fn(*args, **kwargs)``, called inside the region."""
-
-
-class MasterSource(Protocol):
-    """The owner of a converted model's masters: its session."""
-
-    masters: Masters
-
-    def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
-        """Clears the gradients of the masters of ``params``."""
-
-    def runs_under(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
-        """Records that the model's forward pass begins, or is traced, under ``wrapper``."""
 
 
 @dataclass(frozen=True)
