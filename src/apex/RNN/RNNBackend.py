@@ -264,7 +264,7 @@ def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
     return tens_list if isinstance(tens_list, Tensor) else torch.stack(list(tens_list))
 
 
-def _layers(first: RNNCell | list[RNNCell], num_layers: int) -> list[RNNCell]:
+def _layers(first: Any, num_layers: int) -> list[RNNCell]:
     arguments.integer("num_layers", num_layers, least=1)
     if isinstance(first, RNNCell):
         return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
