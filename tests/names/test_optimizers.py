@@ -241,8 +241,6 @@ def test_get_momentums_makes_what_is_missing_and_gives_what_is_there():
         (ValueError, "lr", "FusedSGD", {}),
         (TypeError, "adam_w_mode is 'no'; it must", "FusedLAMB", {"adam_w_mode": "no"}),
         (RuntimeError, "norm_type=1", "FusedNovoGrad", {"norm_type": 1}),
-        (TypeError, "reduced_precision_dtype is 16", "FusedMixedPrecisionLamb",
-         {"reduced_precision_dtype": 16}),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused(error, message, name, options):
