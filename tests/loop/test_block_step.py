@@ -52,7 +52,7 @@ def conv_net():
 
 
 def trained(name, monkeypatch, *, blocks, net=t.net, clip=False, passes=1, shape=(3, 4)):
-    monkeypatch.setattr(block_step, "enabled", blocks)
+    monkeypatch.setattr(block_step, "least_elements", 1 if blocks else 1e9)
     model, optimizer = t.prepared("O5", KINDS[name], model=net())
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -133,3 +133,19 @@ def test_the_peak_of_an_iteration(max_norm, most, monkeypatch):
     params = sum(param.numel() for param in task.model().parameters())
     peak = peak_bytes(with_amp(task, "O5", max_norm=max_norm), 14 * params) / params
     assert peak <= most + 1.5  # buffers of a block are large beside three layers
+
+
+def test_an_optimizer_that_clips_by_itself_gets_fp32_gradients(monkeypatch):
+    monkeypatch.setitem(KINDS, "clips", lambda p: FusedAdam(p, lr=1e-2, max_grad_norm=0.05))
+    by_blocks = trained("clips", monkeypatch, blocks=True)
+    assert t.same(by_blocks, trained("clips", monkeypatch, blocks=False))
+
+
+def test_no_hook_sees_a_stand_in():
+    model, optimizer = t.prepared("O5", t.fused_adamw_of)
+    seen = []
+    optimizer.register_step_post_hook(
+        lambda *_: seen.extend(master.grad for master in amp.master_params(optimizer))
+    )
+    t.train_step(model, optimizer, *t.batch())
+    assert seen == [None] * 4

@@ -66,11 +66,6 @@ def test_buffers_that_lose_none_are_not_named(caplog, table):
     assert not messages(caplog)
 
 
-def test_many_modules_are_written_as_a_pattern(caplog):
-    converted(nn.Sequential(*[Positions(torch.arange(4096.0)) for _ in range(6)]))
-    assert "fp32_modules=['*']" in messages(caplog)[0]
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 @LOW_LEVELS
 def test_frequencies_of_rotary_embeddings_stay_in_fp32(level, persistent):

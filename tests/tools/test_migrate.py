@@ -137,7 +137,6 @@ def test_what_is_not_here_is_not_supported_and_says_what_to_use():
     [
         ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
         ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
-        ("apex.amp.wrap.cached_cast", "apex.amp.wrap.cached_cast is not available: it replaced"),
     ],
 )
 def test_a_name_that_does_not_exist_is_not_supported_and_named(name, message):

@@ -24,7 +24,7 @@ def kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def flag(name: str, value: object, *accepted: str) -> bool:
+def flag(name: str, value: object) -> bool:
     """Returns a bool, of an integer or None by its truth, or of the string "True" or "False".
 
     Any other object would count as True: a string of argparse, or an argument of another position.
@@ -32,7 +32,6 @@ def flag(name: str, value: object, *accepted: str) -> bool:
     Args:
         name: The argument.
         value: Its value.
-        accepted: What else the argument accepts, for the message.
 
     Raises:
         TypeError: If it is none of these.
@@ -41,9 +40,8 @@ def flag(name: str, value: object, *accepted: str) -> bool:
         return bool(value)
     if value in ("True", "False"):
         return value == "True"
-    others = "".join(f", {each}" for each in accepted)
     raise TypeError(
-        f"{name} is {shown(value)}; it must be a bool{others}, or the string 'True' or 'False'."
+        f"{name} is {shown(value)}; it must be a bool, or the string 'True' or 'False'."
     )
 
 

@@ -15,11 +15,9 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
         bucket: Dense tensors of one dtype and device; at least one.
 
     Raises:
-        ValueError: If there are no tensors, or dtypes or devices differ.
+        ValueError: If dtypes or devices differ; ``torch.cat`` would promote them.
     """
     tensors = list(bucket)
-    if not tensors:
-        raise ValueError("apex_C.flatten got no tensors; it takes at least one.")
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1:
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
@@ -38,13 +36,7 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
         bucket: Tensors that determine the shapes of the views.
 
     Raises:
-        ValueError: If the numbers of elements differ.
+        RuntimeError: From ``torch.split``, if the numbers of elements differ.
     """
-    sizes = [tensor.numel() for tensor in bucket]
-    if coalesced.dim() != 1 or coalesced.numel() != sum(sizes):
-        raise ValueError(
-            f"apex_C.unflatten got a flat tensor of shape {tuple(coalesced.shape)} for tensors "
-            f"with {sum(sizes)} elements in total; it takes a 1-d tensor with the same number."
-        )
-    pieces = torch.split(coalesced, sizes)
+    pieces = torch.split(coalesced, [tensor.numel() for tensor in bucket])
     return [piece.view(like.shape) for piece, like in zip(pieces, bucket, strict=True)]

@@ -15,28 +15,12 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
     element, or from the parameter if there is none. ``None`` and other shapes are ignored, and so
     are all of a sparse parameter.
     """
-    # Without no_grad() and the cast of ``value``, which torch.where makes: state_dict calls this
-    # for every parameter.
     result = value = param.detach()
     for candidate in candidates:
         if candidate is not None and candidate.shape == param.shape and not value.is_sparse:
             exact = candidate.detach().to(device=value.device, dtype=torch.float32)
-            rounded = exact.to(value.dtype)
-            if _same_here(rounded, value):
-                result = exact.clone()
-            else:
-                result = torch.where(rounded == value, exact, result)
+            result = torch.where(exact.to(value.dtype) == value, exact, result)
     return result.to(torch.float32)
-
-
-def _same_here(rounded: Tensor, value: Tensor) -> bool:
-    """Returns whether both are equal and laid out alike, if the host may look: on the CPU."""
-    return (
-        type(value) is Tensor
-        and value.is_cpu
-        and rounded.stride() == value.stride()
-        and torch.equal(rounded, value)  # half the time of == and torch.where
-    )
 
 
 @torch.no_grad()

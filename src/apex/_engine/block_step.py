@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +31,6 @@ from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
     from apex._engine.binding import Binding
-
-enabled = True
-"""Whether steps may go block by block; tests turn it off."""
 
 least_elements = 2**21
 """Elements of masters from which on it pays.
@@ -63,8 +60,7 @@ def takes(binding: Binding) -> bool:
     """Returns whether the next step goes block by block."""
     pairs = [pair for pair in binding.pairs if pair.waiting is not None]
     large = sum(pair.model.numel() for pair in pairs) >= least_elements
-    fused = reads_gradients_in_kernels(binding.optimizer)
-    return enabled and large and fused and not binding.shared
+    return large and reads_gradients_in_kernels(binding.optimizer) and not binding.shared
 
 
 class BlockStep(TorchDispatchMode):
@@ -74,7 +70,7 @@ class BlockStep(TorchDispatchMode):
         """Starts as soon as the optimizer's own pre-hooks have run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = binding.pairs
-        self._lent: dict[int, tuple[Pair, Tensor, Tensor]] = {}  # by id of the master
+        self._lent: dict[int, tuple[Pair, Tensor, Tensor]] = {}  # by id of the stand-in
         self._rounded: set[int] = set()
         self._open = True
         self._hook: RemovableHandle = binding.optimizer.register_step_pre_hook(
@@ -95,7 +91,7 @@ class BlockStep(TorchDispatchMode):
                 pair.model.grad = None
                 shown = pair.master.detach()  # laid out like a gradient
                 parameters.set_grad(pair.master, shown)
-                self._lent[id(pair.master)] = pair, grad, shown
+                self._lent[id(shown)] = pair, grad, shown
             else:
                 masters.take([pair])
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -123,44 +119,46 @@ class BlockStep(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in dispatch_modes.OPERANDS:
             return self._run(func, args, kwargs)
-        shown = {id(shown): key for key, (_, _, shown) in self._lent.items()}
-        if func not in _METADATA and not shown.keys().isdisjoint(_ids(args)):
-            args = tree.map_arguments(lambda t: self._real(t, shown), args, {})[0]
+        if func not in _METADATA:
+            args = tree.map_arguments(self._real, args, {})[0]
         return func(*args, **kwargs)
 
-    def _real(self, tensor: Tensor, shown: dict[int, int]) -> Any:
+    def _real(self, tensor: Tensor) -> Any:
         """Returns the fp32 gradient in place of a stand-in, and other tensors as they are."""
-        key = shown.get(id(tensor))
-        if key is None:
+        lent = self._lent.get(id(tensor))
+        if lent is None:
             return tensor
-        pair, grad, _ = self._lent.pop(key)
-        pair.model.grad = grad
-        parameters.set_grad(pair.master, None)
-        masters.take([pair])
+        pair, grad, _ = lent
+        if self._is_lent(pair.master, tensor):
+            pair.model.grad = grad
+            parameters.set_grad(pair.master, None)
+            masters.take([pair])
         return parameters.grad_of(pair.master)
+
+    def _is_lent(self, master: Tensor, shown: Tensor) -> bool:
+        """Returns whether a tensor stands for the gradient of ``master``, which nobody has read."""
+        return id(shown) in self._lent and parameters.grad_of(master) is shown
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a fused operator: by blocks where gradients are lent, as it is on the others."""
         count = dispatch_modes.OPERANDS[func]
-        states = [each for each in args[2:count] if each]
         # With a scale, the kernel writes unscaled gradients back.
         takes = kwargs.get("grad_scale") is None
         taken = [
-            takes and id(param) in self._lent and _alike(param, *others)
-            for param, *others in zip(args[0], *states, strict=True)
+            takes and self._is_lent(param, grad) and _alike(param, *states)
+            for param, grad, *states in zip(*filter(None, args[:count]), strict=True)
         ]
         lists = [[t for t, own in zip(each, taken, strict=False) if own] for each in args]
         rest = [[t for t, own in zip(each, taken, strict=False) if not own] for each in args]
         if lists[0]:
             self._run_blocks(func, lists, kwargs)
         if rest[0]:
-            shown = {id(shown): key for key, (_, _, shown) in self._lent.items()}
-            rest[1] = [self._real(grad, shown) for grad in rest[1]]
+            rest[1] = [*map(self._real, rest[1])]
             func(*rest, **kwargs)
 
     def _run_blocks(self, func: Any, lists: list[list[Any]], kwargs: dict[str, Any]) -> None:
         params = lists[0]
-        lent = [self._lent.pop(id(param)) for param in params]
+        lent = [self._lent.pop(id(shown)) for shown in lists[1]]
         pairs = [pair for pair, _, _ in lent]
         lists[1] = [grad for _, grad, _ in lent]
         models = [pair.model.detach() for pair in pairs]
@@ -179,6 +177,7 @@ class BlockStep(TorchDispatchMode):
         self._rounded.update(map(id, pairs))
         for pair in pairs:
             pair.factor = None
+            parameters.set_grad(pair.master, None)
 
 
 _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.default})
@@ -186,11 +185,6 @@ _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.
 
 _Block = Sequence[tuple[int, int, int]]
 """Pieces of a block: the position of a tensor, the first element, and the number of elements."""
-
-
-def _ids(args: tuple[Any, ...]) -> Iterator[int]:
-    for value in args:
-        yield from map(id, value if isinstance(value, list | tuple) else (value,))
 
 
 def _elements(block: _Block) -> int:

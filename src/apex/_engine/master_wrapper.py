@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
@@ -47,13 +47,13 @@ class MasterWrapper:
         fp16_groups: The model's 16-bit parameters with masters, per group.
         fp32_from_fp16_groups: Their masters.
         fp32_from_fp32_groups: The fp32 parameters of each group, stepped directly.
+        all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: The same, in a row.
     """
 
-    _per_step: ClassVar[bool] = True
-    """Whether masters get their gradients in ``step``, as in 2019, and not in ``backward``.
-
-    Frozen parameters then have masters, too, and a static scale is checked.
-    """
+    _with_frozen: ClassVar[bool] = True
+    """Whether frozen parameters have masters, too."""
+    _checks_static: ClassVar[bool] = True
+    """Whether gradients are checked at a static scale, too."""
     _masters_key: ClassVar[str] = "fp32_groups_flat"
     _keys: ClassVar[tuple[str, ...]] = (*_SCALE, "optimizer_state_dict")
     """Keys that a saved state must have, beside ``_masters_key``."""
@@ -66,10 +66,9 @@ class MasterWrapper:
         "max_loss_scale": None,
     }
 
-    clip_grad_norm = staticmethod(nn.utils.clip_grad_norm_)
-    first_closure_call_this_step = True
     state = forwarded("optimizer", "state", "The optimizer's state.")
     param_groups = forwarded("optimizer", "param_groups", "The optimizer's groups.")
+    loss_scale = forwarded("loss_scaler", "cur_scale", "The current loss scale (multiplier).")
     dynamic_loss_scale = forwarded("loss_scaler", "dynamic", "Whether gradients move the scale.")
     cur_scale, cur_iter, last_overflow_iter, scale_factor, scale_window = (
         forwarded("loss_scaler", name) for name in (*_SCALE[1:], *_RULE)
@@ -80,7 +79,7 @@ class MasterWrapper:
         init_optimizer: Any,
         static_loss_scale: float = 1.0,
         dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, Any] | None = None,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
         """Replaces the 16-bit parameters in the optimizer's groups by masters.
@@ -102,36 +101,29 @@ class MasterWrapper:
         """
         _check_optimizer(init_optimizer)
         dynamic = arguments.flag("dynamic_loss_scale", dynamic_loss_scale)
-        options = self._dynamic_options(dynamic_loss_args if dynamic else None)
+        options = {**self._scale_options, **((dynamic and dynamic_loss_args) or {})}
+        if unknown := sorted(options.keys() - self._scale_options.keys()):
+            names = ", ".join(self._scale_options)
+            raise TypeError(f"dynamic_loss_args holds {unknown}; it takes {names}.")
         initial = options.pop("init_scale")
         scale = initial if dynamic else static_loss_scale
         self.loss_scaler: Any = self._scale_type(scale, dynamic=dynamic, **options)
-        if dynamic:
-            self.loss_scale = min(self.loss_scale, self.loss_scaler.rule().greatest)
-        self.optimizer = init_optimizer
-        self.overflow = False
-        self.verbose = verbose
-        self._pending = self._per_step  # whether masters lack gradients that ``step`` needs
-        # The scales of the present gradients of 16-bit and fp32 parameters; None for no own pass.
-        self._scales: tuple[float | None, float | None] = (None, None)
+        self.optimizer, self.overflow, self.verbose = init_optimizer, False, verbose
+        self._scale: float | None = None  # of the model's gradients, from the first pass on
+        self._pending = False  # whether a pass has added to them since they were unscaled
         self.fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
-        for group in init_optimizer.param_groups:
-            self._adopt(group["params"])
+        for params in self._stepped():
+            self._adopt(params)
+        self.all_fp16_params = [*chain(*self.fp16_groups)]
+        self.all_fp32_from_fp16_params = [*chain(*self.fp32_from_fp16_groups)]
+        self.all_fp32_from_fp32_params = [*chain(*self.fp32_from_fp32_groups)]
         if init_optimizer.state:
             init_optimizer.load_state_dict(init_optimizer.state_dict())  # casts it to fp32
 
-    def _dynamic_options(self, given: Any) -> dict[str, Any]:
-        options, names = {} if given is None else given, ", ".join(self._scale_options)
-        if not isinstance(options, Mapping):
-            raise TypeError(f"dynamic_loss_args is {options!r}; it must be a dict of {names}.")
-        if unknown := sorted(options.keys() - self._scale_options.keys()):
-            raise TypeError(f"dynamic_loss_args holds {unknown}; it takes {names}.")
-        return {**self._scale_options, **options}
-
     def _adopt(self, params: list[nn.Parameter]) -> None:
-        stepped = [param for param in params if param.requires_grad or self._per_step]
+        stepped = [param for param in params if param.requires_grad or self._with_frozen]
         masters = {p: master.make_master(p) for p in stepped if dtypes.is_low_precision(p)}
         params[:] = [masters.get(param, param) for param in params]
         for param, own in masters.items():
@@ -141,30 +133,6 @@ class MasterWrapper:
         self.fp32_from_fp16_groups.append(list(masters.values()))
         self.fp32_from_fp32_groups.append([param for param in stepped if param not in masters])
 
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale (multiplier)."""
-        return float(self.loss_scaler.cur_scale)
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler.cur_scale = checked_static(value)
-
-    @property
-    def all_fp16_params(self) -> list[nn.Parameter]:
-        """The model's 16-bit parameters that have masters."""
-        return [*chain(*self.fp16_groups)]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
-        """Their masters, in the same order."""
-        return [*chain(*self.fp32_from_fp16_groups)]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
-        """The fp32 parameters, stepped directly."""
-        return [*chain(*self.fp32_from_fp32_groups)]
-
     def _stepped(self) -> list[list[nn.Parameter]]:
         """Returns what the optimizer steps, per group."""
         return [group["params"] for group in self.optimizer.param_groups]
@@ -172,56 +140,37 @@ class MasterWrapper:
     def _master_params_to_model_params(self) -> None:
         master.copy_to_model(self.all_fp32_from_fp16_params, self.all_fp16_params)
 
-    # -- gradients ---------------------------------------------------------------------------
+    def maybe_print(self, msg: object) -> None:
+        """Logs ``msg`` (logger ``apex``) where ``verbose`` is set."""
+        if self.verbose:
+            _log.warning("%s", msg)
 
-    def zero_grad(self, set_grads_to_None: bool | None = None, set_to_none: bool = False) -> None:  # noqa: N803 - apex's name
+    # -- one step ----------------------------------------------------------------------------
+
+    def zero_grad(self, set_grads_to_None: bool = True) -> None:  # noqa: N803 - apex's name
         """Clears the gradients of masters and model.
 
         Args:
-            set_grads_to_None: Whether to remove them instead of setting them to zero; by default
-                only in ``apex.optimizers`` and ``apex.contrib.optimizers``.
-            set_to_none: The same, under torch's name.
+            set_grads_to_None: Whether to remove them instead of setting them to zero.
         """
-        removes = self._per_step if set_grads_to_None is None else set_grads_to_None
         for param in chain(*self._stepped(), *self.fp16_groups):
-            if removes or set_to_none:
+            if set_grads_to_None:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_().zero_()
-        self._scales = None, None
-        self._pending = self._per_step
+        self._scale, self._pending = None, False
 
-    def backward(
-        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
-    ) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Runs the backward pass of the loss times the scale, in fp32; several calls accumulate.
 
-        Args:
-            loss: The loss.
-            update_master_grads: Pass False to call ``update_master_grads`` yourself, after the
-                last of several losses (``apex.fp16_utils``).
-            retain_graph: As in ``Tensor.backward``.
-
-        Raises:
-            RuntimeError: Between ``clip_master_grads`` and ``step``, where ``step`` gives the
-                masters their gradients (``apex.optimizers``).
+        All passes of a sum use the scale of its first.
         """
         arguments.loss("FP16_Optimizer.backward", loss)
-        if self._per_step and not self._pending:
-            raise RuntimeError(
-                "FP16_Optimizer.backward was called between clip_master_grads and step. "
-                "Accumulate first, then clip, then step."
-            )
-        scale = self.loss_scale
-        present = self.all_fp16_params, self.all_fp32_from_fp32_params
-        for params, earlier in zip(present, self._scales, strict=True):
-            if earlier not in (None, scale):
-                _unscale_(finite.values_of(params), earlier / scale)
-        self._scales = scale, scale
-        self._pending = True
+        scale = self._scale or self.loss_scale
+        if self._scale is not None and not self._pending:
+            finite.unscale_(finite.values_of(self.all_fp32_from_fp32_params), scale)
+        self._scale, self._pending = scale, True
         torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
-        if update_master_grads and not self._per_step:
-            self.update_master_grads()
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
@@ -230,114 +179,40 @@ class MasterWrapper:
         Gradients of passes that the script ran itself count as multiplied by the present scale, as
         in apex. Where gradients are checked this waits for the device: ``overflow`` is on the host.
         """
-        low, direct = (scale or self.loss_scale for scale in self._scales)
+        scale, self._pending = self._scale or self.loss_scale, False
         copies = master.copy_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        flags = (
-            _unscale_(finite.dense_values(copies), low),
-            _unscale_(finite.values_of(self.all_fp32_from_fp32_params), direct),
-        )
-        checks = self._per_step or self.loss_scaler.dynamic
-        self.overflow = checks and any(flags)  # sync: apex's `overflow` is a host value
-        if self._scales[1] is not None:
-            self._scales = low, 1.0
-        self._pending = False
+        values = finite.dense_values(copies) + finite.values_of(self.all_fp32_from_fp32_params)
+        device = values[0].device if values else torch.device("cpu")
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
+        checks = self._checks_static or self.loss_scaler.dynamic
+        self.overflow = checks and bool(found_inf)  # sync: apex's `overflow` is a host value
+        self._scale = None if self.overflow else scale
         self.loss_scaler.update_scale(self.overflow)
 
-    def _receive(self) -> None:
-        if self._per_step and self._pending:
-            self.update_master_grads()
-
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Returns the gradients of each group's parameters; ``None`` after an overflow."""
-        if self.overflow:
-            _log.warning("inspect_master_grad_data: the gradients overflowed; returning None.")
-            return None
-        return [[None if p.grad is None else p.grad.data for p in own] for own in self._stepped()]
-
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the gradients of the optimizer's parameters by their total norm.
-
-        Args:
-            max_norm: Greatest norm.
-            norm_type: Order of the norm; ``"inf"`` for the largest magnitude.
-
-        Returns:
-            The norm before clipping, or -1 after an overflow.
-        """
-        norms = arguments.clipping("FP16_Optimizer.clip_master_grads", max_norm, norm_type)
-        self._receive()
-        if self.overflow:
-            return -1
-        return self.clip_grad_norm(list(chain(*self._stepped())), *norms)
-
-    # -- the step ----------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the masters and rounds them into the model; does nothing after an overflow.
-
-        Args:
-            closure: Clears the gradients, computes the loss, calls ``backward`` of this object
-                and returns the loss. It is called again while its gradients overflow.
-
-        Raises:
-            RuntimeError: If the masters lack gradients because ``update_master_grads`` was not
-                called, nor ``backward``, or a closure overflows at the smallest loss scale.
-        """
+    def step(self, closure: None = None) -> Any:
+        """Steps the masters and rounds them into the model; does nothing after an overflow."""
         if closure is not None:
-            return self._step_with_closure(closure)
-        self._receive()
-        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
-        if self._pending or any(own.grad is not None and m.grad is None for own, m in pairs):
             raise RuntimeError(
-                "FP16_Optimizer.step got gradients that the masters do not have yet. Call "
-                "update_master_grads() after the last backward(..., update_master_grads=False), "
-                "and optimizer.backward(loss) in place of loss.backward()."
+                "FP16_Optimizer.step of 2019 takes no closure. Use apex.fp16_utils.FP16_Optimizer."
             )
+        self.update_master_grads()
+        result = self._step_masters()
+        for param in self.all_fp32_from_fp16_params:
+            param.grad = None
+        return result
+
+    def _step_masters(self, *closure: Any) -> Any:
         result = None
         if self.overflow:
-            self._report("Gradient overflow.  Skipping step")
+            self.maybe_print(
+                f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}"
+            )
         else:
-            result = self.optimizer.step()
+            result = self.optimizer.step(*closure)
             self._master_params_to_model_params()
-        if self._per_step:
-            for param in self.all_fp32_from_fp16_params:
-                param.grad = None
-        self._pending = self._per_step
+        self._scale = None
         return result
-
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        def evaluate() -> Any:
-            if not self.first_closure_call_this_step:
-                self._master_params_to_model_params()  # the optimizer has moved the masters
-            self.first_closure_call_this_step = False
-            while True:
-                loss = closure()
-                self._receive()
-                if not self.overflow:
-                    return loss
-                self._report("Gradient overflow within the closure.  Calling it again")
-                if self.loss_scale <= self.loss_scaler.rule().least:
-                    raise RuntimeError(
-                        "The gradients of the closure overflow even at the smallest loss scale, "
-                        f"{self.loss_scale:g}: they hold NaN or inf at any scale. Check the batch "
-                        "and the loss."
-                    )
-
-        try:
-            result = self.optimizer.step(evaluate)
-            self._master_params_to_model_params()
-        finally:
-            self.first_closure_call_this_step = True
-        return result
-
-    def _report(self, message: str) -> None:
-        if self.verbose:
-            _log.warning("%s, reducing loss scale to %s", message, self.loss_scale)
-
-    def maybe_print(self, msg: object) -> None:
-        """Logs ``msg`` (logger ``apex``) where ``verbose`` is set."""
-        if self.verbose:
-            _log.info("%s", msg)
 
     # -- state -------------------------------------------------------------------------------
 
@@ -428,13 +303,3 @@ def _check_optimizer(optimizer: Any) -> None:
             "masters and a loss scale of its own. Use amp.scale_loss(loss, optimizer) without "
             "FP16_Optimizer, or FP16_Optimizer without amp.initialize."
         )
-
-
-@torch.no_grad()
-def _unscale_(values: list[Tensor], scale: float) -> Tensor:
-    """Divides dense values in place; returns whether one held inf or NaN, as a 0-d tensor."""
-    device = values[0].device if values else torch.device("cpu")
-    found_inf = torch.zeros((), dtype=torch.float32, device=device)
-    if values:
-        finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
-    return found_inf

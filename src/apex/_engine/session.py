@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Wrapper
 from torch.optim import Optimizer
 
 from apex._core import dtypes
@@ -53,6 +52,8 @@ class Session:
         region: Turns op casts on in forward passes; off at levels without op casts.
         options: The options as the public API shows them.
         mistakes: The mistakes found in the training loop.
+        communicator: Knows the DistributedDataParallel wrappers of the models.
+        masters: The fp32 masters of the models' parameters.
         losses: Whether losses that no scale watches are finite; ``None`` once one was not.
     """
 
@@ -94,7 +95,7 @@ class Session:
         self.masters = Masters(LazyMaster if lazy else Master)
         self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._communicator = Communicator(self.scalers, self.masters)
+        self.communicator = Communicator(self.scalers, self.masters)
         self._shards: list[weakref.ref[object]] = []
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
@@ -242,8 +243,9 @@ class Session:
         owners: dict[Any, None] = {self: None, **{binding.owner: None for binding in bindings}}
         regions = [owner.region for owner in owners if owner.casting] or [self.region]
         # Gradients stay scaled until ranks share them: later passes add scaled ones.
-        # Asks of each, as ranks may communicate here.
-        sends = [each.owner is None or each.owner.sends(each) for each in bindings]
+        sends = [  # of each, as ranks may communicate here
+            each.owner is None or each.owner.communicator.sends(each) for each in bindings
+        ]
         delays = delay_unscale or not all(sends)
         sharing, others = [*bindings], list[Binding]()
         for owner in owners:
@@ -292,25 +294,6 @@ class Session:
     def bindings(self) -> list[Binding]:
         """The bindings of the session's live optimizers, copies included."""
         return [binding for binding in self._bindings if binding.is_live]
-
-    # -- called by models --------------------------------------------------------------------
-
-    def master_of(self, param: Tensor) -> Tensor | None:
-        return self.masters.master_of(param)
-
-    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.masters.expect(values)
-
-    def write_back(self) -> None:
-        if self.policy.master_weights:
-            self.masters.write_back()
-
-    def runs_under(self, wrapper: Wrapper, *, traced: bool = False) -> None:
-        self._communicator.note(wrapper, traced=traced)
-
-    def sends(self, binding: Binding) -> bool:
-        """Returns whether ranks share the gradients of a pass that begins now, if they are to."""
-        return self._communicator.sends(binding)
 
     def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
         """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""

@@ -9,10 +9,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# The wrapper whose forward runs now is private in torch. Without it, amp sees no wrapper and treats
-# models as if the script averaged their gradients.
-_KNOWS_ACTIVE = "_active_ddp_module" in vars(DistributedDataParallel)
-
 SENDS_LATER = "_apex_sends_later"
 """Key in a wrapper's ``__dict__``: whether it sends gradients later, without torch's reducer."""
 
@@ -22,9 +18,9 @@ _NAMES_IN_C = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 def active_wrapper() -> DistributedDataParallel | None:
     """Returns the innermost wrapper whose forward pass is running, if any."""
-    if not _KNOWS_ACTIVE:
-        return None
-    return DistributedDataParallel._active_ddp_module
+    # Private in torch. Without it, amp sees no wrapper and treats models as if the script averaged
+    # their gradients.
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
 def sends(wrapper: DistributedDataParallel) -> bool:

@@ -7,16 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import DTensor
 
 _MODULE = "torch.distributed.tensor"
 """Used only if a script has imported it: loading it takes a second."""
-
-_PLAIN = {Tensor, nn.Parameter}
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -27,11 +24,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Returns whether any of ``tensors`` is a DTensor."""
-    module = sys.modules.get(_MODULE)
-    if module is None:
-        return False
-    kinds = set(map(type, tensors)) - _PLAIN
-    return any(issubclass(kind, module.DTensor) for kind in kinds)
+    return any(map(is_dtensor, {type(tensor): tensor for tensor in tensors}.values()))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -85,11 +78,7 @@ def groups(params: Sequence[Tensor]) -> list[Group]:
     if not any_dtensor(params):
         return []
     found: dict[int, Group] = {}
-    seen: set[tuple[DeviceMesh, tuple[Placement, ...]]] = set()
-    for param in params:
-        if not is_dtensor(param) or (layout := (param.device_mesh, param.placements)) in seen:
-            continue
-        seen.add(layout)
+    for param in filter(is_dtensor, params):
         mesh = param.device_mesh
         for dimension, placement in enumerate(param.placements):
             if not placement.is_replicate() and mesh.size(dimension) > 1:

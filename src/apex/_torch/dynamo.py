@@ -18,7 +18,7 @@ R = TypeVar("R")
 _eval_frame: Any = torch._C._dynamo.eval_frame
 
 
-def _mark(fn: Callable[P, R], *, recursive: bool) -> Callable[P, R]:
+def _mark(fn: Callable[P, R], *, recursive: bool, disable: bool = True) -> Callable[P, R]:
     set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
     if set_strategy is None:  # before torch 2.8
         marked: Any = _without_dynamo(fn) if recursive else fn
@@ -28,7 +28,7 @@ def _mark(fn: Callable[P, R], *, recursive: bool) -> Callable[P, R]:
         skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
         inside = skip if recursive else default
         set_strategy(marked.__code__, _eval_frame._FrameExecStrategy(skip, inside))
-    marked._torchdynamo_disable = True  # dynamo checks this before it traces a call
+    marked._torchdynamo_disable = disable  # dynamo checks this before it traces a call
     result: Callable[P, R] = marked
     return result
 
@@ -59,21 +59,15 @@ def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
     return _mark(fn, recursive=False)
 
 
-def inlined(*, calls: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Marks a function to run in eager mode, except where compiled code calls it and traces it.
+def inlined(fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks ``fn`` as :func:`untraced_frame` does, except where compiled code traces a call."""
+    return _mark(fn, recursive=False, disable=False)
 
-    Args:
-        calls: Whether functions that it calls in eager mode may be compiled.
-    """
 
-    def mark(fn: Callable[P, R]) -> Callable[P, R]:
-        # Before torch 2.8, what turns dynamo off for calls cannot be traced.
-        marked: Any = _mark(fn, recursive=not calls and release >= (2, 8))
-        marked._torchdynamo_disable = False
-        result: Callable[P, R] = marked
-        return result
-
-    return mark
+def inlined_with_calls(fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks ``fn`` as :func:`untraced` does, except where compiled code traces a call."""
+    # Before torch 2.8, what turns dynamo off for calls cannot be traced.
+    return _mark(fn, recursive=release >= (2, 8), disable=False)
 
 
 def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:

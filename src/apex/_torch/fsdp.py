@@ -64,11 +64,9 @@ def defers_reduction(groups: Iterable[Any]) -> bool:
     ``model.set_requires_gradient_sync(False)`` causes this, and on a mesh with replicas
     ``model.set_requires_all_reduce(False)``.
     """
-    return any(map(_defers, groups))
-
-
-def _defers(group: Any) -> bool:
-    if getattr(group, "reduce_grads", True) is False:
-        return True
-    replicated = getattr(getattr(group, "mesh_info", None), "replicate_mesh_dim", None) is not None
-    return replicated and getattr(group, "all_reduce_grads", True) is False
+    for group in groups:
+        replicas = getattr(getattr(group, "mesh_info", None), "replicate_mesh_dim", None)
+        switches = ["reduce_grads"] if replicas is None else ["reduce_grads", "all_reduce_grads"]
+        if not all(getattr(group, switch, True) for switch in switches):
+            return True
+    return False

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from apex._core import arguments
 from apex._core.scale import checked_static
 from apex._engine.host_scale import HostScale
 from apex._engine.master_wrapper import MasterWrapper
+
+_NAMES = "_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter"
+"""What the loss scalers of apex's files hold."""
 
 
 class _Scale(HostScale):
@@ -39,7 +45,10 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     the form of 2019, which gives them in ``step``.
     """
 
-    _per_step: ClassVar[bool] = False
+    clip_grad_norm = staticmethod(nn.utils.clip_grad_norm_)
+    first_closure_call_this_step = True
+    _with_frozen: ClassVar[bool] = False
+    _checks_static: ClassVar[bool] = False
     _masters_key: ClassVar[str] = "fp32_from_fp16"
     _keys: ClassVar[tuple[str, ...]] = ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict")
     _scale_type: ClassVar[type[HostScale]] = _Scale
@@ -50,6 +59,79 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         "min_loss_scale": None,
         "max_loss_scale": 2.0**24,
     }
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803 - apex's name
+        """Clears the gradients of masters and model; removes them with ``set_grads_to_None``."""
+        super().zero_grad(set_grads_to_None)
+
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """Runs the backward pass of the loss times the scale, in fp32; several calls accumulate.
+
+        Args:
+            loss: The loss.
+            update_master_grads: Pass False to call ``update_master_grads`` yourself, after the
+                last of several losses.
+            retain_graph: As in ``Tensor.backward``.
+        """
+        super().backward(loss, retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Returns the gradients of each group's parameters; ``None`` after an overflow."""
+        return None if self.overflow else [[p.grad for p in own] for own in self._stepped()]
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
+        """Clips the gradients of the optimizer's parameters by their total norm.
+
+        Args:
+            max_norm: Greatest norm.
+            norm_type: Order of the norm; ``"inf"`` for the largest magnitude.
+
+        Returns:
+            The norm before clipping, or -1 after an overflow.
+        """
+        norms = arguments.clipping("FP16_Optimizer.clip_master_grads", max_norm, norm_type)
+        return -1 if self.overflow else self.clip_grad_norm([*chain(*self._stepped())], *norms)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps the masters and rounds them into the model; does nothing after an overflow.
+
+        Args:
+            closure: Clears the gradients, computes the loss, calls ``backward`` of this object
+                and returns the loss. It is called again while its gradients overflow.
+
+        Raises:
+            RuntimeError: If the masters lack gradients because ``update_master_grads`` was not
+                called, nor ``backward``, or a closure overflows at the smallest loss scale.
+        """
+        if closure is not None:
+            self.overflow = False
+            return self._step_masters(functools.partial(self._evaluate, closure))
+        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        if self._pending or any(own.grad is not None and m.grad is None for own, m in pairs):
+            raise RuntimeError(
+                "FP16_Optimizer.step got gradients that the masters do not have yet. Call "
+                "update_master_grads() after the last backward(..., update_master_grads=False), "
+                "and optimizer.backward(loss) in place of loss.backward()."
+            )
+        return self._step_masters()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._master_params_to_model_params()  # the optimizer has moved the masters
+        loss = closure()
+        while self.overflow:
+            if self.loss_scale <= self.loss_scaler.rule().least:
+                raise RuntimeError(
+                    "The gradients of the closure overflow even at the smallest loss scale, "
+                    f"{self.loss_scale:g}: they hold NaN or inf at any scale. Check the batch "
+                    "and the loss."
+                )
+            self.maybe_print(f"Overflow within the closure; loss scale {self.loss_scale}.")
+            loss = closure()
+        return loss
 
     def _saved_scale(self) -> dict[str, Any]:
         scale = self.loss_scaler
@@ -67,24 +149,16 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     def _scale_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
         saved = state["loss_scaler"]
-
-        # A dict in files of this package; in files of apex the scaler of `apex.amp`, or an older.
-        def read(name: str, default: Any = None) -> Any:
-            found = saved if isinstance(saved, dict) else {name: getattr(saved, name, default)}
-            return found.get(name, default)
-
-        scale = read("_loss_scale", read("cur_scale"))
-        if scale is None:
-            raise ValueError(
-                f"The state's loss_scaler is {saved!r}; it must be what "
-                "FP16_Optimizer.state_dict() returned, or a loss scaler of apex."
-            )
-        unskipped = read("_unskipped")
-        last_overflow = read("last_overflow_iter", -1) if unskipped is None else -1
+        found: dict[str, Any] = saved if isinstance(saved, dict) else {}
+        # Files of apex hold the scaler of `apex.amp`, or an older one.
+        found = found or {name: getattr(saved, name) for name in _NAMES if hasattr(saved, name)}
+        scale = found.get("_loss_scale") or found.get("cur_scale")
+        clean = found.get("_unskipped", found.get("cur_iter", 0))
+        last_overflow = -1 if "_unskipped" in found else found.get("last_overflow_iter", -1)
         return {
             "dynamic": bool(state["dynamic_loss_scale"]),
-            "cur_scale": checked_static(scale),
-            "cur_iter": int(read("cur_iter", 0) if unskipped is None else unskipped),
+            "cur_scale": checked_static(scale, "loss_scaler"),
+            "cur_iter": int(clean),
             "last_overflow_iter": int(last_overflow),
         }
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
@@ -73,7 +72,7 @@ class SubmoduleCalls:
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        return begin_call(self._state, args, kwargs, traced=is_compiling())
+        return begin_call(self._state, args, kwargs)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._depth -= 1

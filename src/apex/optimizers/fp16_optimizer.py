@@ -15,7 +15,8 @@ from apex._engine.master_wrapper import MasterWrapper
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     """Trains a 16-bit model with fp32 masters and a loss scale; skips steps that overflow.
 
-    Masters get their gradients in ``step``, or in ``clip_master_grads`` before it.
+    Masters get their gradients in ``step``. It clips nothing and takes no closure, as in apex: see
+    :class:`apex.fp16_utils.FP16_Optimizer` for these.
     """
 
     @property

@@ -16,7 +16,7 @@ from apex._core.op_table import CastSpec
 from apex._engine.autocast.ambient import autocast_depth
 from apex._engine.autocast.region import UncastBlock, is_off, under
 from apex._torch.autograd import backward_id
-from apex._torch.dynamo import at_tracing, inlined, untraced_frame
+from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
 
 
 class PassCasts(TorchFunctionMode):
@@ -35,7 +35,7 @@ class PassCasts(TorchFunctionMode):
         self._spec = spec
         self._start = 0, 0
 
-    @inlined(calls=False)
+    @inlined_with_calls
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

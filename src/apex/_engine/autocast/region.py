@@ -72,7 +72,7 @@ class CastRegion:
     def __reduce__(self) -> tuple[type[CastRegion], tuple[CastSpec]]:
         return CastRegion, (self.spec,)
 
-    @inlined()
+    @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, except in ``casts_off``.
 
@@ -112,7 +112,7 @@ def _without_double(tensor: Tensor) -> Tensor:
 class UncastRegion:
     """Runs functions with the casts of every region off; a user's own autocast stays."""
 
-    @inlined()
+    @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
         return under(_devices_cast(), None, fn, *args, **kwargs)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from apex._core import dtypes
 from apex._engine.model.module_class import convert_class
-from apex._engine.model.plan import MasterSource, ModelPlan, Region
+from apex._engine.model.plan import ModelPlan, Region
 from apex._engine.model.state import STATE, ModelState, stash_forward, state_of, undo_convert
 from apex._engine.model.state_dict import MasterLink
 from apex._engine.undo import Undo
 from apex._torch import fsdp
 
+if TYPE_CHECKING:
+    from apex._engine.session import Session
+
 
 def convert(
-    model: nn.Module, plan: ModelPlan, region: Region, masters: MasterSource, undo: Undo
+    model: nn.Module, plan: ModelPlan, region: Region, session: Session, undo: Undo
 ) -> None:
     """Converts ``model`` by ``plan``, in place; leaves it unchanged on failure.
 
@@ -28,13 +32,13 @@ def convert(
         model: A plain model.
         plan: The conversion.
         region: Runs the model's own forward.
-        masters: Source of exact values for ``state_dict`` and ``restore``; receives loaded ones.
-            The model keeps it alive.
+        session: Has the exact values for ``state_dict`` and ``restore``; receives loaded ones. The
+            model keeps it alive.
         undo: Receives the inverse of the tensors' casts.
     """
     if any(map(fsdp.compute_dtype, fsdp.param_groups(model))):
         plan = replace(plan, input_dtype=None)  # fully_shard casts inputs itself
-    state = ModelState(plan, region, MasterLink(masters))
+    state = ModelState(plan, region, MasterLink(session))
     model.__dict__[STATE] = state  # first, because undo_convert() needs it
     try:
         convert_class(model)

@@ -83,22 +83,17 @@ class Converted(nn.Module):
         """Returns a converted model that shares parameters, session and masters."""
         with _as_plain(self):
             new = copy.copy(self)
-        state = state_of(self)
-        if state is None or new is self:
-            return new
-        return _continue(new, replace(state, handles=[]))  # the hooks are the original's
+        state = None if new is self else state_of(self)  # its hooks are the original's
+        return _continue(new, None if state is None else replace(state, handles=[]))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Returns a converted model with its own parameters; optimizers copy the masters."""
         with _as_plain(self):
             new = copy.deepcopy(self, memo)
-        state = state_of(self)
-        if state is None or new is self:
-            return new
-        _continue(new, copy.deepcopy(state, memo))
-        if state.link.source is not None:
+        state = None if new is self else state_of(self)
+        if state is not None and state.link.source is not None:
             state.writes.note_copy(new)
-        return new
+        return _continue(new, copy.deepcopy(state, memo))
 
 
 @contextmanager
@@ -181,33 +176,26 @@ def _recompile(module: Any) -> Any:
         return module.recompile()
 
 
-def _wraps(fn: Method) -> Callable[[Method], Method]:
-    """Does as ``functools.wraps``, also for ``inspect.getfullargspec``, which libraries read."""
-
-    def wrapped(wrapper: Any) -> Any:
-        functools.update_wrapper(wrapper, fn)
-        with suppress(TypeError, ValueError):  # written in C
-            wrapper.__signature__ = inspect.signature(fn)
-        return wrapper
-
-    return wrapped
+def _like(fn: Method, wrapper: Any) -> Method:
+    """Shows ``wrapper`` as ``fn``, also to ``inspect.getfullargspec``, which libraries call."""
+    with suppress(TypeError, ValueError):  # written in C
+        wrapper.__signature__ = inspect.signature(fn)
+    return functools.update_wrapper(wrapper, fn)
 
 
 def _explained(base: Any, name: str) -> Callable[..., Any]:
     """Returns a public method whose dtype errors tell the remedy, as those of ``forward`` do."""
 
-    @_wraps(getattr(base, name))
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         run = getattr(base, name)  # now, as scripts replace methods
         if _is_compiling() or (state := state_of(self)) is None:
             return run(self, *args, **kwargs)
         return _explaining(self, state, run, self, *args, **kwargs)
 
-    return explained
+    return _like(getattr(base, name), explained)
 
 
 def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
-    @_wraps(base.forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
         if state is None:  # restored, or made by type(model)(...)
@@ -215,16 +203,16 @@ def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
         replaced = state.inner_forward
         run = functools.partial(base.forward, self) if replaced is None else replaced
         if _is_compiling():
-            args, kwargs = begin_call(state, args, kwargs, traced=True)
+            args, kwargs = begin_call(state, args, kwargs)
             return end_call(state, state.region.run(run, *args, **kwargs))
         return end_call(state, _run(self, state, run, args, kwargs))
 
-    return forward
+    return _like(base.forward, forward)
 
 
-def begin_call(state: ModelState, args: Args, kwargs: Kwargs, *, traced: bool) -> Call:
+def begin_call(state: ModelState, args: Args, kwargs: Kwargs) -> Call:
     """Begins a forward pass: returns its arguments, cast by the plan."""
-    if traced:
+    if _is_compiling():
         state.begin_traced_forward()
     else:
         state.begin_forward()
@@ -248,7 +236,7 @@ def end_call(state: ModelState, output: Any) -> Any:
 def _run(model: nn.Module, state: ModelState, forward: Method, args: Args, kwargs: Kwargs) -> Any:
     """Calls ``forward`` in eager mode, with cast arguments; notes what it writes in vain."""
     given = args, kwargs
-    args, kwargs = begin_call(state, args, kwargs, traced=False)
+    args, kwargs = begin_call(state, args, kwargs)
     watched = state.plan.casts_down and state.writes.watches
     if watched:
         state.writes.note_forward(model, state.link.has_master)

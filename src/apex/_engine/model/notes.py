@@ -48,13 +48,15 @@ _COMPUTES = (
     "scores.masked_fill(mask, torch.finfo(scores.dtype).min)."
 )
 
-_MANY = 4
-"""Above so many modules, those that differ in a number are written as one pattern."""
-
-
 _FORWARDS = 256
 """Forward passes that are watched, of which one in training counts as 16: what a model writes in
 training, it writes from the start."""
+
+_COPIED = " of a deep copy"
+_AVERAGE = (
+    "Average an fp32 copy, made by amp.restore(copy.deepcopy(model)), that loads "
+    "model.state_dict()."
+)
 
 HasMaster = Callable[[Tensor], bool]
 
@@ -119,9 +121,6 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
 def keeping(names: Sequence[str]) -> str:
     """Returns a sentence with the arguments of ``initialize`` that keep tensors in fp32."""
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    if len(modules) > _MANY:
-        numbers = r"(^|(?<=\.))\d+(?=\.|$)"
-        modules = list(dict.fromkeys(re.sub(numbers, "*", name) for name in modules))
     inside = [name for name in modules if name]
     own = [name for name in names if "." not in name]
     lines = [f"fp32_modules={inside!r}"] if inside else []
@@ -159,30 +158,17 @@ class Writes:
     def note_forward(self, model: nn.Module, has_master: HasMaster) -> None:
         """Names 16-bit tensors that are written between forward passes, twice in a row."""
         self._left -= 16 if model.training else 1
-        now = _versions(_watched(model, has_master))
-        own = set(now)
-        is_trained = self._copies and any(map(has_master, model.parameters()))
-        for copied in [*self._copies] if is_trained else ():
-            if not any(map(has_master, copied.parameters())):  # no optimizer was copied with it
-                named = copied.named_parameters()
-                now |= _versions((f"copy of {name}", param) for name, param in named)
+        now = _versions([*_watched(model, has_master), *_copied(self._copies, has_master)])
         changed = {name for name, each in now.items() if self._before.get(name, each) != each}
-        again = [name for name in now if name in changed & self._changed]
+        found = [name for name in now if name in changed & self._changed]
         self._before, self._changed = now, changed
-        if found := [name for name in again if name in own]:
+        if found:
+            own = [name for name in found if not name.endswith(_COPIED)]
             self.tell(
                 "tensors",
                 "amp: 16-bit tensors of %s are written in training, where small changes are lost "
                 "(an average stops, a counter stays at 256 in bf16): %s. %s",
-                *(type(model).__name__, ", ".join(found[:4]), keeping(found)),
-            )
-        if len(found) < len(again):
-            self.tell(
-                "copy",
-                "amp: a deep copy of %s is written in training, but its 16-bit weights lose small "
-                "changes: an average stops. Average an fp32 copy, made by "
-                "amp.restore(copy.deepcopy(model)), that loads model.state_dict().",
-                type(model).__name__,
+                *(type(model).__name__, ", ".join(found[:4]), keeping(own) if own else _AVERAGE),
             )
 
     def note_arguments(
@@ -197,16 +183,16 @@ class Writes:
             cast: The arguments that the model got.
         """
         known = set(map(id, tree.tensors(given)))
-        made = [t for t in tree.tensors(cast) if id(t) not in known and not t.is_inference()]
-        written = {id(tensor) for tensor in made if tensor._version > 0}
         args, kwargs = cast
-        labelled = {names[i] if i < len(names) else str(i): arg for i, arg in enumerate(args)}
+        labels = [*names, *map(str, range(len(names), len(args)))]
         found = [
             name
-            for name, arg in (labelled | kwargs if written else {}).items()
-            if not written.isdisjoint(map(id, tree.tensors(arg)))
+            for name, arg in (dict(zip(labels, args, strict=False)) | kwargs).items()
+            for tensor in tree.tensors(arg)
+            if id(tensor) not in known and not tensor.is_inference() and tensor._version > 0
         ]
         if found:
+            found = list(dict.fromkeys(found))
             self.tell(
                 "arguments",
                 "amp: the forward of %s writes into its argument %s, which was cast: the caller's "
@@ -232,6 +218,14 @@ def _watched(model: nn.Module, has_master: HasMaster) -> Iterator[tuple[str, Ten
                 watched = model.training and not isinstance(module, _BatchNorm)
             if watched:
                 yield name, tensor
+
+
+def _copied(copies: Iterable[nn.Module], has_master: HasMaster) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights of deep copies, unless an optimizer was copied with them."""
+    for copied in [*copies]:
+        for name, param in copied.named_parameters():
+            if not has_master(param):
+                yield name + _COPIED, param
 
 
 def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:

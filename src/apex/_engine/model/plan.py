@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from apex._core import dtypes
 from apex._pickle import rebuild
@@ -33,25 +32,6 @@ class Region(Protocol):
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Returns ``fn(*args, **kwargs)``, called inside the region."""
-
-
-class MasterSource(Protocol):
-    """A source of fp32 masters for low-precision parameters."""
-
-    def master_of(self, param: Tensor) -> Tensor | None:
-        """Returns the fp32 master of ``param``, or the fp32 value kept for it, or ``None``."""
-
-    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Sets masters to exact values just before these are loaded into their parameters."""
-
-    def write_back(self) -> None:
-        """Rounds written masters into their model parameters."""
-
-    def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
-        """Clears the gradients of the masters of ``params``."""
-
-    def runs_under(self, wrapper: DistributedDataParallel, *, traced: bool = False) -> None:
-        """Records that the model's forward pass begins, or is traced, under ``wrapper``."""
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,10 @@ class ModelState:
         if source is None:
             return
         if not traced:
-            source.write_back()
+            source.masters.write_back()
         wrapper = active_wrapper()
         if wrapper is not None:
-            source.runs_under(wrapper, traced=traced)
+            source.communicator.note(wrapper, traced=traced)
 
     @at_tracing
     def begin_traced_forward(self) -> None:

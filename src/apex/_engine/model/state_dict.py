@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
-from apex._engine.model.plan import MasterSource
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
 _log = logging.getLogger("apex")
 
@@ -34,35 +36,35 @@ class MasterLink:
     optimizer was copied with it. A pickle keeps no link.
     """
 
-    def __init__(self, masters: MasterSource | None = None) -> None:
-        """Connects to ``masters``; ``None`` if there are none."""
-        self._masters = masters
-        self._origin: weakref.ref[MasterSource] | None = None
+    def __init__(self, session: Session | None = None) -> None:
+        """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
+        self._session = session
+        self._origin: weakref.ref[Session] | None = None
         self._made: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
         self._latest: Tensor | None = None
         self._told = False
 
     @property
-    def source(self) -> MasterSource | None:
-        """The source of the modules' masters, or ``None``."""
-        return self._masters if self._origin is None else self._origin()
+    def source(self) -> Session | None:
+        """The session of the modules' masters, or ``None``."""
+        return self._session if self._origin is None else self._origin()
 
     def write_back(self) -> None:
         """Rounds written masters into the model."""
         if (source := self.source) is not None:
-            source.write_back()
+            source.masters.write_back()
 
     def has_master(self, tensor: Tensor) -> bool:
         """Returns whether a parameter has a master."""
         source = self.source
-        return source is not None and isinstance(source.master_of(tensor), nn.Parameter)
+        return source is not None and isinstance(source.masters.master_of(tensor), nn.Parameter)
 
     def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
         """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
 
         ``other`` is a master that the link may not know.
         """
-        known = None if (source := self.source) is None else source.master_of(tensor)
+        known = None if (source := self.source) is None else source.masters.master_of(tensor)
         return exact_value(entry, [known, other])
 
     def save(self, destination: Entries, key: str, tensor: Tensor) -> None:
@@ -142,7 +144,9 @@ class Fp32Hooks:
             )
         if (source := self._link.source) is not None:
             own = [(tensor, loaded.get(prefix + key)) for key, tensor in own_tensors(module)]
-            source.expect((tensor, entry) for tensor, entry in own if _is_exact(entry, tensor))
+            source.masters.expect(
+                (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
+            )
 
     def before_saving(self, *_: Any) -> None:
         """Does nothing; files of earlier releases name it, and :meth:`after_loading`."""
