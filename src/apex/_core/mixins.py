@@ -35,10 +35,8 @@ def known_with_mixin(mixin: type, own: type) -> Any:
     Python's weak list of subclasses serves as the cache.
     """
     subclasses: list[type] = type.__subclasses__(own)
-    for known in subclasses:
-        if mixin_of(known) is mixin and known.__bases__[-1] is own:
-            return known
-    return None
+    found = (each for each in subclasses if each.__bases__[-1] is own and mixin_of(each) is mixin)
+    return next(found, None)
 
 
 def mixin_of(kind: type) -> Any:
