@@ -5,8 +5,6 @@ Scripts with a FusedAdam of their own call it, such as OpenNMT-py 1.x.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -55,13 +53,3 @@ def adam(
     adam_([[grad], [p], [m.view_as(p)], [v.view_as(p)]], rule, step)
     if out_p.numel():
         out_p.copy_(p.view_as(out_p))
-
-
-def __getattr__(name: str) -> Any:
-    """Says what to use in place of apex's other functions."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise AttributeError(
-        f"fused_adam_cuda.{name} is not here: only adam is. Use apex.optimizers.FusedAdam, or "
-        "amp_C.multi_tensor_adam for lists of tensors."
-    )

@@ -209,15 +209,6 @@ def test_a_checkpoint_of_a_running_fit_loads_into_a_plain_module(pl, level, tmp_
     assert {value.dtype for value in state["state_dict"].values()} <= {torch.float32, torch.int64}
 
 
-def test_the_scale_of_a_mixed_precision_checkpoint_is_taken_over(pl):
-    plugin = precision("O1")
-    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    plugin.on_load_checkpoint({"MixedPrecision": scaler.state_dict()})
-    made = trainer(pl, plugin, max_epochs=1)
-    made.fit(classifier(pl), data())
-    assert plugin.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
-
-
 # -- mistakes --------------------------------------------------------------------------------
 
 

@@ -12,16 +12,20 @@ from tests.support import training as cases
 pytestmark = pytest.mark.slow
 
 
-def train_there(rank, level, model):
+LEVELS = ("O5", "O1")  # O1 casts what the thread runs after it
+
+
+def train_there(rank, models):
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "fp16 is emulated on this CPU")
-    train(*prepared(level, model))
+    for level, model in zip(LEVELS, models, strict=True):
+        train(*prepared(level, model))
 
 
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_what_is_stepped_there_is_in_the_shared_memory_of_the_plain_model_here(level):
-    model = cases.net().share_memory()
-    torch.multiprocessing.spawn(train_there, (level, model))
-    own, optimizer = prepared(level)
-    train(own, optimizer)
-    assert cases.same(cases.values(model.parameters()), cases.masters(optimizer))
+def test_what_is_stepped_there_is_in_the_shared_memory_of_the_plain_model_here():
+    models = [cases.net().share_memory() for _ in LEVELS]
+    torch.multiprocessing.spawn(train_there, (models,))
+    for level, model in zip(LEVELS, models, strict=True):
+        own, optimizer = prepared(level)
+        train(own, optimizer)
+        assert cases.same(cases.values(model.parameters()), cases.masters(optimizer)), level

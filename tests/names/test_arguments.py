@@ -27,7 +27,7 @@ def test_what_old_scripts_pass_as_false_is_false(value):
 
 @pytest.mark.parametrize(
     "value",
-    ["false", "yes", "", "1", 128.0, torch.float16, torch.ones(1), torch.ones(2) > 0, [], object],
+    ["false", "yes", "", "1", 128.0, torch.float16, [], object],
 )
 def test_anything_else_is_no_flag(value):
     with pytest.raises(TypeError, match=r"enabled is .*; it must be a bool, or the string 'True'"):

@@ -85,24 +85,19 @@ def test_each_scaler_has_one_view_which_keeps_what_scripts_put_on_it():
 
 
 def test_scalers_can_be_exchanged_and_added():
-    made = LossScaler(2.0)
-    amp._amp_state.loss_scalers = [made]
-    assert [*amp._amp_state.loss_scalers] == [made]
+    with pytest.raises(RuntimeError, match=r"set before amp\.initialize"):
+        amp._amp_state.loss_scalers = [LossScaler(2.0)]
     model, optimizer = prepared("O2")
-    assert scale() == 2.0**16  # initialize makes its own
-    with pytest.raises(TypeError, match=r"got float; it accepts apex\.amp\.scaler\.LossScaler"):
-        amp._amp_state.loss_scalers[0] = 8.0
-    amp._amp_state.loss_scalers[0] = LossScaler(4.0)
+    amp._amp_state.loss_scalers = [made := LossScaler(4.0)]
+    assert amp._amp_state.loss_scalers == (made,)
     with amp.scale_loss(model.last.weight.float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     assert scale() == 4.0
-    amp._amp_state.loss_scalers = [LossScaler(2.0), LossScaler("dynamic")]
-    amp._amp_state.loss_scalers.append(LossScaler("dynamic"))
+    amp._amp_state.loss_scalers = [LossScaler(2.0), *map(LossScaler, ["dynamic", "dynamic"])]
     optimizer.zero_grad()
     overflow(model, optimizer, loss_id=2)
     assert [scale(index) for index in range(3)] == [2.0, 2.0**16, 2.0**15]
-    del amp._amp_state.loss_scalers[0]
-    assert len(amp.state_dict()) == 2
+    assert len(amp.state_dict()) == 3
 
 
 # -- a flag that scripts set -----------------------------------------------------------------
@@ -156,7 +151,7 @@ def on_one_object(monkeypatch, update):
 
 
 def in_a_subclass(monkeypatch, update):
-    amp._amp_state.loss_scalers[0] = Shared("dynamic")
+    amp._amp_state.loss_scalers = [Shared("dynamic")]
 
 
 @pytest.mark.parametrize("update", [apex_update, then_the_original])

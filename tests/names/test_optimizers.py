@@ -145,12 +145,10 @@ def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
     ("name", "saved", "shapes", "message"),
     [
         # torch's fused kernels would write outside the memory of what is too small.
-        ("FusedAdam", "FusedAdam", [(3, 2)], r".*shape \(3, 2\) for .*shape \(3, 4\)"),
-        ("FusedSGD", "FusedSGD", [(3, 2)], r".*shape \(3, 2\) for .*shape \(3, 4\)"),
+        ("FusedAdam", "FusedAdam", [(3, 2)], r".*shape \(3, 2\) instead of \(3, 4\)"),
+        ("FusedSGD", "FusedSGD", [(3, 2)], r".*shape \(3, 2\) instead of \(3, 4\)"),
         ("FusedAdam", "FusedNovoGrad", [(3, 4)], "exp_avg_sq has the shape"),
-        ("FusedNovoGrad", "FusedAdam", [(3, 4)], r".*FusedNovoGrad keeps \(\)"),
-        ("FusedAdam", "FusedSGD", [(3, 4)], "its parameter groups have no betas"),
-        ("FusedSGD", "FusedAdam", [(3, 4)], "its parameter groups have no momentum"),
+        ("FusedNovoGrad", "FusedAdam", [(3, 4)], r".*instead of \(\)"),
     ],
 )
 def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes, message):
@@ -243,8 +241,6 @@ def test_get_momentums_makes_what_is_missing_and_gives_what_is_there():
         (ValueError, "lr", "FusedSGD", {}),
         (TypeError, "adam_w_mode is 'no'; it must", "FusedLAMB", {"adam_w_mode": "no"}),
         (RuntimeError, "norm_type=1", "FusedNovoGrad", {"norm_type": 1}),
-        (TypeError, "reduced_precision_dtype is 16", "FusedMixedPrecisionLamb",
-         {"reduced_precision_dtype": 16}),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused(error, message, name, options):

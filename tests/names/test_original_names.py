@@ -1,14 +1,15 @@
 """Every name that apex's own modules define is at its path, or its error says what to use.
 
 ``support/reference/apex_names.json`` lists them: facts read from NVIDIA/apex at e13873d
-(reparameterization
-at the last commit that has it), with parameters in order. Left out are names with a leading
-underscore and ``parallel.multiproc``, whose import started processes.
+(reparameterization at the last commit that has it), with parameters in order. Left out are names
+with a leading underscore and ``parallel.multiproc``, whose import started processes.
 """
 
 import importlib
+import importlib.util
 import inspect
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,37 @@ def test_every_name_of_the_original_is_at_its_path_or_says_what_to_use():
     paths = {f"{entry['module']}.{entry['name']}": entry for entry in NAMES}
     faults = {path: text for path, entry in paths.items() if (text := fault(entry))}
     assert list(faults.values()) == []
+
+
+# -- names that are not here -------------------------------------------------------------------
+
+
+def test_import_and_find_spec_say_what_to_use_instead():
+    for name in _unavailable.INSTEAD:
+        for find in (importlib.import_module, importlib.util.find_spec):
+            with pytest.raises(ModuleNotFoundError) as raised:
+                find(name)
+            instead = _unavailable.INSTEAD[name]
+            assert str(raised.value) == f"{name} is not part of this apex: use {instead}."
+
+
+def test_from_import_of_what_is_inside_says_it_too():
+    with pytest.raises(ImportError, match="scaled_dot_product_attention"):
+        from apex.contrib.multihead_attn import SelfMultiheadAttn  # noqa: F401
+
+
+def test_import_of_a_module_inside_says_it_too():
+    with pytest.raises(ImportError, match=r"apex\.transformer is not part of this apex"):
+        importlib.import_module("apex.transformer.tensor_parallel.layers")
+
+
+def test_any_other_name_fails_as_usual():
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'apex\.contrib\.nothing'$"):
+        importlib.import_module("apex.contrib.nothing")
+
+
+def test_the_finder_is_installed_once_and_last():
+    before = list(sys.meta_path)
+    _unavailable.install()
+    assert sys.meta_path == before
+    assert sum(isinstance(f, _unavailable.UnavailableFinder) for f in before) == 1

@@ -177,15 +177,13 @@ class stackedRNN(Stateful):
         dropout: Dropout probability between layers, in training.
 
     Raises:
-        TypeError: If ``inputRNN`` is neither a cell nor a list of cells.
-        ValueError: If the list has a different length, or ``dropout`` is not a probability.
+        ValueError: If ``inputRNN`` is neither a cell nor a list of ``num_layers`` cells.
     """
 
     def __init__(
         self, inputRNN: RNNCell | list[RNNCell], num_layers: int = 1, dropout: float = 0
     ) -> None:
         super().__init__()
-        arguments.in_range("dropout", dropout, most=1.0)
         self.dropout = dropout
         self.rnns = nn.ModuleList(_layers(inputRNN, num_layers))
         self.nLayers = len(self.rnns)
@@ -207,7 +205,6 @@ class stackedRNN(Stateful):
             ValueError: If the input has a wrong shape or no steps.
         """
         self._check(input)
-        collect_hidden = arguments.flag("collect_hidden", collect_hidden)
         by_step = [self._step(step) for step in (input.flip(0) if reverse else input)]
         last = by_step[-1]
         by_step = by_step[::-1] if reverse else by_step
@@ -267,16 +264,12 @@ def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
     return tens_list if isinstance(tens_list, Tensor) else torch.stack(list(tens_list))
 
 
-def _layers(first: RNNCell | list[RNNCell], num_layers: int) -> list[RNNCell]:
+def _layers(first: Any, num_layers: int) -> list[RNNCell]:
     arguments.integer("num_layers", num_layers, least=1)
     if isinstance(first, RNNCell):
         return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
-    if not isinstance(first, list):
-        raise TypeError(
-            f"stackedRNN got {type(first).__name__}; it takes an RNNCell or a list of RNNCells."
-        )
-    if len(first) != num_layers:
-        raise ValueError(f"stackedRNN got {len(first)} cells for num_layers={num_layers}.")
+    if not isinstance(first, list) or len(first) != num_layers:
+        raise ValueError(f"stackedRNN got {first}; it takes an RNNCell or a list of {num_layers}.")
     return first
 
 

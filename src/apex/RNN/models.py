@@ -63,21 +63,12 @@ def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[...
     return make
 
 
-def _gru(input_size: int, hidden_size: int, bias: bool, output_size: int | None) -> RNNCell:
-    if output_size not in (None, hidden_size):
-        raise ValueError(
-            f"GRU got output_size={output_size} with hidden_size={hidden_size}; its new state is "
-            "a mean of the old state and a candidate, so their sizes are equal. Project the output."
-        )
-    return RNNCell(3, input_size, hidden_size, GRUCell, 1, bias, output_size)
-
-
 def _plain(gates: int, function: Callable[..., Any], states: int) -> Callable[..., RNNCell]:
     return lambda inputs, hidden, *rest: RNNCell(gates, inputs, hidden, function, states, *rest)
 
 
 LSTM = _network("LSTM", "a long short-term memory network", _plain(4, LSTMCell, 2))
-GRU = _network("GRU", "a network of gated recurrent units, without a projection", _gru)
+GRU = _network("GRU", "a network of gated recurrent units", _plain(3, GRUCell, 1))
 ReLU = _network("ReLU", "an Elman network with ReLU activation", _plain(1, ReLUCell, 1))
 Tanh = _network("Tanh", "an Elman network with tanh activation", _plain(1, TanhCell, 1))
 # Krause et al., "Multiplicative LSTM for sequence modelling", arXiv:1609.07959.

@@ -6,7 +6,6 @@ import numbers
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 _LONGEST = 80
@@ -36,20 +35,14 @@ def flag(name: str, value: object) -> bool:
     Raises:
         TypeError: If it is none of these.
     """
-    if _is_truth(value):
+    # NumPy's bools are no integers of Python.
+    if value is None or isinstance(value, numbers.Integral) or value in (False, True):
         return bool(value)
     if value in ("True", "False"):
         return value == "True"
     raise TypeError(
         f"{name} is {shown(value)}; it must be a bool, or the string 'True' or 'False'."
     )
-
-
-def _is_truth(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dtype is torch.bool and value.numel() == 1
-    # NumPy's bools are no integers of Python.
-    return value is None or isinstance(value, numbers.Integral) or value in (False, True)
 
 
 def sizes(name: str, value: Any, *, count: int = 1) -> list[int]:

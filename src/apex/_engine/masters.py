@@ -32,7 +32,7 @@ from apex._core import master
 from apex._pickle import rebuild
 from apex._torch import parameters, ranks
 from apex._torch.dynamo import untraced
-from apex._torch.overrides import without_overrides
+from apex._torch.parameters import without_overrides
 
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""

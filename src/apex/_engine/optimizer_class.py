@@ -20,7 +20,7 @@ from apex._engine.mistakes import BLOCK
 from apex._engine.undo import all_or_nothing
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
-from apex._torch.overrides import without_overrides
+from apex._torch.parameters import without_overrides
 
 ATTRIBUTE = PREPARED
 

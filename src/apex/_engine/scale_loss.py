@@ -14,7 +14,7 @@ from apex._engine.autocast.pass_casts import PassCasts
 from apex._engine.gradients import PassGradients
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._torch.dynamo import untraced
-from apex._torch.overrides import without_overrides
+from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
     from apex._core.op_table import CastSpec

@@ -13,7 +13,7 @@ from apex._engine.autocast.region import UncastBlock
 from apex._engine.fused import skips_in_kernel
 from apex._engine.mistakes import inspect_step
 from apex._torch.dynamo import is_compiling_here, untraced_frame
-from apex._torch.overrides import without_overrides
+from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.binding import Binding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, distributed
@@ -57,16 +57,9 @@ def device_types(tensor: Tensor) -> tuple[str, ...]:
     return (tensor.device_mesh.device_type, here) if is_dtensor(tensor) else (here,)
 
 
-class Group(NamedTuple):
-    """The ranks along one dimension of a device mesh.
-
-    Attributes:
-        device_type: The mesh's device type, on which the ranks communicate.
-        ranks: A ``torch.distributed`` process group.
-    """
-
-    device_type: str
-    ranks: Any
+Group = tuple[str, Any]
+"""The ranks along one dimension of a device mesh: the mesh's device type, on which they
+communicate, and their process group."""
 
 
 def groups(params: Sequence[Tensor]) -> list[Group]:
@@ -83,7 +76,7 @@ def groups(params: Sequence[Tensor]) -> list[Group]:
         for dimension, placement in enumerate(param.placements):
             if not placement.is_replicate() and mesh.size(dimension) > 1:
                 ranks = mesh.get_group(dimension)
-                found.setdefault(id(ranks), Group(mesh.device_type, ranks))
+                found.setdefault(id(ranks), (mesh.device_type, ranks))
     return list(found.values())
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._torch import ranks
 from apex.amp import scaler_states
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
 from apex.amp.properties import Properties
-from apex.amp.scaler import LossScaler, LossScalers
+from apex.amp.scaler import LossScaler
 
 if TYPE_CHECKING:
-    from apex._engine.scaler import Scaler
     from apex._engine.session import Session
     from apex.amp.handle import AmpHandle
 
@@ -49,15 +48,12 @@ class AmpState:
         self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
         self._init_handle: AmpHandle | None = None
-        self._assigned_handle: Any = None
-        self._sessionless_scalers: list[Scaler] = []
 
     # -- sessions ----------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
         """Makes ``session`` current and applies pending loss scales to it."""
         self._sessions = [*map(weakref.ref, self.sessions()), weakref.ref(session)]
-        self._assigned_handle = None
         self.pending_states = scaler_states.apply_pending(session.scalers, self.pending_states)
 
     def discard(self, session: Session) -> None:
@@ -108,37 +104,29 @@ class AmpState:
         """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""
         if self._init_handle is not None:
             self._init_handle._deactivate()
-        self._init_handle, self._assigned_handle = handle, None
+        self._init_handle = handle
 
     # -- apex's view -------------------------------------------------------------------------
 
     @property
-    def loss_scalers(self) -> LossScalers:
-        """The current session's scalers, as apex's objects.
-
-        Assign to it, or modify it as a list, to replace scalers.
-        """
+    def loss_scalers(self) -> tuple[LossScaler, ...]:
+        """The current session's scalers, as apex's objects. Assign others to exchange them."""
         session = self.current()
-        return LossScalers(self._sessionless_scalers if session is None else session.scalers)
+        return () if session is None else (*map(LossScaler.over, session.scalers),)
 
     @loss_scalers.setter
     def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:
-        self.loss_scalers[:] = list(scalers)
+        session = self.current()
+        if session is None:
+            raise RuntimeError("amp._amp_state.loss_scalers was set before amp.initialize.")
+        session.scalers[:] = [scaler._scaler for scaler in scalers]
 
     @property
-    def handle(self) -> Any:
-        """apex's handle: the one of ``amp.init``, or a view of the current session.
-
-        Reads return an assigned value until the next ``initialize`` or ``init``; assignment has no
-        other effect.
-        """
+    def handle(self) -> AmpHandle:
+        """apex's handle: the one of ``amp.init``, or a view of the current session."""
         from apex.amp.handle import handle_of
 
-        return self._assigned_handle or self._init_handle or handle_of(self.current())
-
-    @handle.setter
-    def handle(self, handle: Any) -> None:
-        self._assigned_handle = handle
+        return self._init_handle or handle_of(self.current())
 
 
 _amp_state = AmpState()

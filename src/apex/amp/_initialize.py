@@ -1,4 +1,4 @@
-"""apex's ``applier`` and ``to_type``, which scripts call, or replace to cast custom batch types."""
+"""apex's ``applier``, which scripts call or replace to cast their own batches, and ``to_type``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ __getattr__ = _unavailable.names_instead(
 )
 
 Applier = Callable[[Any, Callable[[Any], Any]], Any]
-ToType = Callable[[torch.dtype, Any], Any]
 
 
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
@@ -43,33 +42,27 @@ def to_type(dtype: torch.dtype, t: Any) -> Any:
     return dtypes.cast(t, dtype) if isinstance(t, Tensor) else tree.converted(t, dtype)
 
 
-_DEFAULT: tuple[Applier, ToType] = applier, to_type
+_applier = applier
 
 
 class AppliedCast:
-    """Casts inputs and outputs through what a script assigned to this module.
+    """Casts inputs and outputs through the ``applier`` of a script."""
 
-    Keeps only the script's own functions, so that saved files name none of this module.
-    """
-
-    def __init__(self, own_applier: Applier | None, own_to_type: ToType | None = None) -> None:
-        self._own = own_applier, own_to_type
+    def __init__(self, own_applier: Applier, *_: object) -> None:
+        self._apply = own_applier
 
     def __call__(self, value: Any, dtype: torch.dtype) -> Any:
         """Returns ``value`` with its floating-point tensors in ``dtype``."""
-        apply, cast = (own or default for own, default in zip(self._own, _DEFAULT, strict=True))
-        return apply(value, functools.partial(cast, dtype))
+        return self._apply(value, functools.partial(to_type, dtype))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by kind; see :mod:`apex._pickle`."""
-        return rebuild, ("cast", *self._own)
+        return rebuild, ("cast", self._apply)
 
 
 def custom_cast() -> AppliedCast | None:
-    """Returns a cast through a script's ``applier`` or ``to_type``; ``None`` for the default ones.
+    """Returns a cast through a script's ``applier``; ``None`` for the default one.
 
-    ``amp.initialize`` calls this once, so replace them in ``apex.amp._initialize`` before that.
+    ``amp.initialize`` calls this once, so replace it in ``apex.amp._initialize`` before that.
     """
-    present = zip((applier, to_type), _DEFAULT, strict=True)
-    own = [fn if fn is not default else None for fn, default in present]
-    return AppliedCast(*own) if any(own) else None
+    return None if applier is _applier else AppliedCast(applier)

@@ -62,15 +62,13 @@ def start_up(defaults: Properties, properties: Properties) -> None:
 
 
 def end_of_pass(session: Session, end: PassEnd) -> None:
-    """Reports the scale updates that have arrived."""
+    """Reports each overflow with one line per optimizer; warns after 50 consecutive skips."""
     for update in end.updates:
-        _scale_update(session, update)
+        if update.overflow:
+            _overflow(session, update)
 
 
-def _scale_update(session: Session, update: ScaleUpdate) -> None:
-    """Reports an overflow with one line per optimizer; warns after 50 consecutive skips."""
-    if not update.overflow:
-        return
+def _overflow(session: Session, update: ScaleUpdate) -> None:
     for _ in range(update.optimizers):
         maybe_print(
             f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "

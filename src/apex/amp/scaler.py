@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -246,37 +246,3 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
         return view.update_scale()
 
     return update if own else None
-
-
-class LossScalers(MutableSequence[LossScaler]):
-    """A session's scalers by ``loss_id``, as a list that scripts may modify."""
-
-    def __init__(self, scalers: list[Scaler]) -> None:
-        self._scalers = scalers
-
-    def __len__(self) -> int:
-        return len(self._scalers)
-
-    def __getitem__(self, index: Any) -> Any:
-        found = self._scalers[index]
-        return [*map(LossScaler.over, found)] if isinstance(found, list) else LossScaler.over(found)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        several = isinstance(index, slice)
-        self._scalers[index] = [*map(_scaler, value)] if several else _scaler(value)
-
-    def __delitem__(self, index: int | slice) -> None:
-        del self._scalers[index]
-
-    def insert(self, index: int, value: LossScaler) -> None:
-        """Inserts a scaler before ``index``."""
-        self._scalers.insert(index, _scaler(value))
-
-
-def _scaler(given: object) -> Any:
-    if isinstance(given, LossScaler):
-        return given._scaler
-    raise TypeError(
-        f"amp._amp_state.loss_scalers got {type(given).__name__}; it accepts "
-        "apex.amp.scaler.LossScaler objects."
-    )

@@ -59,12 +59,9 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
     """
     for scaler, state in zip(scalers, states, strict=False):
         given, own = state.loss_scale, scaler.read_scale()
-        if scaler.dynamic:
-            fits, unscaled = not state.static, given == 1.0
-        else:
-            unscaled = own == 1.0 or (state.static and given == 1.0)
-            fits = given == own or (state.static and not unscaled)
-        if fits:
+        unscaled = 1.0 in (given, own)
+        kinds_agree = scaler.dynamic != state.static
+        if given == own or (kinds_agree and (scaler.dynamic or not unscaled)):
             scaler.set_scale(given)
             scaler.set_clean_steps(state.unskipped)
         elif not unscaled:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex._core import dtypes, tree
 from apex._core.param_groups import params_of, states_in
 from apex._torch.dispatch_modes import suspend_modes
-from apex._torch.overrides import without_functions
+from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
 from apex.debug.causes import in_fp32

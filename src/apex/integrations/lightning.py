@@ -130,9 +130,9 @@ class ApexPrecision(_Precision):
         self._models += modules
         self._optimizers += optimizers
         self._calls += [
-            SubmoduleCalls(module, wrapped=module is not model)
+            SubmoduleCalls(module, state, wrapped=module is not model)
             for module, model in zip(modules, models, strict=True)
-            if state_of(module)  # not with enabled=False
+            if (state := state_of(module))  # not with enabled=False
         ]
         if self._scales and optimizers:
             scales.load_state_dict(optimizers[0], self._scales)
@@ -249,12 +249,6 @@ class ApexPrecision(_Precision):
             scales.load_state_dict(self._optimizers[0], state_dict)
         else:
             self._scales = dict(state_dict)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes over the scale of a checkpoint that was trained with ``precision="16-mixed"``."""
-        if scaler := checkpoint.get("MixedPrecision"):
-            scale = {"loss_scale": scaler.get("scale"), "unskipped": scaler.get("_growth_tracker")}
-            self.load_state_dict({"loss_scaler0": scale})
 
 
 _REMEDY = (

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from apex import amp
-from apex._engine.model import is_converted
 from apex._torch import ddp
 from apex.integrations import scales
 
@@ -72,8 +71,6 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     optimizer: Any
     # Scales of a checkpoint that was loaded before the scalers existed.
     _loaded_scales: Mapping[str, Any] | None = None
-    # Whether `amp.initialize` has received the optimizer, enabled or not.
-    _was_given = False
     # Whether a later iteration synchronizes this iteration's gradients. It sends `.grad`, so the
     # gradients must stay there, with the same scale as its own.
     _stays_local = False
@@ -102,10 +99,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state, with this wrapper's loss scales under ``apex_amp``."""
         state: dict[str, Any] = OptimWrapper.state_dict(self)
-        if self._loaded_scales is None:
-            state["apex_amp"] = scales.state_dict(self.optimizer)
-        else:
-            state["apex_amp"] = dict(self._loaded_scales)
+        state["apex_amp"] = dict(self._loaded_scales or scales.state_dict(self.optimizer))
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -122,10 +116,8 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         if loaded is not None:
             scales.check_state_dict(loaded)
         OptimWrapper.load_state_dict(self, state)
-        if loaded is None:
-            return
-        if self._was_given or scales.is_prepared(self.optimizer):
-            scales.load_state_dict(self.optimizer, loaded)
+        if scales.is_prepared(self.optimizer):
+            scales.load_state_dict(self.optimizer, loaded or {})
         else:
             self._loaded_scales = loaded
 
@@ -144,28 +136,17 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         """
         self._stays_local = not self.should_sync() and "no_sync" in dir(model)
         with OptimWrapper.optim_context(self, model):
-            if not (self._was_given or scales.is_prepared(self.optimizer)):
-                dtypes = [param.dtype for param in model.parameters()]
+            if self.enabled and not scales.is_prepared(self.optimizer):
                 self._initialize(model)
-                if dtypes != [param.dtype for param in model.parameters()]:
-                    ddp.rebuild_reducer(model)
             yield
 
     def _initialize(self, model: Any) -> None:
-        if is_model_wrapper(model):
-            model = model.module
-        if is_converted(model):
-            raise RuntimeError(
-                f"ApexOptimWrapper.optim_context got a model ({type(model).__name__}) that amp has "
-                "already prepared for another optimizer. Pass each wrapper the part that its "
-                "optimizer trains, as in optim_wrapper['generator'].optim_context(self.generator)."
-            )
+        own = model.module if is_model_wrapper(model) else model
         options = {name: getattr(self, name) for name in _OPTIONS}
-        _, self.optimizer = amp.initialize(model, self.optimizer, **options)
-        self._was_given = True
-        if self._loaded_scales is not None:
-            scales.load_state_dict(self.optimizer, self._loaded_scales)
-            self._loaded_scales = None
+        _, self.optimizer = amp.initialize(own, self.optimizer, **options)
+        ddp.rebuild_reducer(model)
+        scales.load_state_dict(self.optimizer, self._loaded_scales or {})
+        self._loaded_scales = None
 
 
 _OPTIONS = [*inspect.signature(ApexOptimWrapper).parameters][:-1]  # before those of OptimWrapper

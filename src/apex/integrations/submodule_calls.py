@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._engine.model import begin_call, end_call, state_of
+from apex._engine.model import begin_call, end_call
+from apex._engine.model.state import ModelState
 
 
 class SubmoduleCalls:
@@ -21,16 +22,14 @@ class SubmoduleCalls:
     (``ModuleList``) are looked into; modules further down have no hooks, and cost nothing.
     """
 
-    def __init__(self, model: nn.Module, *, wrapped: bool = False) -> None:
+    def __init__(self, model: nn.Module, state: ModelState, *, wrapped: bool) -> None:
         """Attaches the hooks.
 
         Args:
             model: A prepared model.
+            state: Its state.
             wrapped: Whether DistributedDataParallel calls it, with a step in place of its forward.
         """
-        state = state_of(model)
-        if state is None:
-            raise ValueError(f"{type(model).__name__} is not prepared by amp.initialize.")
         self._state = state
         self._region = state.region
         self._depth = 0

@@ -123,16 +123,7 @@ class MLP(nn.Module):
             nn.init.normal_(bias, 0.0, math.sqrt(1.0 / bias.numel()))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - apex's and torch's name
-        """Returns ``[*, mlp_sizes[-1]]`` for an input ``[*, mlp_sizes[0]]``.
-
-        Raises:
-            ValueError: If the input's last dimension does not match.
-        """
-        if input.shape[-1:] != (self.mlp_sizes[0],):
-            raise ValueError(
-                f"MLP got an input of shape {list(input.shape)}; its last dimension must have size "
-                f"{self.mlp_sizes[0]}, the first of mlp_sizes."
-            )
+        """Returns ``[*, mlp_sizes[-1]]`` for an input ``[*, mlp_sizes[0]]``."""
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:

@@ -45,11 +45,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         Parameters of ``reduced_precision_dtype`` get fp32 masters. Other arguments and errors are
         those of :class:`apex.optimizers.FusedLAMB`.
         """
-        if not isinstance(reduced_precision_dtype, torch.dtype | None):
-            raise TypeError(
-                f"reduced_precision_dtype is {reduced_precision_dtype!r}; it must be None or "
-                "a torch.dtype, such as torch.float16."
-            )
         flags = (amsgrad, adam_w_mode, grad_averaging, True, max_grad_norm, use_nvlamb)
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, *flags)
         self.defaults["step"] = step

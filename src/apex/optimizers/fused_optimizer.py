@@ -235,7 +235,7 @@ class FusedOptimizer(Optimizer):
         """Takes over options and the step count that a state of torch's own class lacks.
 
         Raises:
-            ValueError: If it is the state of another optimizer or model; nothing is changed.
+            ValueError: If a tensor of it has another shape; nothing is changed.
         """
         self._check_state(state)
         super().__setstate__(state)
@@ -249,24 +249,16 @@ class FusedOptimizer(Optimizer):
                     group.setdefault(name, value)
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        name, fault = type(self).__name__, ""
-        defaults = state.get("defaults") or self.defaults
-        for group in state["param_groups"]:
-            for key in {"betas", "momentum"} & defaults.keys() - group.keys():
-                fault = f"its parameter groups have no {key}"
+        """Refuses shapes with which torch's fused kernels would write outside a tensor's memory."""
         for param, own in states_in(state["state"]):
             for key, tensor in own.items():
                 wanted = torch.Size() if key in self.scalar_state else param.shape
                 if isinstance(tensor, Tensor) and tensor.shape != wanted:
-                    fault = (
-                        f"{key} has the shape {tuple(tensor.shape)} for a parameter of shape "
-                        f"{tuple(param.shape)}, where {name} keeps {tuple(wanted)}"
+                    raise ValueError(
+                        f"{type(self).__name__} got the state of another model or optimizer: {key} "
+                        f"has the shape {tuple(tensor.shape)} instead of {tuple(wanted)}. Load the "
+                        "one that was saved with this model."
                     )
-        if fault:
-            raise ValueError(
-                f"{name} got the state of another model or optimizer: {fault}. Load the one that "
-                "was saved with this model."
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, with step counts as numbers, whether or not a flag decided about steps.

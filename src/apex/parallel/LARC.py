@@ -93,11 +93,6 @@ class LARC:
             if not params:
                 continue
             grads = [param.grad for param in params]
-            if any(grad.layout is not torch.strided for grad in grads):
-                raise TypeError(
-                    "LARC got a sparse gradient, which has no norm that torch can compute. Use an "
-                    "embedding with sparse=False, or give it an optimizer of its own."
-                )
             norms = map(torch._foreach_norm, (params, grads))
             for param, grad, param_norm, grad_norm in zip(params, grads, *norms, strict=True):
                 rate = self.trust_coefficient * param_norm

@@ -56,13 +56,7 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
     """
     if group_size == 0:
         return None
-    world_size = torch.distributed.get_world_size()
     arguments.integer("group_size", group_size, least=0)
-    if world_size % group_size != 0:
-        raise ValueError(
-            f"group_size is {group_size}; it must divide the number of processes, {world_size}. "
-            "0 synchronizes over all of them."
-        )
     own: ProcessGroup
     own, _ = torch.distributed.new_subgroups(group_size)  # type: ignore[no-untyped-call]
     return own

@@ -230,10 +230,6 @@ class _Computed(nn.Module):
         _, parts = self.rule.reparameterize(name, weight, self.rule.dim)
         return list(parts)
 
-    def extra_repr(self) -> str:
-        """Returns the rule's class and dimension."""
-        return f"{type(self.rule).__name__}, dim={self.rule.dim}"
-
 
 class _WithParts:
     """A module with the parts that torch computes with, such as those of a replica."""

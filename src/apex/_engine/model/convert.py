@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def convert(
     model: nn.Module, plan: ModelPlan, region: Region, session: Session, undo: Undo
 ) -> None:
-    """Converts ``model`` by ``plan``, in place; leaves it unchanged on failure.
+    """Converts ``model`` by ``plan``, in place; on failure, call :func:`undo_convert`.
 
     Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call
     ``check`` first: this function validates nothing.
@@ -40,13 +40,9 @@ def convert(
         plan = replace(plan, input_dtype=None)  # fully_shard casts inputs itself
     state = ModelState(plan, region, MasterLink(session))
     model.__dict__[STATE] = state  # first, because undo_convert() needs it
-    try:
-        convert_class(model)
-        stash_forward(model, state)
-        state.apply(model, undo)
-    except BaseException:
-        undo_convert(model)
-        raise
+    convert_class(model)
+    stash_forward(model, state)
+    state.apply(model, undo)
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from apex._core import dtypes, tree
 from apex._core.rounding import makes_equal
 from apex._engine.model.plan import WIDE, ModelPlan, planned_dtypes
+from apex._engine.model.state_dict import AVERAGE
 from apex._torch.modules import own_tensors
 
 _log = logging.getLogger("apex")
@@ -53,10 +54,6 @@ _FORWARDS = 256
 training, it writes from the start."""
 
 _COPIED = " of a deep copy"
-_AVERAGE = (
-    "Average an fp32 copy, made by amp.restore(copy.deepcopy(model)), that loads "
-    "model.state_dict()."
-)
 
 HasMaster = Callable[[Tensor], bool]
 
@@ -168,7 +165,7 @@ class Writes:
                 "tensors",
                 "amp: 16-bit tensors of %s are written in training, where small changes are lost "
                 "(an average stops, a counter stays at 256 in bf16): %s. %s",
-                *(type(model).__name__, ", ".join(found[:4]), keeping(own) if own else _AVERAGE),
+                *(type(model).__name__, ", ".join(found[:4]), keeping(own) if own else AVERAGE),
             )
 
     def note_arguments(

@@ -74,9 +74,7 @@ class ModelState:
         names = positional_names(self.inner_forward or model.forward)
         named = self.plan.fp32_inputs
         self.uncast = (*named, *(at for at, name in enumerate(names) if name in named))
-        with all_or_nothing() as casts:
-            if undo is not None:
-                undo.push(casts.undo)
+        with all_or_nothing(undo) as casts:
             for _, tensor, dtype in planned_dtypes(model, self.plan):
                 if tensor.dtype is not dtype and dtypes.is_castable(tensor):
                     set_in_place(tensor, tensor.detach().to(dtype), casts)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("apex")
 
+AVERAGE = "Average an fp32 copy, made by amp.restore(copy.deepcopy(model))."
+"""The remedy for averages in 16 bits."""
+
 Entries = MutableMapping[str, Any]
 """A state dict."""
 
@@ -89,8 +92,7 @@ class MasterLink:
             self._told = True
             _log.warning(
                 "amp: the state_dict of a deep copy of a 16-bit model is written, but its entries "
-                "are fp32 copies: the model does not change. Average an fp32 copy, made by "
-                "amp.restore(copy.deepcopy(model))."
+                f"are fp32 copies: the model does not change. {AVERAGE}"
             )
         self._latest = None if made.is_inference() else made
 

@@ -47,7 +47,3 @@ class FastLayerNorm(FusedLayerNorm):
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
         super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
         self.epsilon = eps
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Returns the normalized input, ``[*, hidden_size]``."""
-        return _fast_layer_norm(input, self.weight, self.bias, self.epsilon)  # type: ignore[arg-type]

@@ -74,12 +74,7 @@ class ExplicitOptimizer(FusedOptimizer):
         lists: Any = list(given)
         nested = lists if lists and isinstance(lists[0], list) else [lists]
         groups = [group["params"] for group in self.param_groups]
-        found, sizes = list(map(len, nested)), list(map(len, groups))
-        if found != sizes:
-            raise ValueError(
-                f"step got {name} of {found} tensors per group; the groups hold {sizes} "
-                "parameters. Pass a list for each group with one tensor (or None) for each "
-                "parameter."
-            )
+        if [*map(len, nested)] != [*map(len, groups)]:
+            raise ValueError(f"step takes as many {name} as parameters, in one list per group.")
         pairs = zip(chain(*groups), chain(*nested), strict=True)
         return {param: tensor for param, tensor in pairs if tensor is not None}
