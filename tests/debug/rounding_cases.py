@@ -106,7 +106,7 @@ FAULTS = {
     "sum": (lambda: RunningSum(False), 300, "aten.add", "forward"),
     "sum in place": (lambda: RunningSum(True), 300, "aten.add_", "forward"),
     "softmax": (LargeLogits, 16, "aten._softmax", "forward"),
-    "average": (Average, 120, "aten.mul aten.add", "forward"),
+    "average": (Average, 60, "aten.mul aten.add", "forward"),
     "buffer": (AverageInABuffer, 16, "aten.mul_", "forward"),
     "backward": (CancelsBackward, 16, "aten.sub", "backward"),
 }
@@ -219,8 +219,8 @@ HEALTHY = {
     "mlp": mlp,
     "mlp, tanh, layer norm": lambda: mlp(nn.Tanh, nn.LayerNorm),
     "conv net": conv_net,
-    "transformer, -inf": lambda: Transformer("infinite"),
-    "transformer, finfo.min": lambda: Transformer("least"),
+    "transformer, -inf": lambda: Transformer("infinite", depth=1),
+    "transformer, finfo.min": lambda: Transformer("least", depth=1),
     "transformer, fused": lambda: Transformer("fused"),
     "lstm": lambda: Recurrent(nn.LSTM),
 }

@@ -10,11 +10,13 @@ MIXIN = "_apex_mixin"
 
 
 def with_mixin(mixin: type, own: type) -> Any:
-    """Returns a new subclass of ``own`` whose methods are looked up in ``mixin`` first.
+    """Returns the subclass of ``own`` whose methods are looked up in ``mixin`` first, always one.
 
     Its last base is ``own``, and so is its objects' ``self.__class__``: as in Horovod, methods may
     call ``super(self.__class__, self)``.
     """
+    if (known := known_with_mixin(mixin, own)) is not None:
+        return known
     seen = property(lambda self: own, vars(object)["__class__"].__set__)
     return new_class(own, (mixin, own), {MIXIN: mixin, "__class__": seen})
 

@@ -174,7 +174,7 @@ class AmpStashOptimizer(AmpOptimizer):
 
     @property
     def _amp_stash(self) -> AmpStash:
-        binding = _require_binding(self)
+        binding = _binding(self)
         if not isinstance(binding.view, AmpStash):
             binding.view = AmpStash(binding)
         return binding.view
@@ -188,11 +188,11 @@ class AmpStashOptimizer(AmpOptimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Writes the rounded masters into the model."""
-        masters.round_into_model(_require_binding(self).pairs)
+        masters.round_into_model(_binding(self).pairs)
 
     def _prepare_amp_backward(self) -> None:
         """Sets existing gradients aside before a backward pass."""
-        binding = _require_binding(self)
+        binding = _binding(self)
         binding.adopt_new()
         self._amp_stash.gradients = gradients = _gradients_of(binding)
         gradients.make_room()
@@ -202,21 +202,16 @@ class AmpStashOptimizer(AmpOptimizer):
         """Unscales the gradients of the pass and adds those set aside."""
         gradients, self._amp_stash.gradients = self._amp_stash.gradients, None
         if gradients is None:
-            gradients = _gradients_of(_require_binding(self))
+            gradients = _gradients_of(_binding(self))
             gradients.mark()
-        gradients.receive(scaler._scaler.unscale_)
+        gradients.receive(scaler._scaler, scaler._scaler.factor())
         if scaler.dynamic:
-            _require_binding(self).note_overflow(scaler._scaler.found_inf)
+            _binding(self).note_overflow(scaler._scaler.found_inf)
 
 
 def _gradients_of(binding: Binding) -> PassGradients:
     return PassGradients(binding.pairs, binding.params(), scaled=True)
 
 
-def _require_binding(optimizer: Optimizer) -> Binding:
-    binding = binding_of(optimizer)
-    if binding is None:
-        raise AttributeError(
-            f"amp has not prepared this {type(optimizer).__name__}. Pass it to amp.initialize."
-        )
-    return binding
+def _binding(optimizer: Optimizer) -> Binding:
+    return cast(Binding, binding_of(optimizer))
