@@ -52,6 +52,26 @@ def test_a_wrapped_optimizer_trains_and_skips_as_the_one_inside(level, wrap):
     assert first == second
 
 
+class Unconstructed(torch.optim.Optimizer):
+    """An SGD that never calls torch's constructor, as timm's Lookahead of 2021."""
+
+    def __init__(self, params):
+        self.base = t.sgd(params)
+        self.param_groups, self.state, self.defaults = self.base.param_groups, {}, {}
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+def test_an_optimizer_without_torchs_constructor_trains(level):
+    made = [t.prepared(level, kind) for kind in (t.sgd, Unconstructed)]
+    for x, y in t.batches(3):
+        for model, optimizer in made:
+            t.train_step(model, optimizer, x, y)
+    assert t.same(*(t.masters(optimizer) for _, optimizer in made))
+
+
 def test_accelerate_s_own_wrapper_is_looked_through():
     accelerate = pytest.importorskip("accelerate")
     model, optimizer = t.prepared("O4")

@@ -87,9 +87,17 @@ class AmpOptimizer(Optimizer):
             if binding is not None and not binding.has_grads():
                 binding.tell_cleared()
             return
+        set_to_none = _set_to_none(*given, **named)
         with without_overrides():
-            own(*given, **named)
-            binding.zero(set_to_none=_set_to_none(*given, **named))
+            if set_to_none:
+                # As torch's, but 30 us faster, and also for optimizers that never called torch's
+                # constructor (timm's Lookahead).
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        param.grad = None
+            else:
+                own(set_to_none=False)
+            binding.zero(set_to_none=set_to_none)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
