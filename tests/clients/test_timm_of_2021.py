@@ -24,7 +24,7 @@ pytestmark = of_its_time
 LEVELS = ("O1", "O2", "O5")
 RATES = {
     **dict.fromkeys(("adabelief", "adafactor", "adamp", "adamw", "fusedadam", "fusedlamb"), 0.01),
-    **dict.fromkeys(("nadam", "rmsproptf"), 0.01),  # its Lookahead fails in torch 2.13 by itself
+    **dict.fromkeys(("nadam", "rmsproptf"), 0.01),
     **dict.fromkeys(("fusednovograd", "fusedsgd", "momentum", "sgdp"), 0.02),
     "novograd": 0.005,
     "radam": 0.05,

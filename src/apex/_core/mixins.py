@@ -10,11 +10,13 @@ MIXIN = "_apex_mixin"
 
 
 def with_mixin(mixin: type, own: type) -> Any:
-    """Returns a new subclass of ``own`` whose methods are looked up in ``mixin`` first.
+    """Returns the subclass of ``own`` whose methods are looked up in ``mixin`` first, always one.
 
     Its last base is ``own``, and so is its objects' ``self.__class__``: as in Horovod, methods may
     call ``super(self.__class__, self)``.
     """
+    if (known := known_with_mixin(mixin, own)) is not None:
+        return known
     seen = property(lambda self: own, vars(object)["__class__"].__set__)
     return new_class(own, (mixin, own), {MIXIN: mixin, "__class__": seen})
 
@@ -35,10 +37,8 @@ def known_with_mixin(mixin: type, own: type) -> Any:
     Python's weak list of subclasses serves as the cache.
     """
     subclasses: list[type] = type.__subclasses__(own)
-    for known in subclasses:
-        if mixin_of(known) is mixin and known.__bases__[-1] is own:
-            return known
-    return None
+    found = (each for each in subclasses if each.__bases__[-1] is own and mixin_of(each) is mixin)
+    return next(found, None)
 
 
 def mixin_of(kind: type) -> Any:

@@ -265,7 +265,7 @@ class Binding:
         if isinstance(skipped, bool):
             return skipped
         if self._skip_copy is None:
-            self._skip_copy = HostCopy(skipped)
+            self._skip_copy = HostCopy(skipped).start()
         copy = self._skip_copy
         return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived
 

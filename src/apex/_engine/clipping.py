@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from apex._core.finite import group
 from apex._core.foreach import norms
 from apex._engine import masters
-from apex._engine.masters import Pair
 from apex._torch import dtensor, parameters
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
@@ -35,17 +33,17 @@ def clip_grad_norm_(
             "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."
         )
     binding.adopt_new()
-    masters.take([pair for pair in binding.pairs if pair.factor is not None])
-    params = list({id(param): param for param in binding.params()}.values())
-    waiting = [
+    masters.take(
         pair
         for pair in binding.pairs
-        if pair.waiting is not None and parameters.grad_of(pair.master) is None
-    ]
-    lent = {id(pair.master) for pair in waiting}
-    own = [p for p in params if id(p) not in lent and p.grad is not None]
-    sparse = (grad.layout is not torch.strided for grad in _grads(waiting, own))
-    if any(sparse):
+        if pair.factor is not None or parameters.grad_of(pair.master) is not None
+    )
+    params = {id(param): param for param in binding.params()}.values()
+    own = [param for param in params if parameters.grad_of(param) is not None]
+    grads = [grad for param in own if (grad := param.grad) is not None]
+    waiting = [pair for pair in binding.pairs if pair.waiting is not None]
+    low = [grad for pair in waiting if (grad := pair.waiting) is not None]
+    if any(grad.layout is not torch.strided for grad in (*low, *grads)):
         raise TypeError(
             "amp.clip_grad_norm_ got a sparse gradient, which has no norm that torch can compute. "
             "Use an embedding with sparse=False, or give it an optimizer of its own."
@@ -53,9 +51,9 @@ def clip_grad_norm_(
     if dtensor.any_dtensor(own):
         total = nn.utils.clip_grad_norm_(own, max_norm, norm_type, error_if_nonfinite)
         return total.full_tensor() if dtensor.is_dtensor(total) else total
-    if not (waiting or own):
+    if not (low or grads):
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    norm = norms.global_norm(_grads(waiting, own), norm_type)
+    norm = norms.global_norm([*low, *grads], norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "
@@ -65,12 +63,6 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for pair in waiting:
         pair.factor = factor
-    grads = [grad for param in own if (grad := param.grad) is not None]
     for same in group(grads) if grads else ():
         torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
     return norm
-
-
-def _grads(waiting: Sequence[Pair], own: Sequence[Tensor]) -> list[Tensor]:
-    grads = [grad for pair in waiting if (grad := pair.waiting) is not None]
-    return [*grads, *(grad for param in own if (grad := param.grad) is not None)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from apex._core import finite, master
 from apex._engine.masters import Pair, take
+from apex._engine.scaler import Scaler
 from apex._torch import dtensor, parameters
 
 
@@ -74,16 +75,17 @@ class PassGradients:
         self._pairs = [pair for pair in self._pairs if id(pair.master) not in params]
         self._stepped = [param for param in self._stepped if id(param) not in params]
 
-    def receive(self, unscale_: Callable[[list[Tensor]], None]) -> None:
+    def receive(self, scaler: Scaler, scale: Tensor | float) -> None:
         """Gives what is stepped its unscaled gradients, plus those set aside.
 
-        The model keeps its scaled ones. ``unscale_`` divides dense gradients in place.
+        The model keeps its own, which are multiplied by ``scale``.
         """
-        unscale_(finite.values_of(self._stepped))  # also of masters that the loss uses themselves
+        # Also those of masters that the loss uses themselves.
+        scaler.unscale_(finite.values_of(self._stepped), scale)
         found = [(pair, grad) for pair in self._pairs if (grad := pair.model.grad) is not None]
         masters = [pair.master for pair, _ in found]
         copies = master.fp32_copies([grad for _, grad in found], masters)
-        unscale_(finite.dense_values(copies))
+        scaler.unscale_(finite.dense_values(copies), scale)
         _add(masters, copies)
         aside, self._aside = list(self._aside.values()), {}
         arrived = [(p, value) for p, _ in aside if (value := parameters.grad_of(p)) is not None]

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch.optim import Optimizer
 
-from apex._core.mixins import known_with_mixin, mixin_of, plain_class, with_mixin
+from apex._core.mixins import mixin_of, plain_class, with_mixin
 from apex._engine import step as stepping
 from apex._engine.binding import Binding
 from apex._engine.exchange import optimizers_in
@@ -161,7 +161,7 @@ def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]
 
 def _set_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]) -> None:
     # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
-    optimizer.__class__ = generated_class(mixin, own_class(type(optimizer)))
+    optimizer.__class__ = with_mixin(mixin, own_class(type(optimizer)))
     optimizer.__dict__[ATTRIBUTE] = binding
 
 
@@ -183,13 +183,6 @@ def own_class(kind: type[Optimizer]) -> type[Optimizer]:
     return plain_class(kind)
 
 
-def generated_class(mixin: type[AmpOptimizer], own: type[Optimizer]) -> type[Optimizer]:
-    """Returns the subclass of ``own`` with ``mixin``'s overrides, always the same one."""
-    known = known_with_mixin(mixin, own)
-    made = with_mixin(mixin, own) if known is None else known
-    return cast("type[Optimizer]", made)
-
-
 def rebuild_optimizer(
     mixin: type[AmpOptimizer] | None, function: Callable[..., Any], arguments: Any
 ) -> Any:
@@ -197,7 +190,7 @@ def rebuild_optimizer(
     optimizer = function(*arguments)
     # In a fresh process, the own class's step may not be wrapped with hooks yet.
     optimizer._patch_step_function()
-    optimizer.__class__ = generated_class(mixin or AmpOptimizer, type(optimizer))
+    optimizer.__class__ = with_mixin(mixin or AmpOptimizer, type(optimizer))
     return optimizer
 
 

@@ -40,7 +40,7 @@ class Readback(Generic[T]):
             return lambda: self._ready.append((source, tuple(values.tolist())))
         if capturing(values.device):
             return lambda: None
-        copy = HostCopy(values, start=False)
+        copy = HostCopy(values)
         return lambda: self._in_flight.append((source, copy.start()))
 
     def poll(self, *, wait: bool = False) -> list[Reading[T]]:

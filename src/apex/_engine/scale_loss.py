@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -220,8 +219,7 @@ class BackwardPass:
         scaler = self._scaler
         scaler.begin_pass()
         if self.gradients.scaled:
-            inverse = scaler.inverse(self._scale)
-            self.gradients.receive(functools.partial(scaler.unscale_, inverse=inverse))
+            self.gradients.receive(scaler, self._scale)
         moves = not self._delay_overflow_check
         own = scaler.own_update if moves else None
         if scaler.dynamic:

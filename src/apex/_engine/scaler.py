@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from apex._core.finite import unscale_, unscale_and_check_
+from apex._core.foreach.scalars import as_tensor
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._engine.events import ScaleUpdate
@@ -80,17 +81,12 @@ class Scaler(ABC):
         return
 
     @abstractmethod
-    def inverse(self, scale: Tensor | float) -> Tensor | float:
-        """Returns one over a scale that :meth:`factor` returned, in the same form."""
-
-    @abstractmethod
-    def unscale_(self, values: list[Tensor], *, inverse: Tensor | float | None = None) -> None:
-        """Divides gradients in place; a dynamic scale also checks them.
+    def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
+        """Divides gradients by a scale, in place; a dynamic scale also checks them.
 
         Args:
             values: Dense gradients, see :func:`apex._core.finite.dense_values`.
-            inverse: What :meth:`inverse` returned for the divisor, such as the scale of the pass;
-                ``None`` for the present scale.
+            scale: What :meth:`factor` returned for the pass, or another number.
         """
 
     def share_overflow(self, params: Sequence[Tensor]) -> None:
@@ -189,14 +185,10 @@ class StaticScaler(Scaler):
     def factor(self) -> float:
         return self._scale
 
-    def inverse(self, scale: Tensor | float) -> float:
-        return 1.0 / float(scale)  # sync: none, it is a number
-
-    def unscale_(self, values: list[Tensor], *, inverse: Tensor | float | None = None) -> None:
+    def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
         """Divides gradients in place, unchecked."""
-        factor = float(inverse or self.inverse(self._scale))  # sync: none, it is a number
-        if values and factor != 1.0:
-            unscale_(values, factor)
+        if values and scale != 1.0:
+            unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
 
     def update(self, optimizers: int, *, own: bool = False) -> None:
         """Counts a step."""
@@ -252,17 +244,13 @@ class DynamicScaler(Scaler):
             self.found_inf.zero_()
         self.pending = True
 
-    def inverse(self, scale: Tensor | float) -> Tensor:
-        if isinstance(scale, Tensor):
-            # With ``out`` it is no op that casts inside a region.
-            return torch.reciprocal(scale, out=torch.empty_like(scale))
-        return torch.full_like(self.loss_scale, 1.0 / scale)
-
-    def unscale_(self, values: list[Tensor], *, inverse: Tensor | float | None = None) -> None:
+    def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
         """Divides gradients in place, and raises the flag on inf or NaN."""
         if values:
-            factor = inverse if isinstance(inverse, Tensor) else self.inverse(self.loss_scale)
-            unscale_and_check_(values, factor, self.found_inf)
+            divisor = as_tensor(scale, self.found_inf.device)
+            # With ``out`` it is no op that casts inside a region.
+            inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
+            unscale_and_check_(values, inverse, self.found_inf)
 
     def update(self, optimizers: int, *, own: bool = False) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""

@@ -14,8 +14,6 @@ undefined until an event has passed. The event must be on the stream of *the ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -44,27 +42,20 @@ def record(device: torch.device, *, timing: bool = False) -> torch.Event:
 
 
 class HostCopy:
-    """An asynchronous copy of a device tensor to the host.
+    """An asynchronous copy of a device tensor to the host, begun by :meth:`start`.
 
     Tensors in host memory are copied immediately.
     """
 
-    def __init__(self, tensor: Tensor, *, start: bool = True) -> None:
-        """Starts the copy; does not wait.
-
-        Args:
-            tensor: What to copy.
-            start: False to get the memory only, and leave the rest to :meth:`start`.
-        """
+    def __init__(self, tensor: Tensor) -> None:
+        """Allocates the memory."""
         self._tensor = tensor.detach()
         self._event: torch.Event | None = None
         pinned = tensor.device.type != "cpu"
         self._host = torch.empty_like(self._tensor, device="cpu", pin_memory=pinned)
-        if start:
-            self.start()
 
     def start(self) -> HostCopy:
-        """Starts the copy of what the tensor holds now; needs no memory. Returns itself."""
+        """Copies what the tensor holds now, without waiting; needs no memory. Returns itself."""
         device = self._tensor.device
         self._host.copy_(self._tensor, non_blocking=True)
         if device.type != "cpu":
@@ -84,11 +75,6 @@ class HostCopy:
             self._event.synchronize()  # sync: the caller waits; returns at once if it has arrived
             self._event = None
         return self._host
-
-
-def fetched(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns copies in host memory; starts all of them before waiting for the first."""
-    return [copy.wait() for copy in [HostCopy(tensor) for tensor in tensors]]
 
 
 def capturing(device: torch.device) -> bool:

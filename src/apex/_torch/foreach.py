@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex._torch.dispatcher import has_kernel
+from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel
 
-_BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 _has_graph = operator.attrgetter("requires_grad")
 
 
@@ -66,5 +65,5 @@ fused_sgd_ = torch._fused_sgd_
 
 def has_fused(name: str, device: torch.device) -> bool:
     """Returns whether ``device`` has the fused kernel ``name``, such as ``"fused_adam_"``."""
-    key = _BACKENDS.get(device.type)
-    return key is not None and has_kernel(f"aten::_{name}", key)
+    key = AUTOCAST_KEYS.get(device.type, "").removeprefix("Autocast")
+    return bool(key) and has_kernel(f"aten::_{name}", key)

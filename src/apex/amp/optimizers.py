@@ -204,7 +204,7 @@ class AmpStashOptimizer(AmpOptimizer):
         if gradients is None:
             gradients = _gradients_of(_binding(self))
             gradients.mark()
-        gradients.receive(scaler._scaler.unscale_)
+        gradients.receive(scaler._scaler, scaler._scaler.factor())
         if scaler.dynamic:
             _binding(self).note_overflow(scaler._scaler.found_inf)
 

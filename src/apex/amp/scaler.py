@@ -167,8 +167,8 @@ class LossScaler:
         for master, model in zip(master_grads, model_grads, strict=True):
             if master is not model:
                 master.copy_(model)
-        inverse = None if scale_override is None else self._scaler.inverse(scale_override)
-        self._scaler.unscale_(list(master_grads), inverse=inverse)
+        scale = self._scaler.factor() if scale_override is None else scale_override
+        self._scaler.unscale_(list(master_grads), scale)
 
     @torch.no_grad()
     def unscale_with_stashed(

@@ -19,7 +19,7 @@ from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer_class import ATTRIBUTE, binding_of, own_class
 from apex._engine.session import Session
-from apex._torch import copies, dtensor
+from apex._torch import dtensor
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.common import inner
@@ -125,7 +125,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
         NonfiniteTensor(name, role, dtypes.name(values.dtype), inf, nan, values.numel())
         for (name, role, values), (inf, nan) in zip(
             held,
-            (each.tolist() for each in copies.fetched(counts)),  # sync: a diagnosis, asked for
+            (each.tolist() for each in counts),  # sync: a diagnosis, asked for
             strict=True,
         )
         if (inf or nan)

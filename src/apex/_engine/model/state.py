@@ -51,13 +51,10 @@ class ModelState:
 
     def begin_forward(self, *, traced: bool = False) -> None:
         """Rounds written masters into the model, and records the active DDP wrapper."""
-        source = self.link.source
-        if source is None:
-            return
         if not traced:
-            source.masters.write_back()
-        wrapper = active_wrapper()
-        if wrapper is not None:
+            self.link.write_back()
+        source, wrapper = self.link.source, active_wrapper()
+        if source is not None and wrapper is not None:
             source.communicator.note(wrapper, traced=traced)
 
     @at_tracing
@@ -244,9 +241,7 @@ def undo_convert(model: nn.Module) -> None:
     state = model.__dict__.pop(STATE, None)
     if state is None:
         return
-    plain = plain_class(type(model))
-    if plain is not type(model):
-        swap_class(model, plain)
+    swap_class(model, plain_class(type(model)))
     while state.handles:
         state.handles.pop().remove()
     if state.inner_forward is not None:
