@@ -244,6 +244,7 @@ class Binding:
         self.steps += 1
         sharers = () if self.owner is None else self.owner.others([self])
         self.shared = {id(pair) for each, shares in sharers if shares for pair in each.pairs}
+        masters.drop_unsent_bits(self.pairs)
         for pair in self.pairs:
             pair.mark_written()
 

@@ -39,7 +39,6 @@ def step(binding: Binding, run: Run, closure: Callable[[], Any] | None) -> Any:
     """
     if binding.stepping:  # an optimizer inside another: the step has begun
         return run() if closure is None else run(closure)
-    masters.drop_unsent_bits(binding.pairs)
     if closure is None:
         inspect_step(binding)
         binding.settle()
