@@ -6,7 +6,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from apex._core import dtypes, finite
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import masters
 from apex._engine.exchange import exchange
+from apex._engine.gradients import PassGradients
 from apex._engine.masters import LazyMaster, Master, Pair
+from apex._engine.owner import Owner
 from apex._engine.registry import Masters
 from apex._pickle import empty
 from apex._torch import parameters
@@ -24,11 +26,17 @@ from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy
 from apex._torch.dynamo import untraced
 
-if TYPE_CHECKING:
-    from apex._engine.scale_loss import BackwardPass
-    from apex._engine.session import Session
-
 _dtype = operator.attrgetter("dtype")
+
+
+class OpenPass(Protocol):
+    """A backward pass whose gradients are not unscaled yet."""
+
+    gradients: PassGradients
+
+    @property
+    def is_open(self) -> bool: ...
+    def finish(self) -> None: ...
 
 
 class Binding:
@@ -52,7 +60,7 @@ class Binding:
         shared: The ids of pairs that other optimizers step, too; set by the step.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Session) -> None:
+    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
         """Puts masters into the optimizer's groups and moves its state to them.
 
         Args:
@@ -62,7 +70,7 @@ class Binding:
         self.attach(optimizer)
         self.pairs: list[Pair] = []
         self.master_weights = owner.policy.master_weights
-        self.owner: Session | None = owner
+        self.owner: Owner | None = owner
         self.inner_step: Callable[..., Any] | None = None
         self.view: object = None
         self._source = owner.masters
@@ -70,7 +78,7 @@ class Binding:
         self.adopt(optimizer.param_groups)
 
     def _begin_anew(self) -> None:
-        self.open_pass: BackwardPass | None = None
+        self.open_pass: OpenPass | None = None
         self.found_inf: Tensor | None = None
         self.checked = self.used = self.stepping = self.got_scaled = False
         self.skipped: Tensor | bool = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._torch import ranks
@@ -16,7 +16,6 @@ from apex.amp.scaler import LossScaler
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
-    from apex.amp.handle import AmpHandle
 
 
 class AmpState:
@@ -34,9 +33,11 @@ class AmpState:
         max_loss_scale: Likewise.
         functions: Functions that the user registered for casting.
         pending_states: Loss scales of a checkpoint that was loaded before any session existed.
+        handle_of: Makes apex's handle of a session; :mod:`.handle` sets it.
     """
 
     opt_properties: Properties
+    handle_of: Callable[[Session | None], Any]
 
     def __init__(self) -> None:
         self.verbosity = 1
@@ -47,7 +48,7 @@ class AmpState:
         self.functions = UserRegistry()
         self.pending_states: list[scaler_states.State] = []
         self._sessions: list[weakref.ref[Session]] = []
-        self._init_handle: AmpHandle | None = None
+        self._init_handle: Any = None
 
     # -- sessions ----------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class AmpState:
         options = session.options
         return not isinstance(options, Properties) or bool(options.options["enabled"])
 
-    def hold_handle(self, handle: AmpHandle | None) -> None:
+    def hold_handle(self, handle: Any) -> None:
         """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""
         if self._init_handle is not None:
             self._init_handle._deactivate()
@@ -122,11 +123,9 @@ class AmpState:
         session.scalers[:] = [scaler._scaler for scaler in scalers]
 
     @property
-    def handle(self) -> AmpHandle:
+    def handle(self) -> Any:
         """apex's handle: the one of ``amp.init``, or a view of the current session."""
-        from apex.amp.handle import handle_of
-
-        return self._init_handle or handle_of(self.current())
+        return self._init_handle or self.handle_of(self.current())
 
 
 _amp_state = AmpState()

@@ -44,7 +44,7 @@ def _session_of(caller: str, optimizer: Optimizer) -> Session:
             "is gone, as in a copy. Pass it to amp.initialize(model, optimizer) and use the one "
             "returned. A loop without amp.initialize is traced by `apex trace train.py`."
         )
-    return binding.owner
+    return cast(Session, binding.owner)
 
 
 def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], None]:

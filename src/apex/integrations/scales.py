@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
+from apex._engine.session import Session
 from apex.amp import scaler_states
 from apex.amp.optimizers import unwrap
 
@@ -67,4 +68,4 @@ def _scalers(optimizer: Any) -> list[Scaler]:
     binding = binding_of(unwrap(optimizer))
     if binding is None or binding.owner is None:
         return []
-    return binding.owner.scalers
+    return cast(Session, binding.owner).scalers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -13,16 +12,12 @@ from apex._engine.model.module_class import convert_class
 from apex._engine.model.plan import ModelPlan, Region
 from apex._engine.model.state import STATE, ModelState, stash_forward, state_of, undo_convert
 from apex._engine.model.state_dict import MasterLink
+from apex._engine.owner import Owner
 from apex._engine.undo import Undo
 from apex._torch import fsdp
 
-if TYPE_CHECKING:
-    from apex._engine.session import Session
 
-
-def convert(
-    model: nn.Module, plan: ModelPlan, region: Region, session: Session, undo: Undo
-) -> None:
+def convert(model: nn.Module, plan: ModelPlan, region: Region, session: Owner, undo: Undo) -> None:
     """Converts ``model`` by ``plan``, in place; on failure, call :func:`undo_convert`.
 
     Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call

@@ -10,18 +10,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
+from apex._engine.owner import Owner
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
-
-if TYPE_CHECKING:
-    from apex._engine.session import Session
 
 _log = logging.getLogger("apex")
 
@@ -39,16 +37,16 @@ class MasterLink:
     optimizer was copied with it. A pickle keeps no link.
     """
 
-    def __init__(self, session: Session | None = None) -> None:
+    def __init__(self, session: Owner | None = None) -> None:
         """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
         self._session = session
-        self._origin: weakref.ref[Session] | None = None
+        self._origin: weakref.ref[Owner] | None = None
         self._made: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
         self._latest: Tensor | None = None
         self._told = False
 
     @property
-    def source(self) -> Session | None:
+    def source(self) -> Owner | None:
         """The session of the modules' masters, or ``None``."""
         return self._session if self._origin is None else self._origin()
 
