@@ -31,9 +31,9 @@ def test_gradients_of_another_device_than_the_flag_are_unscaled_and_checked(othe
 
 
 def run_pass(scaler, place, value):
-    scaler.scale(torch.ones((), device=place))
+    _, scale = scaler.scale(torch.ones((), device=place))
     scaler.begin_pass()
-    scaler.unscale_([torch.tensor([value], device=place)])
+    scaler.unscale_([torch.tensor([value], device=place)], scale)
     scaler.update(1)
 
 
@@ -60,9 +60,9 @@ def test_a_pass_on_a_device_waits_for_nothing():
     device.waits()
     device.set_events_pass(False)
     try:
-        scaler.scale(torch.ones((), device="cuda:1"))
+        _, scale = scaler.scale(torch.ones((), device="cuda:1"))
         scaler.begin_pass()
-        scaler.unscale_([grad])
+        scaler.unscale_([grad], scale)
         scaler.update(1)
         found = scaler.read_updates()
     finally:
