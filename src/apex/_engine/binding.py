@@ -201,8 +201,10 @@ class Binding:
 
     def tell_cleared(self) -> None:
         """Tells every optimizer of the session that this one's gradients are cleared."""
-        cleared = {*map(id, self.params())}
-        for each in [self] if self.owner is None else self.owner.bindings:
+        bindings = [self] if self.owner is None else self.owner.bindings
+        told = [each for each in bindings if each.open_pass is not None or each.got_scaled]
+        cleared = {*map(id, self.params())} if told else set()
+        for each in told:
             each.note_cleared(cleared)
 
     def note_cleared(self, params: set[int]) -> None:
