@@ -1,13 +1,18 @@
-"""Which accelerator there is, and what the CPU computes in hardware."""
+"""Where models compute, which accelerator there is, and what the CPU computes in hardware."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+from apex._torch import dtensor
+from apex._torch.dispatcher import AUTOCAST_KEYS
+from apex._torch.modules import named_tensors
 
 
 def accelerator() -> torch.device | None:
@@ -37,3 +42,24 @@ cpu_features: Callable[[], dict[str, Any]] = getattr(
     torch.cpu, "get_capabilities", plain_cpu_features
 )
 """Returns the CPU's features by name, such as ``avx512_fp16``, and its ``architecture``."""
+
+
+def emulates_fp16() -> bool:
+    """Returns whether the CPU computes in fp16 without units for it."""
+    has = cpu_features()
+    arm = has.get("architecture") in ("aarch64", "arm64")
+    return not (has.get("avx512_fp16") or has.get("amx_fp16") or arm)
+
+
+def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
+    """Returns the device types that store and compute the models' parameters and buffers.
+
+    The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
+    those without tensors, count as on the accelerator, too: scripts may move them there.
+    """
+    tensors = (tensor for model in models for tensor in named_tensors(model).values())
+    found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
+    if not found.keys() <= {"cpu"}:
+        return tuple(found)
+    device = accelerator()
+    return ("cpu",) if device is None or device.type not in AUTOCAST_KEYS else (device.type, "cpu")

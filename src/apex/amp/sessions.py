@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,10 +12,7 @@ from apex._core.op_table import CastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.session import Session
-from apex._torch import dtensor
-from apex._torch.devices import accelerator, cpu_features
-from apex._torch.dispatcher import AUTOCAST_KEYS
-from apex._torch.modules import named_tensors
+from apex._torch.devices import device_types, emulates_fp16
 from apex.amp import lists, report
 from apex.amp._amp_state import _amp_state
 from apex.amp.properties import as_loss_scale, level_defaults, to_policy
@@ -57,26 +54,8 @@ def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> 
     return session
 
 
-def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Returns the device types that store and compute the models' parameters and buffers.
-
-    The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
-    those without tensors, count as on the accelerator, too: scripts may move them there.
-    """
-    tensors = (tensor for model in models for tensor in named_tensors(model).values())
-    found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
-    if not found.keys() <= {"cpu"}:
-        return tuple(found)
-    device = accelerator()
-    return ("cpu",) if device is None or device.type not in AUTOCAST_KEYS else (device.type, "cpu")
-
-
-def _warn_if_emulated(dtype: torch.dtype | None, types: Iterable[str]) -> None:
-    if dtype is not torch.float16 or "cpu" not in types:
-        return
-    features = cpu_features()
-    arm = features.get("architecture") in ("aarch64", "arm64")
-    if not (features.get("avx512_fp16") or features.get("amx_fp16") or arm):
+def _warn_if_emulated(dtype: torch.dtype | None, types: Sequence[str]) -> None:
+    if dtype is torch.float16 and "cpu" in types and emulates_fp16():
         warnings.warn(
             "fp16 is emulated on this CPU: matrix products are far slower than in fp32. Use bf16 "
             "here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'.",

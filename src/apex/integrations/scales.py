@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from apex._engine.optimizer_class import binding_of
 from apex._engine.scaler import Scaler
-from apex._engine.session import Session
 from apex.amp import scaler_states
 from apex.amp.optimizers import unwrap
 
@@ -65,7 +64,5 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
 
 def _scalers(optimizer: Any) -> list[Scaler]:
-    binding = binding_of(unwrap(optimizer))
-    if binding is None or binding.owner is None:
-        return []
-    return cast(Session, binding.owner).scalers
+    owner: Any = getattr(binding_of(unwrap(optimizer)), "owner", None)
+    return [] if owner is None else owner.scalers
