@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "gradients rounded before unscaling",
         f"{ENGINE}/gradients.py",
-        "        unscale_(finite.dense_values(copies))",
-        "        unscale_(finite.dense_values(copies))\n"
+        "        scaler.unscale_(finite.dense_values(copies), scale)",
+        "        scaler.unscale_(finite.dense_values(copies), scale)\n"
         "        [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
         "tests/loop/test_gradients.py tests/parity",
     ),
