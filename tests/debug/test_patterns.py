@@ -31,11 +31,6 @@ def variance(x):
     return x.square().mean(-1) - x.mean(-1).square()
 
 
-def half_norm(x, eps):
-    x = x.half()
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
 CLOSE = torch.tensor([[1000.0056762695312, 999.9891357421875, 999.9860229492188]])
 """Its variance by a difference of means is negative in fp32."""
 

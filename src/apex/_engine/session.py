@@ -234,11 +234,7 @@ class Session:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> BackwardPass:
-        """Returns the context of one ``scale_loss`` block; its optimizers may be of any sessions.
-
-        Raises:
-            RuntimeError: If ``fully_shard`` has replaced parameters of the optimizers.
-        """
+        """Returns the context of one ``scale_loss`` block, of optimizers of any sessions."""
         settle()
         owners: dict[Any, None] = {self: None, **{binding.owner: None for binding in bindings}}
         regions = [owner.region for owner in owners if owner.casting] or [self.region]
