@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from apex.debug.overflow import trace_overflow
 from tests.support import training as cases
+from tests.support.memory import new_memory_holds_nan
 from tests.support.steps import backward
 
 
@@ -237,6 +238,18 @@ def test_a_constant_is_named_as_the_script_wrote_it(write):
     headline = str(trace).splitlines()[0]
     assert headline.startswith(f"First overflow: the constant float('nan') at {__file__}:")
     assert trace.first.remedies[0].startswith("correct the number")
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_memory_that_nothing_has_written_is_a_fault_where_it_is_read(part):
+    net = nn.Linear(2, 2)
+    with new_memory_holds_nan(), trace_overflow(net) as trace:
+        x = torch.empty(2, 2)
+        x[:part] = 1.0
+        net(x).sum().backward()
+    first = trace.first
+    found = None if first is None else (first.op, first.cause)
+    assert found == (("aten.addmm", "data") if part == 1 else None)
 
 
 def test_a_trace_copies_nothing_while_an_optimizer_steps():

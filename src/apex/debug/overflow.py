@@ -311,7 +311,8 @@ class OverflowDetector(Detector):
         self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()
         # The memory of gradients that were already non-finite when tracing started.
         grads = floating([param.grad for param in tracker.parameters])
-        self._stale = keys([grad for grad in grads if kind_of(grad)])
+        self._stale: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
+        self._stale.update((tracing.storage(grad), None) for grad in grads if kind_of(grad))
 
     def enter_step(self, optimizer: Optimizer) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
@@ -322,13 +323,11 @@ class OverflowDetector(Detector):
     # -- operators -------------------------------------------------------------------------------
 
     def before(self, call: Call) -> _Before | None:
-        """Returns the inputs; None for what computes nothing."""
+        """Returns the inputs; None for what sets no values."""
         self._births.time += 1
-        if (
-            call.traits.view
-            and self.tracker.accumulating is None
-            and call.name != "aten.lift_fresh"
-        ):
+        is_view = call.traits.view and call.name != "aten.lift_fresh"
+        # What uninitialized memory holds counts once it is read.
+        if call.traits.uninitialized or (is_view and self.tracker.accumulating is None):
             return None
         if call.name == "aten._amp_foreach_non_finite_check_and_unscale_" and self._unknown_scale:
             self._births.unscale(call.args[0])
@@ -361,7 +360,7 @@ class OverflowDetector(Detector):
         for tensor in (each for each, kind in kinds if kind is None):
             self._births.clear(tensor)
             if self._stale and tracing.covers_storage(tensor):
-                self._stale.discard(tracing.storage_key(tensor))
+                self._stale.pop(tracing.storage(tensor), None)
         bad = [(tensor, kind) for tensor, kind in kinds if kind is not None]
         if bad:
             self._mark_bad(call, before, bad)
@@ -418,7 +417,7 @@ class OverflowDetector(Detector):
         if self.tracker.direction == "backward" and forward is not None and forward.birth:
             known: Birth = forward.birth
             return known  # its derivative is infinite, too
-        is_constant = _number(call) is not None or call.traits.uninitialized
+        is_constant = _number(call) is not None
         cause: Cause | None = None
         if is_constant:
             cause = "update" if self.stepping is not None and self._is_update(call) else "constant"
@@ -446,9 +445,9 @@ class OverflowDetector(Detector):
         return birth
 
     def _source(self, tensor: Tensor, call: Call) -> Cause:
-        key = tracing.storage_key(tensor)
-        if key in self._stale:
+        if tracing.storage(tensor) in self._stale:
             return "gradients"
+        key = tracing.storage_key(tensor)
         in_backward = self.tracker.direction == "backward"
         exchanged = in_backward or key in tracing.gradients(self._params())
         if ranks.world_size() > 1 and exchanged:
