@@ -248,15 +248,19 @@ class Binding:
     # -- the step ----------------------------------------------------------------------------
 
     @untraced
-    def begin_step(self) -> None:
-        """Has masters count as written until the end: torch's fused kernels do not count."""
-        self.stepping = True
+    def begin_step(self, *, closure: bool = False) -> None:
+        """Has masters follow the model, and count as written: torch's fused kernels do not count.
+
+        Finishes an open pass, except before a closure, whose own pass may go on with it.
+        """
+        self.read_masters() if closure else self.settle()
         self.steps += 1
         sharers = () if self.owner is None else self.owner.others([self])
         self.shared = {id(pair) for each, shares in sharers if shares for pair in each.pairs}
         masters.drop_unsent_bits(self.pairs)
         for pair in self.pairs:
             pair.mark_written()
+        self.stepping = True
 
     @untraced
     def end_step(self, rounded: Collection[int]) -> None:

@@ -28,19 +28,29 @@ class _SkipStep(BaseException):
 
 
 @untraced_frame
-def run(
-    binding: Binding, step: Callable[[Closure], Any], closure: Closure, off: UncastBlock
-) -> Any:
-    """Runs the optimizer's own ``step``, whose evaluations have op casts as in training.
+def step(binding: Binding, run: Callable[[Closure], Any], closure: Closure) -> Any:
+    """Runs the optimizer's own step ``run``, whose evaluations have op casts as in training.
 
-    Reverts all of it if any evaluation overflows; ``off`` turns casts off around it.
+    Reverts all of it if any evaluation overflows.
     """
-    binding.note_skipped(False)
-    if binding.owner is None or not binding.owner.can_skip:
-        return step(_evaluation(binding, closure, off))
+    binding.begin_step(closure=True)
+    off = UncastBlock()
+    try:
+        off.__enter__()
+        binding.note_skipped(False)
+        evaluate = _evaluation(binding, closure, off)
+        if binding.owner is None or not binding.owner.can_skip:
+            return run(evaluate)
+        return _run_unless_overflow(binding, run, evaluate)
+    finally:  # also if the step failed partway
+        binding.end_step(())
+        off.__exit__(None, None, None)
+
+
+@untraced_frame
+def _run_unless_overflow(binding: Binding, run: Callable[[Closure], Any], evaluate: Closure) -> Any:
     before = _snapshot(binding)
     losses: list[Any] = []
-    evaluate = _evaluation(binding, closure, off)
 
     @untraced_frame
     def evaluate_or_skip() -> Any:
@@ -50,7 +60,7 @@ def run(
         return losses[-1]
 
     try:
-        return step(evaluate_or_skip)
+        return run(evaluate_or_skip)
     except BaseException as error:
         _restore(binding, before)
         if not isinstance(error, _SkipStep):

@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 
 from apex._core.mixins import mixin_of, plain_class, with_mixin
+from apex._engine import closures
 from apex._engine import step as stepping
 from apex._engine.binding import Binding
 from apex._engine.exchange import optimizers_in
@@ -52,7 +53,11 @@ class AmpOptimizer(Optimizer):
         run = own_step or super().step
         if kwargs:
             run = functools.partial(run, **kwargs)
-        return stepping.step(binding, run, closure)
+        if binding.stepping:  # an optimizer inside another: the step has begun
+            return run() if closure is None else run(closure)
+        if closure is None:
+            return stepping.step(binding, run)
+        return closures.step(binding, run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]

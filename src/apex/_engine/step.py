@@ -1,4 +1,4 @@
-"""One step of a prepared optimizer, skipped if a gradient overflowed."""
+"""One step of a prepared optimizer without a closure, skipped if a gradient overflowed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from apex._engine import block_step, closures, masters
+from apex._engine import block_step, masters
 from apex._engine.autocast.region import UncastBlock
 from apex._engine.fused import skips_in_kernel
 from apex._engine.mistakes import inspect_step
@@ -18,38 +18,23 @@ from apex._torch.parameters import without_overrides
 if TYPE_CHECKING:
     from apex._engine.binding import Binding
 
-Run = Callable[..., Any]
-"""The optimizer's own step; takes a closure or nothing."""
+Run = Callable[[], Any]
 
 _OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master, masters.LazyMaster})
 """Classes of parameters that change nothing about torch's functions."""
 
 
 @untraced_frame
-def step(binding: Binding, run: Run, closure: Callable[[], Any] | None) -> Any:
-    """Runs the optimizer's own step unless a gradient overflowed; then updates the model.
+def step(binding: Binding, run: Run) -> Any:
+    """Runs the optimizer's own step ``run`` unless a gradient overflowed; then updates the model.
 
-    Args:
-        binding: The optimizer's binding.
-        run: The optimizer's own step.
-        closure: Recomputes the loss, or ``None``.
-
-    Returns:
-        The result of the step; ``None`` for a skipped one without a closure.
+    Returns its result; ``None`` for a skipped step.
     """
-    if binding.stepping:  # an optimizer inside another: the step has begun
-        return run() if closure is None else run(closure)
-    if closure is None:
-        inspect_step(binding)
-        binding.settle()
-    else:
-        binding.read_masters()
+    inspect_step(binding)
+    binding.begin_step()
     off, blocks = UncastBlock(), None
     try:
-        binding.begin_step()
         off.__enter__()
-        if closure is not None:
-            return closures.run(binding, run, closure, off)
         compiled = is_compiling_here()
         blocks = block_step.begin(binding, compiled=compiled)
         if binding.pairs and not compiled and _sees_only_parameters(binding):
