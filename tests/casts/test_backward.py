@@ -1,5 +1,6 @@
-"""User code in the backward pass of a block: mixed dtypes are resolved, all else stays as it is."""
+"""Backward passes: mixed dtypes in user code are resolved, all else stays as it is."""
 
+import contextlib
 import threading
 
 import pytest
@@ -89,8 +90,8 @@ def backward(loss):
     loss.backward()
 
 
-def in_pass(rule, *, hook, start=backward):
-    """Returns what ``rule`` gives for a bf16 gradient in a pass of a block."""
+def in_pass(rule, *, hook, start=backward, block=True):
+    """Returns what ``rule`` gives for a bf16 gradient in a pass, in a block or outside."""
     model, optimizer = prepared("O4", model=nn.Linear(2, 2))
     results = []
 
@@ -101,13 +102,14 @@ def in_pass(rule, *, hook, start=backward):
     if hook:
         out.register_hook(note)
     loss = (out if hook else Code.apply(out, note)).sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
+    with amp.scale_loss(loss, optimizer) if block else contextlib.nullcontext(loss) as scaled_loss:
         start(scaled_loss)
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is BF16  # on again
     return results
 
 
 WHERE = pytest.mark.parametrize("hook", [True, False], ids=["hook", "function"])
+BLOCK = pytest.mark.parametrize("block", [True, False], ids=["scale_loss", "backward"])
 MIXED = {
     "@": (lambda g: g @ torch.ones(2, 2), BF16),
     "right @": (lambda g: torch.ones(2, 2) @ g, BF16),
@@ -122,20 +124,27 @@ MIXED = {
 
 
 @WHERE
-def test_python_code_in_a_pass_may_mix_dtypes(hook):
+@BLOCK
+def test_python_code_in_a_pass_may_mix_dtypes(hook, block):
     for name, (rule, wanted) in MIXED.items():
-        assert [result.dtype for result in in_pass(rule, hook=hook)] == [wanted], name
+        found = in_pass(rule, hook=hook, block=block)
+        assert [result.dtype for result in found] == [wanted], name
 
 
 @WHERE
-@pytest.mark.parametrize(
-    "rule", [lambda g: g.exp(), lambda g: g @ g, torch.prod, lambda g: g.clone().exp_()]
-)
-def test_python_code_in_a_pass_keeps_one_dtype(hook, rule):
+@BLOCK
+@pytest.mark.parametrize("rule", [lambda g: g.exp(), lambda g: g @ g, lambda g: g.clone().exp_()])
+def test_python_code_in_a_pass_keeps_one_dtype(hook, block, rule):
     plain = rule(torch.ones(2, 2, dtype=BF16))
-    (got,) = in_pass(rule, hook=hook)
+    (got,) = in_pass(rule, hook=hook, block=block)
     assert got.dtype is plain.dtype
     assert torch.equal(got, plain)
+
+
+@WHERE
+def test_torch_s_own_kernels_cast_nothing_in_a_block(hook):
+    (got,) = in_pass(torch.prod, hook=hook)
+    assert got.dtype is BF16
 
 
 @pytest.mark.parametrize(
@@ -172,15 +181,29 @@ def test_a_pass_with_casts_disabled_is_left_alone():
     assert in_pass(norm, hook=True, start=disabled) == [BF16]
 
 
+FP32_PARTS = {
+    "linear": lambda x: nn.functional.linear(x, x),
+    "bilinear": lambda x: nn.functional.bilinear(x, x, x.reshape(1, 3, 3)),
+    "products": lambda x: (x @ x).mv(x[0]) + torch.linalg.multi_dot([x, x, x[0]]),
+    "batched": lambda x: torch.einsum("bij,bjk->bik", x[None], x[None]).baddbmm(x[None], x[None]),
+    "convolution": lambda x: nn.functional.conv1d(x[None], x[:, :, None]),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "linear algebra": lambda x: torch.linalg.solve(x, x[0]) + torch.linalg.svdvals(x) + x.det(),
+}
+
+
 @LEVELS
-def test_gradients_of_a_loss_under_disable_casts_are_those_of_fp32(level):
-    model, optimizer = prepared(level, model=nn.Linear(2, 2), loss_scale=1.0)
+@BLOCK
+@pytest.mark.parametrize("part", FP32_PARTS)
+def test_the_gradient_of_a_part_in_fp32_is_that_of_fp32(level, block, part):
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    (expected,) = torch.autograd.grad(FP32_PARTS[part](x.requires_grad_()).pow(2).sum(), x)
+    _, optimizer = prepared(level, loss_scale=1.0)
     with amp.disable_casts():
-        loss = model(torch.randn(3, 2)).pow(2).sum()
-        (expected,) = torch.autograd.grad(loss, model.weight, retain_graph=True)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        loss = FP32_PARTS[part](x).pow(2).sum()
+    with amp.scale_loss(loss, optimizer) if block else contextlib.nullcontext(loss) as scaled_loss:
         scaled_loss.backward()
-    assert torch.equal(model.weight.grad, expected)
+    assert torch.equal(x.grad, expected)
 
 
 def product_in_pass(model, optimizer, found):

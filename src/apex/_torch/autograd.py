@@ -1,4 +1,4 @@
-"""The backward pass that runs in this thread."""
+"""The backward pass and the autocast blocks that this thread is in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import torch
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the backward pass that runs the calling code, -1 outside of one."""
+
+
+def autocast_depth() -> int:
+    """Returns how many ``torch.autocast`` blocks this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def at_end_of_pass(fn: Callable[[], object]) -> None:

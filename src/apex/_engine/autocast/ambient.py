@@ -18,14 +18,8 @@ import torch
 
 from apex._core.op_table import CastSpec
 from apex._engine.autocast import kernels
-from apex._torch.autograd import backward_id
+from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dynamo import is_compiling_here, untraced
-
-
-def autocast_depth() -> int:
-    """Returns how many ``torch.autocast`` blocks this thread is in."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 class Ambient:

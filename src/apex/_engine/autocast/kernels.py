@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import op_rows
-from apex._core.op_casts import has_sparse, rules_for
+from apex._core.op_casts import has_sparse, rules_for, widest
 from apex._core.op_table import CastSpec, OpTable
 from apex._torch import dispatcher
+from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import before_each_run, untraced
 
@@ -143,6 +144,8 @@ def _build(op: str, device: str) -> Kernel:
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if backward_id() != -1 and autocast_depth() == 0 and widest(args, kwargs) is None:
+            return fall_through(keyset, *args, **kwargs)  # as autograd's formulas compute
         low = torch.get_autocast_dtype(device)
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
@@ -179,13 +182,14 @@ def _fall_through(op: str, device: str) -> Kernel:
     """Returns what calls an operator below autocast; inner ones of a composite still see it."""
     own, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
     uncast, below = dispatcher.without_autocast(device), dispatcher.keys_below_autocast(device)
-    tensors = [str(argument.type) == "Tensor" for argument in dispatcher.schema(op).arguments]
+    # torch takes numbers for the second tensor of some: x.add(1.0).
+    types = [str(argument.type) for argument in dispatcher.schema(op).arguments]
+    takes_number = types[:2] == ["Tensor", "Tensor"]
 
     def fall_through(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        given = zip(tensors, args, strict=False)
-        if not any(one and isinstance(arg, (int, float, complex)) for one, arg in given):
+        if not takes_number or isinstance(args[1], Tensor):
             return own(keyset & below, *args, **kwargs)
-        with uncast():  # no redispatch takes a number for a tensor: x.add(1.0)
+        with uncast():  # no redispatch takes them
             return call(*args, **kwargs)
 
     return fall_through

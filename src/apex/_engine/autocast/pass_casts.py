@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from apex._core.op_casts import widest
 from apex._core.op_table import CastSpec
-from apex._engine.autocast.ambient import autocast_depth
 from apex._engine.autocast.region import UncastBlock, is_off, under
-from apex._torch.autograd import backward_id
+from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
 
 
@@ -27,7 +26,7 @@ class PassCasts(TorchFunctionMode):
         function's own backward, a hook, a recompute) may mix dtypes, which apex cast. So autocast
         is off in the pass, and a function mode, which formulas bypass, turns it on for Python
         calls that mix dtypes. ``torch.autograd.grad``, and a pass outside of ``scale_loss``, run
-        under their thread's casts, as in ``torch.autocast``.
+        under their thread's casts; there, our kernels leave calls of one dtype as they are.
     """
 
     def __init__(self, spec: CastSpec) -> None:
