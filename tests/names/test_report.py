@@ -138,3 +138,11 @@ def test_a_loss_that_is_not_finite_is_said_once_where_nothing_skips(level, times
     found = [text for text in caplog.messages if "is inf or NaN" in text]
     assert len(found) == times
     assert all("`python -m apex trace train.py`" in text for text in found)
+
+
+def test_one_element_of_a_loss_that_is_not_finite_is_said(caplog):
+    _, optimizer = prepared("O4")
+    for value in (1.0, -torch.inf):
+        with amp.scale_loss(torch.tensor([[3e38, 3e38, value]], requires_grad=True), optimizer):
+            pass
+        assert ("is inf or NaN" in caplog.text) is (value != 1.0)

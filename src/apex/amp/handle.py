@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -324,8 +325,11 @@ def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
 
 def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
-    if not isinstance(loss_id, SupportsIndex):
-        raise TypeError(f"loss_id is {loss_id!r}; it must be an integer: the index of a loss.")
+    try:
+        loss_id = operator.index(loss_id)
+    except TypeError:
+        message = f"loss_id is {loss_id!r}; it must be an integer: the index of a loss."
+        raise TypeError(message) from None
     if not -count <= loss_id < count:
         raise IndexError(
             f"loss_id is {loss_id}, but this amp.initialize made {count} loss scaler"
@@ -333,6 +337,6 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
             f"num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
         )
     scaler = session.scalers[loss_id]
-    scaler.loss_id = int(loss_id) % count  # scripts may have exchanged scalers
+    scaler.loss_id = loss_id % count  # scripts may have exchanged scalers
     scaler.own_update = own_update(scaler) if scaler.dynamic else None
     return scaler

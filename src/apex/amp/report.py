@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,8 +91,9 @@ def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
     """Logs once that a loss with a static scale is inf or NaN; does not wait for the device."""
     if session.losses is None or type(loss) is not Tensor or loss.is_meta:
         return
-    session.losses.send(loss_id, torch.isfinite(loss.detach()).all().reshape(1))
-    if not all(finite for _, (finite,) in session.losses.poll()):
+    value = loss.detach() if loss.numel() == 1 else loss.detach().abs().max()
+    session.losses.send(loss_id, value.reshape(1))
+    if not all(math.isfinite(value) for _, (value,) in session.losses.poll()):
         session.losses = None
         _log.warning(
             f"Loss {loss_id} is inf or NaN. Its scale is static, so no step is skipped, and the "
