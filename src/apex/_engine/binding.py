@@ -253,7 +253,10 @@ class Binding:
 
         Finishes an open pass, except before a closure, whose own pass may go on with it.
         """
-        self.read_masters() if closure else self.settle()
+        if closure:
+            self.read_masters()
+        else:
+            self.settle()
         self.steps += 1
         sharers = () if self.owner is None else self.owner.others([self])
         self.shared = {id(pair) for each, shares in sharers if shares for pair in each.pairs}

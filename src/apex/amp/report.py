@@ -89,7 +89,7 @@ def _overflow(session: Session, update: ScaleUpdate) -> None:
 
 def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
     """Logs once that a loss with a static scale is inf or NaN; does not wait for the device."""
-    if session.losses is None or type(loss) is not Tensor or loss.is_meta:
+    if session.losses is None or type(loss) is not Tensor or loss.is_meta or not loss.numel():
         return
     value = loss.detach() if loss.numel() == 1 else loss.detach().abs().max()
     session.losses.send(loss_id, value.reshape(1))

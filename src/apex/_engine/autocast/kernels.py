@@ -144,12 +144,13 @@ def _build(op: str, device: str) -> Kernel:
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if backward_id() != -1 and autocast_depth() == 0 and widest(args, kwargs) is None:
-            return fall_through(keyset, *args, **kwargs)  # as autograd's formulas compute
         low = torch.get_autocast_dtype(device)
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
             before_each_run(_guard(device, low, spec))
+        in_pass = spec is not None and backward_id() != -1 and autocast_depth() == 0
+        if in_pass and widest(args, kwargs) is None:  # as in autograd's formulas
+            return fall_through(keyset, *args, **kwargs)
         category = sessionless if spec is None else _category(op, device, spec, keyset, args)
         if own is not None and category == native:
             return own(keyset, *args, **kwargs)
