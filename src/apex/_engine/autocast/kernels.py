@@ -148,8 +148,9 @@ def _build(op: str, device: str) -> Kernel:
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
             before_each_run(_guard(device, low, spec))
-        in_pass = spec is not None and backward_id() != -1 and autocast_depth() == 0
-        if in_pass and widest(args, kwargs) is None:  # as in autograd's formulas
+        # As autograd's formulas; a recompute is in a block of torch's, or enables gradients.
+        bare = spec is not None and backward_id() != -1 and autocast_depth() == 0
+        if bare and not torch.is_grad_enabled() and widest(args, kwargs) is None:
             return fall_through(keyset, *args, **kwargs)
         category = sessionless if spec is None else _category(op, device, spec, keyset, args)
         if own is not None and category == native:

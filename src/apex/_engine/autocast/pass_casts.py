@@ -23,10 +23,10 @@ class PassCasts(TorchFunctionMode):
 
     Note [Casts in a backward pass]
         autograd's formulas compute in the dtypes of the forward. Python code in the same pass (a
-        function's own backward, a hook, a recompute) may mix dtypes, which apex cast. So autocast
-        is off in the pass, and a function mode, which formulas bypass, turns it on for Python
-        calls that mix dtypes. ``torch.autograd.grad``, and a pass outside of ``scale_loss``, run
-        under their thread's casts; there, our kernels leave calls of one dtype as they are.
+        function's own backward, a hook) may mix dtypes, which apex cast, or run a forward again,
+        with gradients enabled. So autocast is off in the pass, and a function mode, which formulas
+        bypass, turns it on for such calls. A pass outside of ``scale_loss`` runs under its thread's
+        casts; there, our kernels leave the calls alone that this mode does.
     """
 
     def __init__(self, spec: CastSpec) -> None:
@@ -39,19 +39,26 @@ class PassCasts(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward or func is torch.autograd.backward:
-            return self._run_pass(*args, **kwargs)
-        if widest(args, kwargs) is None or not _is_in_pass(*self._start):
+        if func is Tensor.backward:
+            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
+            func = torch.autograd.backward
+        if func is torch.autograd.backward:
+            return self._run_pass(func, "grad_tensors", *args, **kwargs)
+        if func is torch.autograd.grad:
+            return self._run_pass(func, "grad_outputs", *args, **kwargs)
+        casts = widest(args, kwargs) is not None or torch.is_grad_enabled()
+        if not casts or not _is_in_pass(*self._start):
             return func(*args, **kwargs)
         return under(self._spec.device_types, self._spec.dtype, func, *args, **kwargs)
 
     @untraced_frame
-    def _run_pass(
-        self, tensors: Any, grad_tensors: Any = None, *, gradient: Any = None, **options: Any
-    ) -> None:
-        """Runs a backward pass without casts, but with this mode, which torch left to call it."""
+    def _run_pass(self, run: Any, name: str, tensors: Any, *inputs: Any, **options: Any) -> Any:
+        """Runs a backward pass without casts, but with this mode, which torch left to call it.
+
+        ``name`` is that of the argument with the gradients to begin with.
+        """
         outputs = [*tensors] if isinstance(tensors, (list, tuple)) else [tensors]
-        given = grad_tensors if gradient is None else gradient
+        given = options.pop(name, None)
         if given is None or isinstance(given, Tensor):
             given = [given] * len(outputs)
         self._start = threading.get_ident(), autocast_depth()
@@ -61,7 +68,7 @@ class PassCasts(TorchFunctionMode):
             yield from given
 
         with UncastBlock(), ExitStack() as entered:
-            torch.autograd.backward(outputs, grads(), **options)  # type: ignore[arg-type]
+            return run(outputs, *inputs, **{name: grads()}, **options)
 
 
 @at_tracing
