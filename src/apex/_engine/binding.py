@@ -258,7 +258,7 @@ class Binding:
         else:
             self.settle()
         self.steps += 1
-        sharers = () if self.owner is None else self.owner.others([self])
+        sharers = self.owner.others([self]) if self.owner is not None and self.pairs else ()
         self.shared = {id(pair) for each, shares in sharers if shares for pair in each.pairs}
         masters.drop_unsent_bits(self.pairs)
         for pair in self.pairs:

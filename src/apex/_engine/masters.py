@@ -235,12 +235,12 @@ def write_back(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
-@torch.no_grad()
 def round_into_model(pairs: Sequence[Pair]) -> None:
     """Rounds masters into their model parameters, written or not."""
     if pairs:
-        torch._foreach_copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
-    mark_rounded(pairs)
+        with torch.no_grad():
+            torch._foreach_copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
+        mark_rounded(pairs)
 
 
 def mark_rounded(pairs: Iterable[Pair]) -> None:
@@ -253,7 +253,6 @@ def mark_rounded(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
-@torch.no_grad()
 def follow(pairs: Iterable[Pair]) -> None:
     """Copies written model parameters to their masters, except to masters written as well.
 

@@ -59,8 +59,9 @@ class PassCasts(TorchFunctionMode):
         """
         outputs = [*tensors] if isinstance(tensors, (list, tuple)) else [tensors]
         given = options.pop(name, None)
-        if given is None or isinstance(given, Tensor):
-            given = [given] * len(outputs)
+        if given is None:
+            given = [None] * len(outputs)
+        given = [given] if isinstance(given, Tensor) else given
         self._start = threading.get_ident(), autocast_depth()
 
         def grads() -> Iterator[Any]:
