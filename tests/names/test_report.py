@@ -140,6 +140,15 @@ def test_a_loss_that_is_not_finite_is_said_once_where_nothing_skips(level, times
     assert all("`python -m apex trace train.py`" in text for text in found)
 
 
+def test_a_loss_that_is_nan_from_late_on_is_said(caplog):
+    model, optimizer = prepared("O5")
+    for value in [1.0] * 40 + [torch.nan] * 32:
+        optimizer.zero_grad()
+        backward(loss_of(model) * value, optimizer)
+        optimizer.step()
+    assert sum("is inf or NaN" in text for text in caplog.messages) == 1
+
+
 def test_one_element_of_a_loss_that_is_not_finite_is_said(caplog):
     _, optimizer = prepared("O4")
     for value in (1.0, -torch.inf):

@@ -54,7 +54,9 @@ class Session:
         mistakes: The mistakes found in the training loop.
         communicator: Knows the DistributedDataParallel wrappers of the models.
         masters: The fp32 masters of the models' parameters.
-        losses: Whether losses that no scale watches are finite; ``None`` once one was not.
+        losses: Losses that no scale watches, on their way to the host; ``None`` once one was inf or
+            NaN.
+        losses_given: How many there were.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Session:
         self.options: object = None
         self.mistakes = Mistakes()
         self.losses: Readback[int] | None = Readback()
+        self.losses_given = 0
 
     # -- setting up --------------------------------------------------------------------------
 
