@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +16,13 @@ from apex._core.op_table import OpTable
 from apex._torch import dispatcher
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+MPS = pytest.param(
+    "mps",
+    marks=pytest.mark.skipif(
+        dispatcher.release < (2, 7), reason="this torch's fake tensors of MPS ask for its driver"
+    ),
+)
 
 
 def floats(*shape: int, low: float = 0.1, high: float = 0.9) -> Tensor:

@@ -2,7 +2,11 @@
 
 import pytest
 
+from apex._torch.dispatcher import has_operator
 from tests.casts import freeze
+
+LATER = {"_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa.vec"}
+"""Operators that old releases of torch lack."""
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*it is just left for JIT compatibility:UserWarning",
@@ -17,6 +21,7 @@ def test_outcomes_are_the_frozen_ones(device):
         f"{name}: was {was[group].get(name)}, is {now[group].get(name)}"
         for group in was
         for name in sorted(was[group].keys() | now[group].keys())
+        if name not in LATER or has_operator(f"aten::{name}")
         if was[group].get(name) != now[group].get(name)
     ]
     assert not changed, "\n".join(changed)

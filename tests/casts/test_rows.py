@@ -19,7 +19,7 @@ from apex._core.op_table import CastSpec, OpTable
 from apex._engine.autocast.kernels import native_category
 from apex._engine.autocast.region import CastRegion
 from apex._torch import dispatcher
-from tests.casts.op_rows import arguments, called, convert, floating, mixes, placed, rows
+from tests.casts.op_rows import MPS, arguments, called, convert, floating, mixes, placed, rows
 
 FP32 = torch.float32
 LOW = [torch.bfloat16, torch.float16]
@@ -121,7 +121,7 @@ def called_on(device, row, args, kwargs):
         return called(row, args, kwargs)
 
 
-@pytest.mark.parametrize("device", ["xpu", "mps"])
+@pytest.mark.parametrize("device", ["xpu", MPS])
 @IGNORES
 def test_a_row_has_the_same_dtypes_on_other_devices(device):
     low = torch.bfloat16

@@ -52,6 +52,7 @@ def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_
     assert graphs.frame_count == {"SGD": 3, "fused AdamW": 1}[optimizer_name]
 
 
+@SAME_GRAPHS
 def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
     model = net()
     optimizer = OPTIMIZERS["Adam"](model.parameters())

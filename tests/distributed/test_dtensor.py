@@ -9,7 +9,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from apex._torch import dtensor
 from tests.support.sharding import mesh
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:DTensor random operators may not"),  # torch 2.6
+]
 
 
 def placed(over, *placements, rows=4):

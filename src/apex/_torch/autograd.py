@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from apex._torch.dynamo import untraced
+
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the backward pass that runs the calling code, -1 outside of one."""
 
 
+@untraced
 def autocast_depth() -> int:
     """Returns how many ``torch.autocast`` blocks this thread is in."""
     torch.autocast_increment_nesting()
