@@ -166,5 +166,5 @@ def test_without_a_session_a_kernel_does_so_before_torch_2_9(device, monkeypatch
     for call, op in native_calls(device):
         with torch.library._scoped_library("aten", "IMPL") as library:
             kernel, key = kernels._build(op, device), dispatcher.AUTOCAST_KEYS[device]
-            library.impl(op, kernel, key, with_keyset=True)
+            library.impl(op, kernel, key, with_keyset=True, allow_override=True)
             check_native(call, op, device)

@@ -41,7 +41,7 @@ def test_a_user_may_have_gelu_in_fp32_at_o4():
     del keep
 
 
-@pytest.mark.skipif(release < (2, 9), reason="the table is of later kernels of rms_norm")
+@pytest.mark.skipif(release < (2, 11), reason="the table is of later kernels of rms_norm")
 def test_the_rows_dropped_at_o4_are_those_that_only_guard_the_range_of_fp16():
     names = op_errors.names()
     ranges = {op for each in op_errors.measured() if each.range_only for op in names[each.name]}
