@@ -214,6 +214,15 @@ def test_casts_are_off_in_the_formulas_of_a_pass(start):
     assert set(found) == {False}
 
 
+def test_casts_are_off_in_autograd_grad_in_a_block():
+    model, optimizer = prepared("O4", model=nn.Linear(2, 2))
+    found, out = [], model(torch.ones(2, 2))
+    out.register_hook(lambda grad: found.append(torch.is_autocast_enabled("cpu")))
+    with amp.scale_loss(out.sum(), optimizer) as scaled_loss:
+        torch.autograd.grad(scaled_loss, model.weight)
+    assert found == [False]
+
+
 def test_a_pass_that_torch_refuses_is_refused_alike():
     _, optimizer = prepared("O4")
     with amp.scale_loss(torch.ones(()), optimizer):
@@ -221,6 +230,9 @@ def test_a_pass_that_torch_refuses_is_refused_alike():
             torch.ones(()).backward()
         with pytest.raises(RuntimeError, match="only for scalar outputs"):
             torch.ones(2, requires_grad=True).exp().backward()
+        x = torch.ones((), requires_grad=True)
+        with pytest.raises(RuntimeError, match="got 2 tensors and 1 gradients"):
+            torch.autograd.grad([x.exp(), x.log()], x, torch.ones(()))
 
 
 def test_a_pass_with_casts_disabled_is_left_alone():

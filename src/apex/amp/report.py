@@ -90,7 +90,7 @@ def _overflow(session: Session, update: ScaleUpdate) -> None:
 def nonfinite_loss(session: Session, loss_id: int, loss: Tensor) -> None:
     """Logs once that a loss with a static scale is inf or NaN; does not wait for the device.
 
-    Looks at the first losses, and then at one in 32: once the weights are NaN, each loss is.
+    Looks at the first 32, and then at one in 32: once the weights are NaN, each loss is.
     """
     if session.losses is None or type(loss) is not Tensor or loss.is_meta or not loss.numel():
         return
