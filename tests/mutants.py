@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(
         "masters not written back",
-        f"{ENGINE}/binding.py",
+        f"{ENGINE}/prepared.py",
         "        masters.round_into_model(left)\n",
         "",
         "tests/loop/test_masters.py tests/parity",
@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(
         "a host sync in a fused step",
         f"{ENGINE}/step.py",
-        "    binding.note_skipped(flag)\n",
-        "    binding.note_skipped(bool(flag.tolist()))\n",
+        "    prepared.note_skipped(flag)\n",
+        "    prepared.note_skipped(bool(flag.tolist()))\n",
         "tests/loop/test_cost.py",
     ),
     Mutant(

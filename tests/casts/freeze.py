@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion
+from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.region import AutocastRegion
 from tests.casts.op_calls import HOLDERS, calls
 from tests.casts.op_rows import arguments, called, convert, floating, mixes, placed, rows
 
@@ -22,7 +22,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 def outcomes(device):
     """Returns the outcomes by group and name: of each call at each dtype and mix, in order."""
-    regions = [CastRegion(CastSpec(low, (device,), OpTable.default())) for low in LOW]
+    regions = [AutocastRegion(AutocastSpec(low, (device,), OpTable.default())) for low in LOW]
     found = {"rows": {}, "functions": {}}
     for row in rows(device):
         found["rows"][row] = " ".join(

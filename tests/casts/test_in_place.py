@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from apex._core.op_rows import FP32_INPLACE, PRODUCTS
-from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion
+from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.region import AutocastRegion
 from tests.casts.op_calls import calls
 from tests.casts.op_rows import convert
 
@@ -17,7 +17,7 @@ LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16
 
 
 def run(low, device, fn, *args, **kwargs):
-    return CastRegion(CastSpec(low, (device,), OpTable.default())).run(fn, *args, **kwargs)
+    return AutocastRegion(AutocastSpec(low, (device,), OpTable.default())).run(fn, *args, **kwargs)
 
 
 @LOW

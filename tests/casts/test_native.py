@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex._core.op_rows import NATIVE_DIFFERENCES, WITHOUT_BF16
-from apex._core.op_table import CastSpec, OpTable, operators
+from apex._core.op_table import AutocastSpec, OpTable, operators
 from apex._engine.autocast import kernels
 from apex._torch import dispatcher
 from tests.casts.op_calls import HOLDERS, Call, calls
@@ -153,7 +153,7 @@ NOT_MPS = pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 
 @NOT_MPS
 def test_without_a_session_a_kernel_does_what_torchs_does(device):
-    kernels.end(kernels.begin(CastSpec(LOW, (device,), OpTable.default())))
+    kernels.end(kernels.begin(AutocastSpec(LOW, (device,), OpTable.default())))
     for call, op in native_calls(device):
         check_native(call, op, device)
 

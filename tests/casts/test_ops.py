@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion
+from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.region import AutocastRegion
 
 DEFAULT = OpTable.default()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,11 +31,11 @@ def device(request):
 
 @pytest.fixture
 def region(low, device):
-    return CastRegion(CastSpec(low, (device,), DEFAULT))
+    return AutocastRegion(AutocastSpec(low, (device,), DEFAULT))
 
 
-def region_of(table: OpTable, *, allow_banned: bool = False) -> CastRegion:
-    return CastRegion(CastSpec(torch.float16, ("cpu",), table, allow_banned))
+def region_of(table: OpTable, *, allow_banned: bool = False) -> AutocastRegion:
+    return AutocastRegion(AutocastSpec(torch.float16, ("cpu",), table, allow_banned))
 
 
 # -- recurrent ------------------------------------------------------------------------------------
@@ -275,4 +275,4 @@ def test_name_taken_off_the_lists_follows_torch():
 def test_registering_kernels_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        CastRegion(CastSpec(torch.bfloat16, ("cpu", "cuda", "xpu", "mps"), DEFAULT))
+        AutocastRegion(AutocastSpec(torch.bfloat16, ("cpu", "cuda", "xpu", "mps"), DEFAULT))

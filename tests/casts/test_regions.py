@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from apex._core.op_table import CastSpec, OpTable
+from apex._core.op_table import AutocastSpec, OpTable
 from apex._engine.autocast.ambient import settle
-from apex._engine.autocast.region import CastRegion, UncastRegion, active_dtype, casts_off
+from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, active_dtype, casts_off
 from apex._torch.dispatcher import weight_cache_is_safe
 
-BF16 = CastSpec(torch.bfloat16, ("cpu",), OpTable.default())
-FP16 = CastSpec(torch.float16, ("cpu",), OpTable.default())
+BF16 = AutocastSpec(torch.bfloat16, ("cpu",), OpTable.default())
+FP16 = AutocastSpec(torch.float16, ("cpu",), OpTable.default())
 
 
 def state():
@@ -42,7 +42,7 @@ def nothing_is_left():
 
 @pytest.fixture
 def region():
-    region = CastRegion(BF16)
+    region = AutocastRegion(BF16)
     yield region
     region.leave_ambient()
 
@@ -88,7 +88,7 @@ def test_run_leaves_no_trace_after_an_exception(region):
 
 
 def test_inner_region_rules_inside_and_the_outer_one_after_it(region):
-    half = CastRegion(FP16)
+    half = AutocastRegion(FP16)
 
     def outer():
         inside = half.run(lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
@@ -107,7 +107,7 @@ def test_users_autocast_off_inside_a_run_is_respected(region):
 
 def test_device_type_without_autocast_is_refused():
     with pytest.raises(ValueError, match=r"meta.*cpu, cuda, xpu, mps.*O2"):
-        CastRegion(CastSpec(torch.float16, ("meta",), OpTable.default()))
+        AutocastRegion(AutocastSpec(torch.float16, ("meta",), OpTable.default()))
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -134,7 +134,7 @@ def test_ambient_casts_are_on_in_one_thread_until_left(region):
 
 @pytest.mark.parametrize("first_left", ["older", "newer"])
 def test_newest_living_ambient_region_rules(first_left):
-    older, newer = CastRegion(BF16), CastRegion(FP16)
+    older, newer = AutocastRegion(BF16), AutocastRegion(FP16)
     older.enter_ambient()
     newer.enter_ambient()
     assert active_dtype() is torch.float16
@@ -182,7 +182,7 @@ def test_ambient_that_ends_inside_a_block_is_off_after_it(region, inside):
 
 
 def test_inner_ambient_of_a_block_leaves_the_outer_one(region):
-    half = CastRegion(FP16)
+    half = AutocastRegion(FP16)
     half.enter_ambient()
     with torch.autocast("cpu", enabled=False):
         region.enter_ambient()
@@ -193,7 +193,7 @@ def test_inner_ambient_of_a_block_leaves_the_outer_one(region):
 
 
 def test_an_ambient_that_ends_in_a_block_in_which_another_begins_is_off_after_both(region):
-    half = CastRegion(FP16)
+    half = AutocastRegion(FP16)
     half.enter_ambient()
     with torch.autocast("cpu", torch.float16):
         half.leave_ambient()
@@ -205,7 +205,7 @@ def test_an_ambient_that_ends_in_a_block_in_which_another_begins_is_off_after_bo
 @pytest.mark.parametrize("ends", ["left", "region gone"])
 @pytest.mark.parametrize("where", ["here", "forward", "amp call"])
 def test_ambient_that_ended_in_another_thread_is_off_at_the_next_forward_or_call(ends, where):
-    holder = [CastRegion(BF16)]
+    holder = [AutocastRegion(BF16)]
     holder[0].enter_ambient()
 
     def end():
@@ -219,7 +219,7 @@ def test_ambient_that_ended_in_another_thread_is_off_at_the_next_forward_or_call
     else:
         in_thread(end)
     if where == "forward":
-        assert CastRegion(FP16).run(torch.ones, 1).dtype is torch.float32
+        assert AutocastRegion(FP16).run(torch.ones, 1).dtype is torch.float32
     elif where == "amp call":
         settle()
     assert seen() == OFF
@@ -244,8 +244,8 @@ def test_casts_off_turns_casts_and_regions_off_and_back_on(region, ambient):
 
 def test_uncast_region_is_off_inside_and_a_cast_region_in_it_on(region):
     region.enter_ambient()
-    assert UncastRegion().run(seen) == OFF
-    assert UncastRegion().run(lambda: (region.run(seen), seen())) == (ON, OFF)
+    assert NoAutocastRegion().run(seen) == OFF
+    assert NoAutocastRegion().run(lambda: (region.run(seen), seen())) == (ON, OFF)
     assert seen() == ON
 
 
@@ -263,7 +263,7 @@ def test_users_autocast_follows_the_table_while_a_region_of_its_dtype_lives(regi
     "copied", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
 )
 def test_copy_is_a_region_of_its_own(copied):
-    first = CastRegion(BF16)
+    first = AutocastRegion(BF16)
     second = copied(first)
     del first
     gc.collect()
@@ -275,9 +275,11 @@ def test_cache_tag_differs_by_table_and_comes_back():
     config = torch.compiler.config
     config.cache_key_tag = "mine"
     try:
-        region = CastRegion(BF16)
+        region = AutocastRegion(BF16)
         default = config.cache_key_tag
-        other = CastRegion(CastSpec(torch.bfloat16, ("cpu",), BF16.table.without("torch", "exp")))
+        other = AutocastRegion(
+            AutocastSpec(torch.bfloat16, ("cpu",), BF16.table.without("torch", "exp"))
+        )
         assert len({"mine", default, config.cache_key_tag}) == 3
         del region, other
         gc.collect()

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from apex._core.op_rows import DEVICE_LIMITS, NATIVE_DIFFERENCES
-from apex._core.op_table import CastSpec, OpTable
+from apex._core.op_table import AutocastSpec, OpTable
 from apex._engine.autocast.kernels import native_category
-from apex._engine.autocast.region import CastRegion
+from apex._engine.autocast.region import AutocastRegion
 from apex._torch import dispatcher
 from tests.casts.op_rows import MPS, arguments, called, convert, floating, mixes, placed, rows
 
@@ -49,7 +49,7 @@ IGNORES = pytest.mark.filterwarnings(
 
 @functools.cache
 def region(low, device):
-    return CastRegion(CastSpec(low, (device,), OpTable.default()))
+    return AutocastRegion(AutocastSpec(low, (device,), OpTable.default()))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from apex._core.op_table import CastSpec, OpTable
-from apex._engine.autocast.region import CastRegion, active_dtype, casts_off
+from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.region import AutocastRegion, active_dtype, casts_off
 from apex._engine.autocast.user_functions import UserRegistry, cast_function
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -18,7 +18,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 @pytest.fixture
 def region():
-    return CastRegion(CastSpec(F16, ("cpu",), OpTable.default()))
+    return AutocastRegion(AutocastSpec(F16, ("cpu",), OpTable.default()))
 
 
 def dtypes(*args, **kwargs):

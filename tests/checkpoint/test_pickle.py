@@ -97,7 +97,6 @@ def test_files_name_one_private_module_only(level, protocol):
 
 def test_the_kinds_of_parts_in_files_are_frozen():
     assert sorted(_pickle._KINDS) == [
-        "binding",
         "cast",
         "fp32_hooks",
         "input_cast",
@@ -107,8 +106,7 @@ def test_the_kinds_of_parts_in_files_are_frozen():
         "optimizer",
         "output_cast",
         "plan",
-        "split",
-        "stochastic",
+        "prepared",
         "tracked_pair",
     ]
     for kind in _pickle._KINDS:

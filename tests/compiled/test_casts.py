@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from apex._core.op_table import CastSpec, OpTable
+from apex._core.op_table import AutocastSpec, OpTable
 from apex._engine.autocast.region import (
-    CastRegion,
-    UncastRegion,
+    AutocastRegion,
+    NoAutocastRegion,
     casts_off,
 )
 from apex._engine.autocast.user_functions import cast_function
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def model():
-    region = CastRegion(CastSpec(torch.bfloat16, ("cpu",), OpTable.default()))
+    region = AutocastRegion(AutocastSpec(torch.bfloat16, ("cpu",), OpTable.default()))
     yield Model(region)
     region.leave_ambient()
     torch._dynamo.reset()
@@ -74,7 +74,7 @@ def test_compiled_region_gives_the_dtypes_and_gradients_of_eager(model, backend,
 
 def test_compiled_uncast_region_is_off_under_ambient_casts(model):
     model.region.enter_ambient()
-    plain = Model(UncastRegion())
+    plain = Model(NoAutocastRegion())
     assert {y.dtype for y in compiled(plain, "aot_eager")(torch.randn(3, 4))} == {torch.float32}
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from apex._engine import block_step
+from apex._engine.optimizer import block_step
 from apex.optimizers import FusedAdam, FusedSGD
 from benchmarks.loops import with_amp
 from benchmarks.memory import peak_bytes

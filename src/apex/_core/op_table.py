@@ -164,7 +164,7 @@ def _is_in_place(op: str) -> bool:
 
 
 @dataclass(frozen=True)
-class CastSpec:
+class AutocastSpec:
     """The op casts of one session.
 
     Attributes:

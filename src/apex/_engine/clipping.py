@@ -15,33 +15,33 @@ from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding
+    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 
 @untraced
 @torch.no_grad()
 def clip_grad_norm_(
-    binding: Binding, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    prepared: PreparedOptimizer, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
 ) -> Tensor:
     """Scales an optimizer's gradients so that their norm is at most ``max_norm``; returns the norm.
 
     Gradients that wait on the model stay there: the factor is applied when they are taken.
     """
-    if binding.open_pass is not None:
+    if prepared.open_pass is not None:
         raise RuntimeError(
             "amp.clip_grad_norm_ was called while the gradients are still scaled. Call it after "
             "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."
         )
-    binding.adopt_new()
+    prepared.adopt_new()
     masters.take(
         pair
-        for pair in binding.pairs
+        for pair in prepared.pairs
         if pair.factor is not None or parameters.grad_of(pair.master) is not None
     )
-    params = {id(param): param for param in binding.params()}.values()
+    params = {id(param): param for param in prepared.params()}.values()
     own = [param for param in params if parameters.grad_of(param) is not None]
     grads = [grad for param in own if (grad := param.grad) is not None]
-    waiting = [pair for pair in binding.pairs if pair.waiting is not None]
+    waiting = [pair for pair in prepared.pairs if pair.waiting is not None]
     low = [grad for pair in waiting if (grad := pair.waiting) is not None]
     if any(grad.layout is not torch.strided for grad in (*low, *grads)):
         raise TypeError(

@@ -30,11 +30,11 @@ class PassEnd(NamedTuple):
     Attributes:
         loss_id: Index of the session's scaler.
         updates: Scale updates that have arrived by now; on a device, those of earlier passes.
-        bindings: The optimizers of the pass.
+        prepared_optimizers: The optimizers of the pass.
         failed: Whether an exception ended it.
     """
 
     loss_id: int
     updates: Sequence[ScaleUpdate]
-    bindings: Sequence[object]
+    prepared_optimizers: Sequence[object]
     failed: bool

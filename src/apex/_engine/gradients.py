@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import finite, master
-from apex._engine.masters import Pair, take
+from apex._engine.masters import MasterPair, take
 from apex._engine.scaler import Scaler
 from apex._torch import dtensor, parameters
 
@@ -24,9 +24,9 @@ class PassGradients:
 
     def __init__(
         self,
-        pairs: Iterable[Pair],
+        pairs: Iterable[MasterPair],
         params: Iterable[nn.Parameter],
-        others: Iterable[Pair] = (),
+        others: Iterable[MasterPair] = (),
         *,
         scaled: bool,
     ) -> None:

@@ -85,7 +85,7 @@ class LazyMaster(Master):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         parameters.set_grad(self, value)
-        pair: Pair | None = self.__dict__.get(_PAIR, _nothing)()
+        pair: MasterPair | None = self.__dict__.get(_PAIR, _nothing)()
         if pair is not None and not pair.scaled:
             pair.model.grad = None
 
@@ -96,7 +96,7 @@ def _nothing() -> None:
 
 @untraced
 def _grad_now(master: LazyMaster) -> Tensor | None:
-    pair: Pair | None = master.__dict__.get(_PAIR, _nothing)()
+    pair: MasterPair | None = master.__dict__.get(_PAIR, _nothing)()
     if pair is not None and pair.waiting is not None:
         take([pair])
     return parameters.grad_of(master)
@@ -106,7 +106,7 @@ for kind in (Master, LazyMaster):
     parameters.allow_foreach(kind)
 
 
-class Pair:
+class MasterPair:
     """A low-precision model parameter and its master, with their versions when last in sync.
 
     Attributes:
@@ -196,7 +196,7 @@ def rebuild_pair(
     _low_bits: bool = True,
     lazy: object = False,
     followed: Tensor | None = None,
-) -> Pair:
+) -> MasterPair:
     """Rebuilds a pair from a copy or a file.
 
     Files of earlier releases say how they stored the master, and which newer values its weight had.
@@ -209,7 +209,7 @@ def rebuild_pair(
         )
     if type(made) is nn.Parameter:
         made.__class__ = LazyMaster if lazy is True else Master
-    pair = Pair.__new__(Pair)
+    pair = MasterPair.__new__(MasterPair)
     pair._join(model, made)
     if followed is not None:
         with torch.no_grad():
@@ -217,15 +217,11 @@ def rebuild_pair(
     return pair
 
 
-def plain_masters(*_: object) -> None:
-    """Stands for how a file of an earlier release stored masters, which load as plain fp32."""
-
-
 # -- values -----------------------------------------------------------------------------------
 
 
 @untraced
-def write_back(pairs: Iterable[Pair]) -> None:
+def write_back(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
     # Inlines ``master_written``: this runs in every forward pass.
     with without_overrides():
@@ -235,7 +231,7 @@ def write_back(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
-def round_into_model(pairs: Sequence[Pair]) -> None:
+def round_into_model(pairs: Sequence[MasterPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
     if pairs:
         with torch.no_grad():
@@ -243,7 +239,7 @@ def round_into_model(pairs: Sequence[Pair]) -> None:
         mark_rounded(pairs)
 
 
-def mark_rounded(pairs: Iterable[Pair]) -> None:
+def mark_rounded(pairs: Iterable[MasterPair]) -> None:
     """Records that masters were rounded into their model parameters."""
     for pair in pairs:
         if pair._seen.data_ptr() == pair.model.data_ptr():
@@ -253,7 +249,7 @@ def mark_rounded(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
-def follow(pairs: Iterable[Pair]) -> None:
+def follow(pairs: Iterable[MasterPair]) -> None:
     """Copies written model parameters to their masters, except to masters written as well.
 
     Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
@@ -269,7 +265,7 @@ def follow(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
-def drop_unsent_bits(pairs: Iterable[Pair]) -> None:
+def drop_unsent_bits(pairs: Iterable[MasterPair]) -> None:
     """Before a first step on several ranks, has masters take the weights, which the ranks share.
 
     As in apex: a script that broadcasts weights by itself sends no low bits. A wrapper's masters
@@ -285,9 +281,9 @@ def drop_unsent_bits(pairs: Iterable[Pair]) -> None:
 
 
 @untraced
-def take(pairs: Iterable[Pair]) -> None:
+def take(pairs: Iterable[MasterPair]) -> None:
     """Moves gradients that wait on models to their masters, in fp32, or adds them there."""
-    fresh: list[tuple[Pair, Tensor]] = []
+    fresh: list[tuple[MasterPair, Tensor]] = []
     with without_overrides():
         for pair in pairs:
             grad = pair.waiting
@@ -303,7 +299,7 @@ def take(pairs: Iterable[Pair]) -> None:
             _move(fresh)
 
 
-def _sum(pair: Pair, total: Tensor, grad: Tensor) -> Tensor:
+def _sum(pair: MasterPair, total: Tensor, grad: Tensor) -> Tensor:
     if pair.factor is not None:
         grad = grad.float() * pair.factor.to(grad.device)
     recorded = total.requires_grad or grad.requires_grad
@@ -312,7 +308,7 @@ def _sum(pair: Pair, total: Tensor, grad: Tensor) -> Tensor:
     return total.add_(grad.to(total.device))  # of other dtypes: without a copy in fp32
 
 
-def _move(fresh: Sequence[tuple[Pair, Tensor]]) -> None:
+def _move(fresh: Sequence[tuple[MasterPair, Tensor]]) -> None:
     copies = master.fp32_copies([grad for _, grad in fresh], [pair.master for pair, _ in fresh])
     for (pair, _), copy in zip(fresh, copies, strict=True):
         if pair.factor is not None:
@@ -321,7 +317,7 @@ def _move(fresh: Sequence[tuple[Pair, Tensor]]) -> None:
         parameters.set_grad(pair.master, copy)
 
 
-def clear_grad(pair: Pair, *, set_to_none: bool) -> None:
+def clear_grad(pair: MasterPair, *, set_to_none: bool) -> None:
     """Clears both gradients of a pair, as ``torch.optim.Optimizer.zero_grad`` does."""
     if set_to_none:
         pair.drop_grads()

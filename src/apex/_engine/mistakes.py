@@ -17,7 +17,7 @@ from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding
+    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 _INSPECTED_BLOCKS = 32
 """Blocks of a session that are inspected: a mistake shows in the first, and later ones are free."""
@@ -122,20 +122,20 @@ class BlockInspection:
     def __init__(
         self,
         mistakes: Mistakes,
-        bindings: Sequence[Binding],
-        others: Iterable[Binding],
+        prepared_optimizers: Sequence[PreparedOptimizer],
+        others: Iterable[PreparedOptimizer],
         scaled_loss: Tensor,
     ) -> None:
         """Begins; ends with :meth:`end_of_gradients`.
 
         Args:
             mistakes: Those of the session.
-            bindings: The optimizers of the block.
+            prepared_optimizers: The optimizers of the block.
             others: The sessions' other optimizers.
             scaled_loss: Where the backward pass is to start.
         """
         mistakes.blocks_left -= 1
-        self._mistakes, self._bindings = mistakes, bindings
+        self._mistakes, self._prepared_optimizers = mistakes, prepared_optimizers
         self._others = [each for each in others if not _reached(each)]
         self._found: list[Mistake] = []
         self._seen: list[tuple[Tensor, Tensor, int]] = []
@@ -154,7 +154,7 @@ class BlockInspection:
             at_end_of_pass(lambda: at_end_of_pass(self._note_end))
 
     def _note_end(self) -> None:
-        params = [param for binding in self._bindings for param in binding.trained()]
+        params = [param for prepared in self._prepared_optimizers for param in prepared.trained()]
         self._seen = [
             (param, grad, grad._version)
             for param in params[:: max(1, len(params) // _SENTINELS)]
@@ -166,18 +166,18 @@ class BlockInspection:
         if self._ended:
             return
         self._ended = True
-        reached = any(map(_reached, self._bindings))
+        reached = any(map(_reached, self._prepared_optimizers))
         if reached and not self._started:
             self._found.append(Mistake.UNSCALED_BACKWARD)
         written = [grad._version != old for param, grad, old in self._seen if param.grad is grad]
         # Horovod's and BytePS's optimizers average gradients there.
-        averages = any(getattr(b.optimizer, "synchronize", None) for b in self._bindings)
+        averages = any(getattr(b.optimizer, "synchronize", None) for b in self._prepared_optimizers)
         if written and all(written) and not averages:
             self._found.append(Mistake.CLIPPED_INSIDE)
         for each in self._others if self._started else ():
             each.got_scaled = _reached(each)
         self._is_late = not (self._started or reached)
-        self._bindings, self._others, self._seen = (), [], []
+        self._prepared_optimizers, self._others, self._seen = (), [], []
 
     def warn(self) -> None:
         """Warns of the mistakes that were found, once the block has done its work."""
@@ -185,28 +185,28 @@ class BlockInspection:
             self._mistakes.warn(mistake)
 
 
-def _reached(binding: Binding) -> bool:
+def _reached(prepared: PreparedOptimizer) -> bool:
     """Returns whether a backward pass has given a parameter that autograd knows a gradient."""
-    return any(param.grad is not None for param in binding.trained())
+    return any(param.grad is not None for param in prepared.trained())
 
 
 @untraced
-def inspect_step(binding: Binding, *, in_closure: bool = False) -> None:
+def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> None:
     """Warns of an optimizer's first step, or one that no ``scale_loss`` block has used yet."""
-    owner = binding.owner
-    if owner is None or (binding.used and (in_closure or binding.steps)):
+    owner = prepared.owner
+    if owner is None or (prepared.used and (in_closure or prepared.steps)):
         return
     # Of several optimizers that a block names, one may have no gradient yet.
-    stepped = owner.bindings if binding.used else [binding]
-    if binding.got_scaled:
+    stepped = owner.prepared_optimizers if prepared.used else [prepared]
+    if prepared.got_scaled:
         owner.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
     elif not any(each.has_grads() or _reached(each) for each in stepped):
-        if not (in_closure or binding.steps):
+        if not (in_closure or prepared.steps):
             owner.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
     elif (
         owner.needs_scale
-        and not (binding.used or owner.mistakes.has_blocks)
-        and any(map(_is_learning, binding.optimizer.param_groups))
+        and not (prepared.used or owner.mistakes.has_blocks)
+        and any(map(_is_learning, prepared.optimizer.param_groups))
     ):
         owner.mistakes.warn(Mistake.NO_SCALE_LOSS)
 

@@ -11,23 +11,25 @@ from torch.autograd.graph import increment_version
 
 from apex._core import rounding
 from apex._engine import masters
-from apex._engine.masters import Master, Pair
+from apex._engine.masters import Master, MasterPair
 
 
-class Masters:
+class MasterTable:
     """Every master of one session, indexed by model parameter."""
 
     def __init__(self, kind: type[Master] = Master) -> None:
         """Starts without masters, which will be of class ``kind``."""
         self._kind = kind
-        self._by_param: weakref.WeakValueDictionary[int, Pair] = weakref.WeakValueDictionary()
-        # Pairs by the object that keeps them alive: a model, or an optimizer's binding.
-        self._by_holder: weakref.WeakKeyDictionary[object, list[Pair]] = weakref.WeakKeyDictionary()
+        self._by_param: weakref.WeakValueDictionary[int, MasterPair] = weakref.WeakValueDictionary()
+        # Pairs by the object that keeps them alive: a model, or an optimizer's prepared.
+        self._by_holder: weakref.WeakKeyDictionary[object, list[MasterPair]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._kept: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> Pair:
+    def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> MasterPair:
         """Returns the pair of a low-precision parameter; a new one lives as long as ``holder``.
 
         ``exact`` is the parameter's value before rounding, if known.
@@ -37,11 +39,11 @@ class Masters:
             return known
         if exact is None and (kept := self._kept_value(param)) is not None:
             exact = rounding.exact_value(param, [kept])
-        pair = Pair(param, exact, self._kind)
+        pair = MasterPair(param, exact, self._kind)
         self.hold([pair], holder)
         return pair
 
-    def hold(self, pairs: Sequence[Pair], holder: object) -> None:
+    def hold(self, pairs: Sequence[MasterPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
         self._by_holder.setdefault(holder, []).extend(pairs)
         self._by_param.update({id(pair.model): pair for pair in pairs})
@@ -57,7 +59,7 @@ class Masters:
         held = self._kept.setdefault(model, {})
         held.update({id(tensor): (tensor, value) for tensor, value in values})
 
-    def pair_of(self, param: Tensor) -> Pair | None:
+    def pair_of(self, param: Tensor) -> MasterPair | None:
         """Returns the pair of a model parameter, or ``None``."""
         return self._by_param.get(id(param))
 
@@ -76,7 +78,7 @@ class Masters:
                 return values[id(param)][1]
         return None
 
-    def all(self) -> Iterator[Pair]:
+    def all(self) -> Iterator[MasterPair]:
         """Yields every pair once."""
         for pairs in list(self._by_holder.values()):
             yield from pairs

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, params_of, states_in
-from apex._engine import model as conversion
-from apex._engine import optimizer_class
-from apex._engine.binding import Binding
-from apex._engine.exchange import optimizers_in
+from apex._engine import conversion
+from apex._engine.optimizer import subclass
+from apex._engine.optimizer.exchange import optimizers_in
+from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import parameters
 
 _FUSED_ADAM = "apex.optimizers.fused_adam"
@@ -29,34 +29,38 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
     models = list(models)
     conversion.refuse_inference_mode("amp.restore")
     before = dtypes_of(optimizers)
-    bindings = [b for opt in optimizers if (b := optimizer_class.binding_of(opt)) is not None]
-    for binding in bindings:
-        binding.settle_gradients()
-    known = {id(pair.model): pair.master for binding in bindings for pair in binding.pairs}
+    prepared_optimizers = [
+        b for opt in optimizers if (b := subclass.prepared_state(opt)) is not None
+    ]
+    for prepared in prepared_optimizers:
+        prepared.settle_gradients()
+    known = {
+        id(pair.model): pair.master for prepared in prepared_optimizers for pair in prepared.pairs
+    }
     for model in models:
         conversion.restore(model, known)
-    for binding in bindings:
-        _release(binding)
-    for binding in bindings:
-        if binding.owner is not None:
-            for holder in (binding, *models):
-                binding.owner.masters.release(holder)
+    for prepared in prepared_optimizers:
+        _release(prepared)
+    for prepared in prepared_optimizers:
+        if prepared.owner is not None:
+            for holder in (prepared, *models):
+                prepared.owner.masters.release(holder)
     match_states(optimizers, before)
 
 
-def _release(binding: Binding) -> None:
+def _release(prepared: PreparedOptimizer) -> None:
     """Makes the optimizer plain; the model's parameters get their masters' gradients."""
-    pairs, optimizer = list(binding.pairs), binding.optimizer
+    pairs, optimizer = list(prepared.pairs), prepared.optimizer
     for pair in pairs:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
             pair.model.grad = None
             pair.model.data = parameters.uncounted(pair.master)
         grad = pair.master.grad
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
-    binding.close()
-    optimizer_class.unbind_class(optimizer)
-    if binding.owner is not None:
-        binding.owner.forget(binding)
+    prepared.close()
+    subclass.unprepare_class(optimizer)
+    if prepared.owner is not None:
+        prepared.owner.forget(prepared)
 
 
 def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
@@ -70,8 +74,8 @@ def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dty
     Needed for parameters converted in place (O3).
     """
     for optimizer in optimizers:
-        binding = optimizer_class.binding_of(optimizer)
-        models = {id(each.master): each.model for each in (binding.pairs if binding else ())}
+        prepared = subclass.prepared_state(optimizer)
+        models = {id(each.master): each.model for each in (prepared.pairs if prepared else ())}
         for each in optimizers_in(optimizer):
             # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
             declared = getattr(each, "state_stays_fp32", False)
@@ -80,7 +84,7 @@ def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dty
             ):
                 old = before.get(id(models.get(id(param), param)), param.dtype)
                 # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
-                frozen = binding is not None and binding.is_frozen(param)
+                frozen = prepared is not None and prepared.is_frozen(param)
                 _cast_state(state, old, torch.float32 if frozen else param.dtype)
 
 

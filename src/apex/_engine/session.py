@@ -12,26 +12,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.op_table import CastSpec
+from apex._core.op_table import AutocastSpec
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import model as conversion
-from apex._engine import optimizer_class, other_steps
+from apex._engine import conversion
 from apex._engine import restore as restoring
 from apex._engine.autocast.ambient import settle
-from apex._engine.autocast.region import CastRegion, UncastRegion
+from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
-from apex._engine.binding import Binding
-from apex._engine.communication import Communicator
+from apex._engine.backward import BackwardPass
+from apex._engine.conversion import ModelPlan
+from apex._engine.ddp import DDPTracker
 from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.masters import LazyMaster, Master
 from apex._engine.mistakes import Mistakes
-from apex._engine.model import ModelPlan
-from apex._engine.optimizer_class import AmpOptimizer
+from apex._engine.optimizer import subclass, unprepared
+from apex._engine.optimizer.prepared import PreparedOptimizer
+from apex._engine.optimizer.subclass import AmpOptimizer
 from apex._engine.readback import Readback
-from apex._engine.registry import Masters
-from apex._engine.scale_loss import BackwardPass
+from apex._engine.registry import MasterTable
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.undo import Undo, all_or_nothing
 from apex._torch import fsdp
@@ -52,7 +52,7 @@ class Session:
         region: Turns op casts on in forward passes; off at levels without op casts.
         options: The options as the public API shows them.
         mistakes: The mistakes found in the training loop.
-        communicator: Knows the DistributedDataParallel wrappers of the models.
+        ddp_tracker: Knows the DistributedDataParallel wrappers of the models.
         masters: The fp32 masters of the models' parameters.
         losses: Losses that no scale watches, on their way to the host; ``None`` once one was inf or
             NaN.
@@ -65,7 +65,7 @@ class Session:
         *,
         num_losses: int = 1,
         rule: ScaleRule | None = None,
-        spec: CastSpec | None = None,
+        spec: AutocastSpec | None = None,
         functions: UserRegistry | None = None,
         listeners: Sequence[Listener] = (),
         keep_fp32: bool = False,
@@ -87,17 +87,17 @@ class Session:
         self.scalers = [
             scaler_for(policy.loss_scale, rule, loss_id=index) for index in range(num_losses)
         ]
-        self.region: CastRegion | UncastRegion = (
-            UncastRegion() if spec is None else CastRegion(spec)
+        self.region: AutocastRegion | NoAutocastRegion = (
+            NoAutocastRegion() if spec is None else AutocastRegion(spec)
         )
         self._functions = functions if spec is not None else None
         self._listeners = list(listeners)
         self._keep_fp32 = keep_fp32
         lazy = all(scaler.is_identity for scaler in self.scalers)
-        self.masters = Masters(LazyMaster if lazy else Master)
-        self._bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self.masters = MasterTable(LazyMaster if lazy else Master)
+        self._prepared_optimizers: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.communicator = Communicator(self.scalers, self.masters)
+        self.ddp_tracker = DDPTracker(self.scalers, self.masters)
         self._shards: list[weakref.ref[object]] = []
         self._end: weakref.finalize[..., Session] | None = None
         self.options: object = None
@@ -119,7 +119,7 @@ class Session:
         """Converts the models and binds the optimizers, all or nothing.
 
         Args:
-            models: Models checked by :func:`apex._engine.model.check`.
+            models: Models checked by :func:`apex._engine.conversion.check`.
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
             mixin: The overrides for the optimizers.
@@ -137,7 +137,7 @@ class Session:
             self.start()
             self._models.update(models)
             if self.policy.master_weights:
-                other_steps.hook.add(self)
+                unprepared.hook.add(self)
             restoring.match_states(optimizers, old_dtypes)
             groups = (group for model in models for group in fsdp.param_groups(model))
             self._shards += map(weakref.ref, groups)
@@ -176,7 +176,7 @@ class Session:
 
     def start(self) -> None:
         """Turns op casts on in this thread, until the session ends."""
-        if isinstance(self.region, CastRegion):
+        if isinstance(self.region, AutocastRegion):
             if self._functions is not None:
                 self._functions.apply()
             self.region.enter_ambient()
@@ -188,7 +188,7 @@ class Session:
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                conversion.set_region(model, UncastRegion())
+                conversion.set_region(model, NoAutocastRegion())
 
     @property
     def casting(self) -> bool:
@@ -204,15 +204,15 @@ class Session:
     ) -> None:
         """Binds one more optimizer; pushes the inverse to ``undo``."""
         with all_or_nothing(undo) as steps:
-            binding = Binding(optimizer, self)
-            steps.push(binding.close)
-            steps.push(self.forget, binding)
-            steps.push(optimizer_class.unbind_class, optimizer)
-            optimizer_class.bind_class(optimizer, binding, mixin)
-            self.register(binding)
+            prepared = PreparedOptimizer(optimizer, self)
+            steps.push(prepared.close)
+            steps.push(self.forget, prepared)
+            steps.push(subclass.unprepare_class, optimizer)
+            subclass.prepare_class(optimizer, prepared, mixin)
+            self.register(prepared)
 
-    def register(self, binding: Binding) -> None:
-        self._bindings.add(binding)
+    def register(self, prepared: PreparedOptimizer) -> None:
+        self._prepared_optimizers.add(prepared)
 
     @property
     def can_skip(self) -> bool:
@@ -223,15 +223,15 @@ class Session:
         scaled = any(not scaler.is_identity for scaler in self.scalers)
         return scaled and self.policy.low_precision is torch.float16
 
-    def forget(self, binding: Binding) -> None:
-        self._bindings.discard(binding)
+    def forget(self, prepared: PreparedOptimizer) -> None:
+        self._prepared_optimizers.discard(prepared)
 
     # -- training ----------------------------------------------------------------------------
 
     def backward_pass(
         self,
         loss: Tensor,
-        bindings: Sequence[Binding],
+        prepared_optimizers: Sequence[PreparedOptimizer],
         scaler: Scaler,
         *,
         delay_unscale: bool = False,
@@ -239,25 +239,28 @@ class Session:
     ) -> BackwardPass:
         """Returns the context of one ``scale_loss`` block, of optimizers of any sessions."""
         settle()
-        owners: dict[Any, None] = {self: None, **{binding.owner: None for binding in bindings}}
+        owners: dict[Any, None] = {
+            self: None,
+            **{prepared.owner: None for prepared in prepared_optimizers},
+        }
         regions = [owner.region for owner in owners if owner.casting] or [self.region]
         # Gradients stay scaled until ranks share them: later passes add scaled ones.
         sends = [  # of each, as ranks may communicate here
-            each.owner is None or each.owner.communicator.sends(each) for each in bindings
+            each.owner is None or each.owner.ddp_tracker.sends(each) for each in prepared_optimizers
         ]
         delays = delay_unscale or not all(sends)
-        sharing, others = [*bindings], list[Binding]()
+        sharing, others = [*prepared_optimizers], list[PreparedOptimizer]()
         for owner in owners:
             delays = delays or fsdp.defers_reduction(ref() for ref in owner._shards)
-            for other, shares in owner.others(bindings):
+            for other, shares in owner.others(prepared_optimizers):
                 (sharing if shares else others).append(other)
         return BackwardPass(
             loss,
             sharing,
             scaler,
-            casts=regions[0].spec if isinstance(regions[0], CastRegion) else None,
+            casts=regions[0].spec if isinstance(regions[0], AutocastRegion) else None,
             mistakes=self.mistakes,
-            ended=functools.partial(self._end_pass, scaler.loss_id, bindings, owners),
+            ended=functools.partial(self._end_pass, scaler.loss_id, prepared_optimizers, owners),
             others=others,
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
@@ -266,12 +269,12 @@ class Session:
     def _end_pass(
         self,
         loss_id: int,
-        bindings: Sequence[Binding],
+        prepared_optimizers: Sequence[PreparedOptimizer],
         owners: Iterable[Session],
         updates: Sequence[ScaleUpdate],
         failed: bool = False,
     ) -> None:
-        end = PassEnd(loss_id, updates, bindings, failed)
+        end = PassEnd(loss_id, updates, prepared_optimizers, failed)
         for listener in dict.fromkeys(each for owner in owners for each in owner._listeners):
             listener(self, end)
 
@@ -290,17 +293,23 @@ class Session:
         return [model for model in self._models if conversion.is_converted(model)]
 
     @property
-    def bindings(self) -> list[Binding]:
-        """The bindings of the session's live optimizers, copies included."""
-        return [binding for binding in self._bindings if binding.is_live]
+    def prepared_optimizers(self) -> list[PreparedOptimizer]:
+        """The prepared_optimizers of the session's live optimizers, copies included."""
+        return [prepared for prepared in self._prepared_optimizers if prepared.is_live]
 
-    def others(self, bindings: Sequence[Binding]) -> Iterator[tuple[Binding, bool]]:
-        """Yields every other optimizer, and whether it trains a parameter of ``bindings``."""
-        if len(self._bindings) == 1 and len(bindings) == 1 and bindings[0].owner is self:
+    def others(
+        self, prepared_optimizers: Sequence[PreparedOptimizer]
+    ) -> Iterator[tuple[PreparedOptimizer, bool]]:
+        """Yields every other optimizer, and whether it trains a parameter of these."""
+        if (
+            len(self._prepared_optimizers) == 1
+            and len(prepared_optimizers) == 1
+            and prepared_optimizers[0].owner is self
+        ):
             return
-        trained = {id(param) for binding in bindings for param in binding.trained()}
-        for each in self.bindings:
-            if each not in bindings:
+        trained = {id(param) for prepared in prepared_optimizers for param in prepared.trained()}
+        for each in self.prepared_optimizers:
+            if each not in prepared_optimizers:
                 yield each, not trained.isdisjoint(map(id, each.trained()))
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
@@ -312,11 +321,11 @@ class Session:
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``, whose own were cleared."""
         cleared = self.masters.clear_grads({*map(id, params)}, set_to_none=set_to_none)
-        for binding in self.bindings:
-            binding.note_cleared(cleared)
+        for prepared in self.prepared_optimizers:
+            prepared.note_cleared(cleared)
 
 
-def _end(region: CastRegion, functions: UserRegistry | None) -> None:
+def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:
     region.leave_ambient()
     if functions is not None:
         functions.undo()

@@ -68,7 +68,7 @@ class AmpState:
         failed, and other threads those that run.
         """
         for session in self.sessions():
-            if session.options is not None and not (session.models or session.bindings):
+            if session.options is not None and not (session.models or session.prepared_optimizers):
                 session.close()
                 self.discard(session)
 

@@ -15,8 +15,8 @@ from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import restore as restoring
-from apex._engine.model import ModelPlan, is_converted
-from apex._engine.optimizer_class import binding_of
+from apex._engine.conversion import ModelPlan, is_converted
+from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler
 from apex._engine.undo import all_or_nothing
 from apex.amp import _initialize, inputs, report, scaler_states
@@ -255,7 +255,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     """
     model_list = inputs.model_list(models)
     own = [] if optimizers is None else unwrapped(optimizers)
-    prepared = any(map(is_converted, model_list)) or any(map(binding_of, own))
+    prepared = any(map(is_converted, model_list)) or any(map(prepared_state, own))
     if prepared or _amp_state.enabled:
         inputs.check_prepared(model_list, own)
         restoring.restore(filter(is_converted, model_list), own)

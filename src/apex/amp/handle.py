@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import UncastRegion, casts_off
-from apex._engine.model import set_region
-from apex._engine.optimizer_class import binding_of
+from apex._engine.autocast.region import NoAutocastRegion, casts_off
+from apex._engine.conversion import set_region
+from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
@@ -27,7 +27,7 @@ from apex.amp.scaler import own_update
 from apex.amp.sessions import start_o1_session
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding
+    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 
 @untraced
@@ -81,8 +81,8 @@ def scale_loss(
     """
     del model
     # Each once: a pass moves gradients only once. None is None if there is a session.
-    bindings: list[Any] = [*dict.fromkeys(map(binding_of, unwrapped(optimizers)))]
-    session = session_of(bindings, caller="amp.scale_loss")
+    prepared_optimizers: list[Any] = [*dict.fromkeys(map(prepared_state, unwrapped(optimizers)))]
+    session = session_of(prepared_optimizers, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
     arguments.loss("amp.scale_loss", loss)
@@ -91,7 +91,7 @@ def scale_loss(
         report.nonfinite_loss(session, scaler.loss_id, loss)
     return session.backward_pass(
         loss,
-        bindings,
+        prepared_optimizers,
         scaler,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
@@ -179,14 +179,14 @@ class AmpHandle:
         if self._session is None:
             return nullcontext(loss)
         arguments.loss(caller, loss)
-        binding: Any = self._bind(optimizer)
-        return self._session.backward_pass(loss, [binding], scaler or _scaler(self._session, 0))
+        prepared: Any = self._bind(optimizer)
+        return self._session.backward_pass(loss, [prepared], scaler or _scaler(self._session, 0))
 
-    def _bind(self, optimizer: Any) -> Binding | None:
+    def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         own = unwrap(optimizer)
-        if self._session is not None and binding_of(own) is None:
+        if self._session is not None and prepared_state(own) is None:
             self._session.bind(own, mixin=AmpStashOptimizer)
-        return binding_of(own)
+        return prepared_state(own)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
@@ -198,7 +198,7 @@ class AmpHandle:
             return
         self._session.close()
         for model in self._models:
-            set_region(model, UncastRegion())
+            set_region(model, NoAutocastRegion())
         self._models = ()
         if self._session.options is None:
             _amp_state.discard(self._session)
@@ -290,28 +290,30 @@ def handle_of(session: Session | None) -> AmpHandle:
 AmpState.handle_of = staticmethod(handle_of)
 
 
-def session_of(bindings: Sequence[Binding | None], *, caller: str) -> Session | None:
-    """Returns the newest session of optimizers' bindings; None if amp is disabled.
+def session_of(
+    prepared_optimizers: Sequence[PreparedOptimizer | None], *, caller: str
+) -> Session | None:
+    """Returns the newest session of optimizers' prepared_optimizers; None if amp is disabled.
 
     Raises:
         RuntimeError: If ``caller``, a public function, got an optimizer without a session.
     """
-    owners: set[Any] = {binding and binding.owner for binding in bindings}
+    owners: set[Any] = {prepared and prepared.owner for prepared in prepared_optimizers}
     session = None if owners else _amp_state.current()
     if owners and None not in owners:
         newest = [session for session in _amp_state.sessions() if session in owners][-1:]
         session = newest[0] if newest else owners.pop()
     if session is not None:
         return session if _amp_state.is_on(session) else None
-    if not any(bindings) and not _amp_state.enabled:
+    if not any(prepared_optimizers) and not _amp_state.enabled:
         return None
-    raise RuntimeError(_not_prepared(bindings, caller))
+    raise RuntimeError(_not_prepared(prepared_optimizers, caller))
 
 
-def _not_prepared(bindings: Sequence[Binding | None], caller: str) -> str:
+def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
     options = _amp_state.opt_properties.options if _amp_state.initialized else {}
     why = "got no optimizer that amp has prepared. Pass it to amp.initialize and use the result:"
-    if any(binding is not None and binding.owner is None for binding in bindings):
+    if any(prepared is not None and prepared.owner is None for prepared in prepared_optimizers):
         why = (
             "got an unpickled optimizer, which has no amp session. Call amp.restore(model, "
             "optimizer) with the model it was saved with, and then"

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from, params_of
-from apex._engine import model as conversion
-from apex._engine.model import ModelPlan
-from apex._engine.optimizer_class import binding_of
+from apex._engine import conversion
+from apex._engine.conversion import ModelPlan
+from apex._engine.optimizer.subclass import prepared_state
 from apex.amp._amp_state import _amp_state
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -107,7 +107,7 @@ def check_masters(models: Sequence[nn.Module]) -> None:
 
 def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     name = type(optimizer).__name__
-    if binding_of(optimizer) is not None:
+    if prepared_state(optimizer) is not None:
         raise RuntimeError(
             f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
             "optimizer once, or call amp.restore(model, optimizer) first."
@@ -147,9 +147,11 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     is pickled plain, and with the optimizer that has their masters, after ``model.float()``.
     """
     _check_distinct(models)
-    bindings = [binding for opt in optimizers if (binding := binding_of(opt)) is not None]
-    unpickled = any(binding.owner is None for binding in bindings)
-    mastered = {id(pair.model) for binding in bindings for pair in binding.pairs}
+    prepared_optimizers = [
+        prepared for opt in optimizers if (prepared := prepared_state(opt)) is not None
+    ]
+    unpickled = any(prepared.owner is None for prepared in prepared_optimizers)
+    mastered = {id(pair.model) for prepared in prepared_optimizers for pair in prepared.pairs}
     for model in models:
         known = conversion.is_converted(model) or not mastered.isdisjoint(_params([model]))
         if not (unpickled or known):
@@ -158,16 +160,16 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 "Pass the model that amp.initialize returned, without a wrapper."
             )
     given = _params(models)
-    prepared = {model for session in _amp_state.sessions() for model in session.models}
-    others = _params(prepared.difference(models))
+    prepared_models = {model for session in _amp_state.sessions() for model in session.models}
+    others = _params(prepared_models.difference(models))
     for optimizer in optimizers:
-        binding = binding_of(optimizer)
-        if binding is None:
+        prepared = prepared_state(optimizer)
+        if prepared is None:
             raise ValueError(
                 f"amp.restore got an optimizer ({type(optimizer).__name__}) that amp has not "
                 "prepared. Pass the optimizer that amp.initialize returned."
             )
-        stepped = {id(pair.model) for pair in binding.pairs}
+        stepped = {id(pair.model) for pair in prepared.pairs}
         # Parameters that no prepared model holds any more (a replaced head) do not count.
         if stepped and (not stepped & given or stepped & (others - given)):
             raise ValueError(

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from
 from apex._engine import masters
-from apex._engine.binding import Binding
 from apex._engine.gradients import PassGradients
-from apex._engine.masters import Pair
+from apex._engine.masters import MasterPair
 from apex._engine.mistakes import Mistake
-from apex._engine.optimizer_class import AmpOptimizer, binding_of
+from apex._engine.optimizer.prepared import PreparedOptimizer
+from apex._engine.optimizer.subclass import AmpOptimizer, prepared_state
 from apex._torch.autograd import backward_id
 
 if TYPE_CHECKING:
@@ -51,19 +51,19 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
 def _inside(optimizer: Any) -> Optimizer | None:
     """Returns the prepared optimizer behind wrappers, or the first that is an optimizer at all."""
     itself = isinstance(optimizer, Optimizer)
-    if itself and binding_of(optimizer) is not None:
+    if itself and prepared_state(optimizer) is not None:
         return cast(Optimizer, optimizer)
     held = (getattr(optimizer, name, None) for name in ("optim", "_optimizer", "optimizer"))
     inner = next((_inside(each) for each in held if isinstance(each, Optimizer)), None)
     # accelerate's wrapper is an optimizer, too: the one inside counts if amp has prepared it.
-    prepared = inner is not None and binding_of(inner) is not None
+    prepared = inner is not None and prepared_state(inner) is not None
     return cast(Optimizer, optimizer) if itself and not prepared else inner
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yields the parameters that the optimizer steps, which include any fp32 masters.
 
-    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Masters
+    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. MasterTable
     also receive the gradients of a plain ``loss.backward()``. Accepts unprepared optimizers, too.
 
     Raises:
@@ -75,21 +75,21 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
             f"amp.master_params got {kind}{type(optimizer).__name__}; it takes an optimizer."
         )
     own = _inside(optimizer)
-    binding = None if own is None else binding_of(own)
-    if binding is not None:
-        _warn_inside_block(binding)
-        binding.read_masters()
-        masters.take(binding.pairs)
+    prepared = None if own is None else prepared_state(own)
+    if prepared is not None:
+        _warn_inside_block(prepared)
+        prepared.read_masters()
+        masters.take(prepared.pairs)
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _warn_inside_block(binding: Binding) -> None:
-    opened = binding.open_pass
-    inside = opened is not None and opened.is_open and opened.gradients.scaled and binding.pairs
+def _warn_inside_block(prepared: PreparedOptimizer) -> None:
+    opened = prepared.open_pass
+    inside = opened is not None and opened.is_open and opened.gradients.scaled and prepared.pairs
     # While a pass runs, hooks may ask for the masters, for instance to step them.
-    if inside and binding.owner is not None and backward_id() == -1:
-        binding.owner.mistakes.warn(Mistake.CLIPPED_INSIDE)
+    if inside and prepared.owner is not None and backward_id() == -1:
+        prepared.owner.mistakes.warn(Mistake.CLIPPED_INSIDE)
 
 
 class AmpStash:
@@ -101,20 +101,20 @@ class AmpStash:
         gradients: Those of a pass that a script has prepared by itself.
     """
 
-    def __init__(self, binding: Binding) -> None:
-        # Weak, as the binding refers to this view: a cycle would delay the deletion of both.
-        self._reference = weakref.ref(binding)
+    def __init__(self, prepared: PreparedOptimizer) -> None:
+        # Weak, as the prepared refers to this view: a cycle would delay the deletion of both.
+        self._reference = weakref.ref(prepared)
         self.lazy_init_called = True
         self.already_patched = True
         self._scaled = False
         self.gradients: PassGradients | None = None
 
     @property
-    def _binding(self) -> Binding:
-        binding = self._reference()
-        if binding is None:
+    def _binding(self) -> PreparedOptimizer:
+        prepared = self._reference()
+        if prepared is None:
             raise RuntimeError("The optimizer of this _amp_stash has been deleted or restored.")
-        return binding
+        return prepared
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -146,16 +146,16 @@ class AmpStash:
         """The masters, by group; AttributeError as for ``fp16_groups``."""
         return [[pair.master for pair in pairs] for pairs in self._groups()]
 
-    def _groups(self) -> list[list[Pair]]:
+    def _groups(self) -> list[list[MasterPair]]:
         """Returns the pairs of each group."""
-        binding = self._binding
+        prepared = self._binding
         # NVIDIA's FusedSGD steps its groups, whose masters it then finds here, by kernels for fp16.
-        if not binding.master_weights or is_from(binding.optimizer, "apex.optimizers.fused_sgd"):
+        if not prepared.master_weights or is_from(prepared.optimizer, "apex.optimizers.fused_sgd"):
             raise AttributeError(
                 "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
             )
-        known = {id(pair.master): pair for pair in binding.pairs}
-        groups = binding.optimizer.param_groups
+        known = {id(pair.master): pair for pair in prepared.pairs}
+        groups = prepared.optimizer.param_groups
         return [[known[id(p)] for p in group["params"] if id(p) in known] for group in groups]
 
     @property
@@ -174,10 +174,10 @@ class AmpStashOptimizer(AmpOptimizer):
 
     @property
     def _amp_stash(self) -> AmpStash:
-        binding = _binding(self)
-        if not isinstance(binding.view, AmpStash):
-            binding.view = AmpStash(binding)
-        return binding.view
+        prepared = _binding(self)
+        if not isinstance(prepared.view, AmpStash):
+            prepared.view = AmpStash(prepared)
+        return prepared.view
 
     def _lazy_init_maybe_master_weights(self) -> None:
         """Does nothing: masters exist from ``initialize`` on."""
@@ -192,11 +192,11 @@ class AmpStashOptimizer(AmpOptimizer):
 
     def _prepare_amp_backward(self) -> None:
         """Sets existing gradients aside before a backward pass."""
-        binding = _binding(self)
-        binding.adopt_new()
-        self._amp_stash.gradients = gradients = _gradients_of(binding)
+        prepared = _binding(self)
+        prepared.adopt_new()
+        self._amp_stash.gradients = gradients = _gradients_of(prepared)
         gradients.make_room()
-        binding.used = True
+        prepared.used = True
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Unscales the gradients of the pass and adds those set aside."""
@@ -209,9 +209,9 @@ class AmpStashOptimizer(AmpOptimizer):
             _binding(self).note_overflow(scaler._scaler.found_inf)
 
 
-def _gradients_of(binding: Binding) -> PassGradients:
-    return PassGradients(binding.pairs, binding.params(), scaled=True)
+def _gradients_of(prepared: PreparedOptimizer) -> PassGradients:
+    return PassGradients(prepared.pairs, prepared.params(), scaled=True)
 
 
-def _binding(optimizer: Optimizer) -> Binding:
-    return cast(Binding, binding_of(optimizer))
+def _binding(optimizer: Optimizer) -> PreparedOptimizer:
+    return cast(PreparedOptimizer, prepared_state(optimizer))

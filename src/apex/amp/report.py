@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from apex._core import finite
 from apex._core.param_groups import params_of
 from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex.amp._amp_state import maybe_print
@@ -139,8 +139,8 @@ def nonfinite_gradients(
         models: Models with the parameters' names.
     """
     names = {id(param): name for model in models for name, param in model.named_parameters()}
-    binding = binding_of(optimizer)
-    weights = {} if binding is None else {id(pair.master): pair.model for pair in binding.pairs}
+    prepared = prepared_state(optimizer)
+    weights = {} if prepared is None else {id(pair.master): pair.model for pair in prepared.pairs}
     found = []
     for index, param in enumerate(params_of(optimizer)):
         weight = weights.get(id(param), param)
@@ -157,7 +157,7 @@ def nonfinite_gradients(
 
 def _summary(session: Session) -> str:
     """Returns a sentence that names the first nonfinite gradients. Waits for the device."""
-    optimizers = [binding.optimizer for binding in session.bindings]
+    optimizers = [prepared.optimizer for prepared in session.prepared_optimizers]
     each = (nonfinite_gradients(optimizer, session.models) for optimizer in optimizers)
     found = [*map(str, chain.from_iterable(each))]
     if not found:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from apex._core.op_table import CastSpec
+from apex._core.op_table import AutocastSpec
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.session import Session
@@ -30,7 +30,7 @@ def new_session(
     """Returns a session that is not started; warns if its fp16 is emulated."""
     types, dtype, spec = device_types(models), policy.compute_dtype, None
     if dtype is not None:
-        spec = CastSpec(dtype, types, lists.op_table(dtype), allow_banned)
+        spec = AutocastSpec(dtype, types, lists.op_table(dtype), allow_banned)
         _amp_state.functions.listed = lists.python_functions()
     _warn_if_emulated(policy.low_precision, types)
     return Session(

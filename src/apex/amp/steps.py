@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apex._core import arguments
 from apex._core.param_groups import params_of
 from apex._engine import clipping
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.subclass import prepared_state
 from apex.amp.handle import session_of
 from apex.amp.optimizers import unwrap
 
@@ -55,11 +55,11 @@ def clip_grad_norm_(
     """
     own = unwrap(optimizer)
     max_norm, norm_type = arguments.clipping("amp.clip_grad_norm_", max_norm, norm_type)
-    binding = binding_of(own)
-    if session_of([binding], caller="amp.clip_grad_norm_") is None or binding is None:
+    prepared = prepared_state(own)
+    if session_of([prepared], caller="amp.clip_grad_norm_") is None or prepared is None:
         return nn.utils.clip_grad_norm_(params_of(own), max_norm, norm_type, error_if_nonfinite)
     return clipping.clip_grad_norm_(
-        binding, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        prepared, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )
 
 
@@ -97,12 +97,12 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
         >>> amp.step_was_skipped(optimizer, on_host=True)
         True
     """
-    binding = binding_of(unwrap(optimizer))
-    if binding is None:
+    prepared = prepared_state(unwrap(optimizer))
+    if prepared is None:
         return False if on_host else torch.zeros((), dtype=torch.bool, device="cpu")
     if on_host:
-        return binding.skipped_on_host()
-    skipped, flag = binding.skipped, binding.found_inf
+        return prepared.skipped_on_host()
+    skipped, flag = prepared.skipped, prepared.found_inf
     if isinstance(skipped, Tensor):
         return skipped != 0
     device = torch.device("cpu") if flag is None else flag.device

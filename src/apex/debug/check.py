@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
-from apex._engine.optimizer_class import ATTRIBUTE, binding_of, own_class
+from apex._engine.optimizer.subclass import ATTRIBUTE, own_class, prepared_state
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
@@ -50,13 +50,13 @@ def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[Nonfi
         weight (1 inf of 2)
     """
     own = inner(optimizer)
-    binding = binding_of(own)
+    prepared = prepared_state(own)
     models: list[nn.Module] = []
     if model is not None:
         arguments.module("amp.debug.why_skipped", model)
         models = [model]
-    elif binding is not None and isinstance(binding.owner, Session):
-        models = binding.owner.models
+    elif prepared is not None and isinstance(prepared.owner, Session):
+        models = prepared.owner.models
     return nonfinite_gradients(own, map(unwrapped, models))
 
 
@@ -143,9 +143,9 @@ def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]
     if optimizer is None:
         return
     own = inner(optimizer)
-    binding = binding_of(own)
+    prepared = prepared_state(own)
     names = {id(param): name for name, param in model.named_parameters()}
-    masters = {} if binding is None else {id(pair.master): pair.model for pair in binding.pairs}
+    masters = {} if prepared is None else {id(pair.master): pair.model for pair in prepared.pairs}
     for param in params_of(own):
         weight = masters.get(id(param))
         name = names.get(id(param if weight is None else weight), "(a parameter of another model)")
@@ -221,7 +221,7 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         (1, 2)
     """
     own = inner(optimizer)
-    binding = binding_of(own)
+    prepared = prepared_state(own)
     kind = own_class(type(own))
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -230,8 +230,8 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
             "depends on losses that only the closure can compute. Pass an optimizer that steps "
             "without a closure."
         )
-    if binding is not None:
-        binding.settle_gradients()
+    if prepared is not None:
+        prepared.settle_gradients()
     updates = FrozenUpdates()
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     errors: list[Exception] = []

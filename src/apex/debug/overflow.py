@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core.param_groups import params_of, states_in
-from apex._engine.model.state import state_of
+from apex._engine.conversion.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.autograd import backward_id

@@ -26,7 +26,7 @@ from apex.debug.place import Finding, Place, Tracker
 from apex.debug.tracing import Call, Detector, Trace, floating
 
 Kind = Literal["rounding", "cancellation", "chain"]
-Pair = tuple[Tensor, Tensor]
+MasterPair = tuple[Tensor, Tensor]
 """A tensor, and its values in fp32."""
 
 
@@ -346,7 +346,7 @@ class _RoundingDetector(Detector):
             self.shadows.write(low, high, unit=unit, entry=entry)
         return None
 
-    def _judge(self, call: _ShadowCall, result: Any, pairs: list[Pair]) -> bool:
+    def _judge(self, call: _ShadowCall, result: Any, pairs: list[MasterPair]) -> bool:
         """Logs the errors of a call's results; returns whether fp32 has digits to compare with."""
         for index, (low, high) in enumerate(pairs):
             found = self._error(call, low, high, index)
@@ -581,7 +581,7 @@ class _ShadowCall:
         self.name = call.name.replace("aten._foreach_", "aten.")  # which applies it to each
         self._call = call
         self._written = {id(tensor) for tensor in tree.tensors(call.overwritten)}
-        self._own_pairs: list[Pair] | None = None
+        self._own_pairs: list[MasterPair] | None = None
         self.own = self._in_fp32(_own_values)
         self.shadows = self._in_fp32(shadows.values_of)
         if call.name in rules.DECIDED_BY_SECOND:
@@ -634,7 +634,7 @@ class _ShadowCall:
             errors = [e * s / largest for e, s in zip(errors, sizes, strict=True) if s]
         return max(errors, default=0.0)
 
-    def run(self, in_fp32: Call, result: Any) -> list[Pair]:
+    def run(self, in_fp32: Call, result: Any) -> list[MasterPair]:
         """Runs ``shadows`` or ``own``, whose arguments it may overwrite.
 
         Returns each tensor that the call returned in ``result`` or wrote, with its value in fp32.
@@ -644,7 +644,7 @@ class _ShadowCall:
             wide: Any = values * result[1] / (1.0 - share or 1.0), result[1]
         else:
             wide = in_fp32.run()
-        found: dict[int, Pair] = {}
+        found: dict[int, MasterPair] = {}
         for low, high in _pairs(self._call.arguments, in_fp32.arguments):
             if id(low) in self._written:
                 found[id(low)] = low, high
@@ -652,14 +652,14 @@ class _ShadowCall:
             found.setdefault(id(low), (low, high))
         return list(found.values())
 
-    def own_pairs(self, result: Any) -> list[Pair]:
+    def own_pairs(self, result: Any) -> list[MasterPair]:
         """Returns each result with its value for the inputs that the call got; runs once."""
         if self._own_pairs is None:
             self._own_pairs = self.run(self.own, result)
         return self._own_pairs
 
 
-def _pairs(lows: Any, highs: Any) -> Iterator[Pair]:
+def _pairs(lows: Any, highs: Any) -> Iterator[MasterPair]:
     """Yields the pairs of floating-point tensors in two nestings of the same structure."""
     for low, high in zip(lows, highs, strict=True):
         if isinstance(low, Tensor) and isinstance(high, Tensor):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from apex._core import dtypes
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.model.state import state_of
+from apex._engine.conversion.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp import frontend, inputs

@@ -21,7 +21,7 @@ from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._core.param_groups import params_of
 from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.readback import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
@@ -37,14 +37,14 @@ _log = logging.getLogger("apex")
 
 def _session_of(caller: str, optimizer: Optimizer) -> Session:
     """Returns the session of the ``amp.initialize`` call that prepared the optimizer."""
-    binding = binding_of(optimizer)
-    if binding is None or binding.owner is None:
+    prepared = prepared_state(optimizer)
+    if prepared is None or prepared.owner is None:
         raise ValueError(
             f"amp.debug.{caller} got an optimizer that amp has not prepared, or whose amp session "
             "is gone, as in a copy. Pass it to amp.initialize(model, optimizer) and use the one "
             "returned. A loop without amp.initialize is traced by `apex trace train.py`."
         )
-    return cast(Session, binding.owner)
+    return cast(Session, prepared.owner)
 
 
 def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], None]:
@@ -56,7 +56,7 @@ def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], N
 
     def listener(session: Session, end: PassEnd) -> None:
         own = known()
-        if own is not None and binding_of(own) in end.bindings:
+        if own is not None and prepared_state(own) in end.prepared_optimizers:
             tool._end_of_pass(session, end, own)
 
     def stop() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import checked_static
-from apex._engine.host_scale import HostScale
-from apex._engine.master_wrapper import MasterWrapper
+from apex.fp16_utils.host_scale import HostScale
+from apex.fp16_utils.master_wrapper import MasterWrapper
 
 _NAMES = "_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter"
 """What the loss scalers of apex's files hold."""

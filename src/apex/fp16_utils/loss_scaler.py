@@ -10,8 +10,8 @@ from apex._core import arguments
 from apex._core.finite import dense_values, summed_values
 from apex._core.foreach.norms import any_non_finite
 from apex._core.scale import checked_static
-from apex._engine.host_scale import HostScale
 from apex.fp16_utils.fp16util import to_python_float
+from apex.fp16_utils.host_scale import HostScale
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 

@@ -15,8 +15,8 @@ from torch.optim import LBFGS, Optimizer
 
 from apex import amp
 from apex._core.param_groups import params_of
-from apex._engine.model import mixes_dtypes, state_of
-from apex._engine.optimizer_class import binding_of, own_class
+from apex._engine.conversion import mixes_dtypes, state_of
+from apex._engine.optimizer.subclass import own_class, prepared_state
 from apex._torch import ddp
 from apex.amp.properties import level_defaults
 from apex.integrations import scales
@@ -265,10 +265,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _evaluates(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's step may evaluate a closure more than once."""
-    binding = binding_of(optimizer)
+    prepared = prepared_state(optimizer)
     own = own_class(type(optimizer))
     if own.__module__.startswith(("torch.optim.", "apex.")):
         return issubclass(own, LBFGS)
     closure = inspect.signature(own.step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
-    return needed or binding is None or binding.owner is None or not binding.owner.can_skip
+    return needed or prepared is None or prepared.owner is None or not prepared.owner.can_skip

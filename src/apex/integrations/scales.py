@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler
 from apex.amp import scaler_states
 from apex.amp.optimizers import unwrap
@@ -14,7 +14,7 @@ from apex.amp.optimizers import unwrap
 
 def is_prepared(optimizer: Any) -> bool:
     """Returns whether ``amp.initialize`` has prepared this optimizer."""
-    return binding_of(unwrap(optimizer)) is not None
+    return prepared_state(unwrap(optimizer)) is not None
 
 
 def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:
@@ -64,5 +64,5 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
 
 def _scalers(optimizer: Any) -> list[Scaler]:
-    owner: Any = getattr(binding_of(unwrap(optimizer)), "owner", None)
+    owner: Any = getattr(prepared_state(unwrap(optimizer)), "owner", None)
     return [] if owner is None else owner.scalers

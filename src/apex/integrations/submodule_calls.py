@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._engine.model import begin_call, end_call
-from apex._engine.model.state import ModelState
+from apex._engine.conversion import begin_call, end_call
+from apex._engine.conversion.state import ModelState
 
 
 class SubmoduleCalls:

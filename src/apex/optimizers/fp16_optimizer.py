@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core.flat import unflatten
-from apex._engine.master_wrapper import MasterWrapper
+from apex.fp16_utils.master_wrapper import MasterWrapper
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name

@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from apex._core import arguments
-from apex._engine.master_wrapper import forwarded
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.subclass import prepared_state
+from apex.fp16_utils.master_wrapper import forwarded
 
 
 class LARC:
@@ -85,9 +85,9 @@ class LARC:
 
     @torch.no_grad()
     def _scale_gradients(self, decays: list[float]) -> None:
-        binding = binding_of(self.optim)
-        if binding is not None:
-            binding.settle_gradients()
+        prepared = prepared_state(self.optim)
+        if prepared is not None:
+            prepared.settle_gradients()
         for group, decay in zip(self.optim.param_groups, decays, strict=True):
             params = [param for param in group["params"] if param.grad is not None]
             if not params:

@@ -16,7 +16,7 @@ import threading
 
 import torch
 
-from apex._core.op_table import CastSpec
+from apex._core.op_table import AutocastSpec
 from apex._engine.autocast import kernels
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dynamo import is_compiling_here, untraced
@@ -30,7 +30,7 @@ class Ambient:
         alive: Whether they go on; any thread may set it to False.
     """
 
-    def __init__(self, spec: CastSpec) -> None:
+    def __init__(self, spec: AutocastSpec) -> None:
         _end_in_forks()
         settle()
         self.dtype, self.depth, self.alive = spec.dtype, autocast_depth(), True

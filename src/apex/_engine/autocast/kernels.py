@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from apex._core import op_rows
 from apex._core.op_casts import has_sparse, rules_for, widest
-from apex._core.op_table import CastSpec, OpTable
+from apex._core.op_table import AutocastSpec, OpTable
 from apex._torch import dispatcher
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS
@@ -30,13 +30,13 @@ Kernel = Callable[..., Any]
 
 _PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
 
-_live: dict[int, CastSpec] = {}  # oldest first
+_live: dict[int, AutocastSpec] = {}  # oldest first
 _numbers = itertools.count()
 _registered: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
 
-def begin(spec: CastSpec) -> int:
+def begin(spec: AutocastSpec) -> int:
     """Makes a spec apply under autocast to its dtype; returns the number for :func:`end`.
 
     Raises:
@@ -67,7 +67,7 @@ def end(number: int) -> None:
     tag_caches()
 
 
-def newest(device: str, dtype: torch.dtype) -> CastSpec | None:
+def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     """Returns the newest live spec of a device type and dtype."""
     for spec in reversed([*_live.values()]):
         if spec.dtype is dtype and device in spec.device_types:
@@ -76,7 +76,7 @@ def newest(device: str, dtype: torch.dtype) -> CastSpec | None:
 
 
 @functools.cache
-def _guard(device: str, dtype: torch.dtype, spec: CastSpec | None) -> Callable[[], None]:
+def _guard(device: str, dtype: torch.dtype, spec: AutocastSpec | None) -> Callable[[], None]:
     """Returns a function that raises once other rows apply than in compiled code."""
 
     def check() -> None:
@@ -91,7 +91,7 @@ _TAG = "-apex-"
 
 
 @functools.cache
-def digest(spec: CastSpec) -> str:
+def digest(spec: AutocastSpec) -> str:
     """Returns a digest of the rows of a spec."""
     rules = repr((sorted(spec.table.rows.items()), spec.allow_banned))
     return hashlib.sha256(rules.encode()).hexdigest()[:16]
@@ -165,7 +165,7 @@ def _build(op: str, device: str) -> Kernel:
     return _of_constants(kernel) if op == "equal" else kernel
 
 
-def _category(op: str, device: str, spec: CastSpec, keyset: Any, args: Any) -> str | None:
+def _category(op: str, device: str, spec: AutocastSpec, keyset: Any, args: Any) -> str | None:
     """Returns how one call casts; None if not at all."""
     category = _row(op, device, spec.table)
     if category == "low_precision" and has_sparse(args):

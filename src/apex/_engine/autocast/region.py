@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from apex._core import tree
-from apex._core.op_table import CastSpec
+from apex._core.op_table import AutocastSpec
 from apex._engine.autocast import kernels
 from apex._engine.autocast.ambient import Ambient, settle
 from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
@@ -54,7 +54,7 @@ def under(
         return under(devices[1:], dtype, fn, *args, **kwargs)
 
 
-class CastRegion:
+class AutocastRegion:
     """Runs functions with op casts on; while it lives, its rows apply to autocast of its dtype.
 
     Pickling or copying makes an independent region with the same spec.
@@ -63,14 +63,14 @@ class CastRegion:
         ValueError: If a device type of the spec has no autocast.
     """
 
-    def __init__(self, spec: CastSpec) -> None:
+    def __init__(self, spec: AutocastSpec) -> None:
         self.spec = spec
         self._digest = kernels.digest(spec)
         self._ambients: list[Ambient] = []
         weakref.finalize(self, _end, kernels.begin(spec), self._ambients).atexit = False
 
-    def __reduce__(self) -> tuple[type[CastRegion], tuple[CastSpec]]:
-        return CastRegion, (self.spec,)
+    def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
+        return AutocastRegion, (self.spec,)
 
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -109,7 +109,7 @@ def _without_double(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype is torch.float64 else tensor
 
 
-class UncastRegion:
+class NoAutocastRegion:
     """Runs functions with the casts of every region off; a user's own autocast stays."""
 
     @inlined

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from apex._engine.master_wrapper import MasterWrapper
+from apex.fp16_utils.master_wrapper import MasterWrapper
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name

@@ -24,13 +24,13 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
 from apex._engine import masters
-from apex._engine.fused import reads_gradients_in_kernels
-from apex._engine.masters import Pair
+from apex._engine.masters import MasterPair
+from apex._engine.optimizer.fused import reads_gradients_in_kernels
 from apex._torch import dispatch_modes, parameters
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding
+    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 least_elements = 2**21
 """Elements of masters from which on it pays.
@@ -48,32 +48,32 @@ _place = operator.attrgetter("shape", "device")
 
 
 @untraced
-def begin(binding: Binding, *, compiled: bool) -> BlockStep | None:
+def begin(prepared: PreparedOptimizer, *, compiled: bool) -> BlockStep | None:
     """Begins a step block by block; if it is none, moves waiting gradients to the masters."""
-    if not compiled and takes(binding):
-        return BlockStep(binding)
-    masters.take(binding.pairs)
+    if not compiled and takes(prepared):
+        return BlockStep(prepared)
+    masters.take(prepared.pairs)
     return None
 
 
-def takes(binding: Binding) -> bool:
+def takes(prepared: PreparedOptimizer) -> bool:
     """Returns whether the next step goes block by block."""
-    pairs = [pair for pair in binding.pairs if pair.waiting is not None]
+    pairs = [pair for pair in prepared.pairs if pair.waiting is not None]
     large = sum(pair.model.numel() for pair in pairs) >= least_elements
-    return large and reads_gradients_in_kernels(binding.optimizer) and not binding.shared
+    return large and reads_gradients_in_kernels(prepared.optimizer) and not prepared.shared
 
 
 class BlockStep(TorchDispatchMode):
     """One step that takes the model's gradients as they are."""
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, prepared: PreparedOptimizer) -> None:
         """Starts as soon as the optimizer's own pre-hooks have run."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pairs = binding.pairs
-        self._lent: dict[int, tuple[Pair, Tensor, Tensor]] = {}  # by id of the stand-in
+        self._pairs = prepared.pairs
+        self._lent: dict[int, tuple[MasterPair, Tensor, Tensor]] = {}  # by id of the stand-in
         self._rounded: set[int] = set()
         self._open = True
-        self._hook: RemovableHandle = binding.optimizer.register_step_pre_hook(
+        self._hook: RemovableHandle = prepared.optimizer.register_step_pre_hook(
             lambda *_: self._arm()
         )
 

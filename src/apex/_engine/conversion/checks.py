@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
-from apex._engine.model.plan import ModelPlan, matches, named_submodules, planned_dtypes
-from apex._engine.model.state import state_of
+from apex._engine.conversion.plan import ModelPlan, matches, named_submodules, planned_dtypes
+from apex._engine.conversion.state import state_of
 from apex._torch import dtensor, fsdp
 from apex._torch.modules import named_tensors
 

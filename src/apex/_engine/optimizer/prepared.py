@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from apex._core import dtypes, finite
 from apex._core.param_groups import is_trained, params_in, params_of
 from apex._engine import masters
-from apex._engine.exchange import exchange
 from apex._engine.gradients import PassGradients
-from apex._engine.masters import LazyMaster, Master, Pair
+from apex._engine.masters import LazyMaster, Master, MasterPair
+from apex._engine.optimizer.exchange import exchange
 from apex._engine.owner import Owner
-from apex._engine.registry import Masters
+from apex._engine.registry import MasterTable
 from apex._pickle import empty
 from apex._torch import parameters
 from apex._torch.autograd import backward_id
@@ -39,7 +39,7 @@ class OpenPass(Protocol):
     def finish(self) -> None: ...
 
 
-class Binding:
+class PreparedOptimizer:
     """amp's state for one optimizer.
 
     Attributes:
@@ -47,7 +47,7 @@ class Binding:
         owner: The session, kept alive; ``None`` in an unpickled optimizer.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
-        view: Space for the compatibility view of this binding.
+        view: Space for the compatibility view of this prepared.
         open_pass: The backward pass still to be finished, if any.
         found_inf: Whether a pass since the last step overflowed, 0-d fp32; stays in place, for CUDA
             graphs. ``None`` before the first checked pass.
@@ -68,7 +68,7 @@ class Binding:
             owner: The session.
         """
         self.attach(optimizer)
-        self.pairs: list[Pair] = []
+        self.pairs: list[MasterPair] = []
         self.master_weights = owner.policy.master_weights
         self.owner: Owner | None = owner
         self.inner_step: Callable[..., Any] | None = None
@@ -201,8 +201,10 @@ class Binding:
 
     def tell_cleared(self) -> None:
         """Tells every optimizer of the session that this one's gradients are cleared."""
-        bindings = [self] if self.owner is None else self.owner.bindings
-        told = [each for each in bindings if each.open_pass is not None or each.got_scaled]
+        prepared_optimizers = [self] if self.owner is None else self.owner.prepared_optimizers
+        told = [
+            each for each in prepared_optimizers if each.open_pass is not None or each.got_scaled
+        ]
         cleared = {*map(id, self.params())} if told else set()
         for each in told:
             each.note_cleared(cleared)
@@ -289,7 +291,7 @@ class Binding:
 
     # -- copies ------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedOptimizer:
         """Copies the pairs, without gradients; the copy belongs to the same session.
 
         An optimizer deep-copied together with its model steps the model's copy.
@@ -311,12 +313,12 @@ class Binding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by its kind; see :mod:`apex._pickle`."""
-        return empty, ("binding",), self.__getstate__()
+        return empty, ("prepared",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pairs, self.master_weights = state["pairs"], bool(state["master_weights"])
         self.owner = self.inner_step = self.view = None
         lazy = any(isinstance(pair.master, LazyMaster) for pair in self.pairs)
-        self._source = Masters(LazyMaster) if lazy else Masters()
+        self._source = MasterTable(LazyMaster) if lazy else MasterTable()
         self._source.hold(self.pairs, self)
         self._begin_anew()

@@ -24,8 +24,14 @@ from torch.fx import GraphModule
 from apex._core import tree
 from apex._core.mixins import MIXIN, known_with_mixin, mixin_of, new_class, plain_class, swap_class
 from apex._core.tree import Args, Call, Kwargs
-from apex._engine.model import notes
-from apex._engine.model.state import STATE, ModelState, positional_names, stash_forward, state_of
+from apex._engine.conversion import notes
+from apex._engine.conversion.state import (
+    STATE,
+    ModelState,
+    positional_names,
+    stash_forward,
+    state_of,
+)
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
 

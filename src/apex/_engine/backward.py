@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from apex._engine.autocast.pass_casts import PassCasts
+from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.gradients import PassGradients
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
-    from apex._core.op_table import CastSpec
-    from apex._engine.binding import Binding
+    from apex._core.op_table import AutocastSpec
     from apex._engine.events import ScaleUpdate
+    from apex._engine.optimizer.prepared import PreparedOptimizer
     from apex._engine.scaler import Scaler
 
 
@@ -49,12 +49,12 @@ class BackwardPass:
     def __init__(
         self,
         loss: Tensor,
-        bindings: Sequence[Binding],
+        prepared_optimizers: Sequence[PreparedOptimizer],
         scaler: Scaler,
         *,
         ended: Callable[[Sequence[ScaleUpdate], bool], None],
-        others: Sequence[Binding] = (),
-        casts: CastSpec | None = None,
+        others: Sequence[PreparedOptimizer] = (),
+        casts: AutocastSpec | None = None,
         mistakes: Mistakes,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
@@ -63,8 +63,8 @@ class BackwardPass:
 
         Args:
             loss: The unscaled loss.
-            bindings: The optimizers whose gradients the pass computes, and those that share a
-                parameter with one.
+            prepared_optimizers: The optimizers whose gradients the pass computes, and those that
+                share a parameter with one.
             scaler: The loss's scale.
             ended: Called with the scale updates that are readable on the host by now, and whether
                 an exception ended the pass; not after a pass that defers its scale update.
@@ -76,7 +76,7 @@ class BackwardPass:
                 for it, or ranks do not share these gradients yet.
             delay_overflow_check: Leave the scale update to a later pass.
         """
-        self._loss, self._bindings, self._scaler = loss, bindings, scaler
+        self._loss, self._prepared_optimizers, self._scaler = loss, prepared_optimizers, scaler
         self._ended, self._others, self._mistakes = ended, others, mistakes
         self._delay_unscale, self._delay_overflow_check = delay_unscale, delay_overflow_check
         self._spec, self._casts = casts, ExitStack()
@@ -92,8 +92,8 @@ class BackwardPass:
             RuntimeError: Inside another block for one of the same optimizers, whose gradients would
                 mix before either is unscaled.
         """
-        for binding in self._bindings:
-            if binding.open_pass is not None and binding.open_pass.is_open:
+        for prepared in self._prepared_optimizers:
+            if prepared.open_pass is not None and prepared.open_pass.is_open:
                 raise RuntimeError(
                     "amp.scale_loss was entered inside another amp.scale_loss block of the same "
                     "optimizer. Close the first block before the second, or add up the losses in "
@@ -101,14 +101,14 @@ class BackwardPass:
                 )
         self._finish_others()
         with without_overrides():
-            for binding in self._bindings:
-                binding.adopt_new()
+            for prepared in self._prepared_optimizers:
+                prepared.adopt_new()
             scaled_loss, self._scale = self._scaler.scale(self._loss)
             self._scale_version = self._scaler.version
             self._make_room()
         try:
             if self._spec is not None:
-                self._casts.enter_context(PassCasts(self._spec))
+                self._casts.enter_context(BackwardAutocast(self._spec))
             self._inspect(scaled_loss)
         except BaseException:
             self._casts.close()
@@ -119,14 +119,14 @@ class BackwardPass:
     def _inspect(self, scaled_loss: Tensor) -> None:
         if self.gradients.scaled and self._continued is None and self._mistakes.blocks_left:
             self._inspection = BlockInspection(
-                self._mistakes, self._bindings, self._others, scaled_loss
+                self._mistakes, self._prepared_optimizers, self._others, scaled_loss
             )
 
     def _finish_others(self) -> None:
         """Unscales what earlier passes left scaled, unless this one continues it."""
         waiting: dict[int, BackwardPass] = {}
-        for binding in self._bindings:
-            opened: Any = binding.open_pass
+        for prepared in self._prepared_optimizers:
+            opened: Any = prepared.open_pass
             if opened is not None and not opened.is_open:
                 waiting[id(opened)] = opened
         for delayed in waiting.values():
@@ -140,22 +140,22 @@ class BackwardPass:
         same_scale = (
             delayed._scaler is self._scaler and delayed._scale_version == self._scaler.version
         )
-        return same_scale and {*map(id, delayed._kept())} == {*map(id, self._bindings)}
+        return same_scale and {*map(id, delayed._kept())} == {*map(id, self._prepared_optimizers)}
 
     def _make_room(self) -> None:
         if self._continued is not None:
             self.gradients = self._continued.gradients
         else:
             self.gradients = PassGradients(
-                (pair for binding in self._bindings for pair in binding.pairs),
-                (param for binding in self._bindings for param in binding.params()),
+                (pair for prepared in self._prepared_optimizers for pair in prepared.pairs),
+                (param for prepared in self._prepared_optimizers for param in prepared.params()),
                 (pair for other in self._others for pair in other.pairs),
                 scaled=not self._scaler.is_identity,
             )
             self.gradients.make_room()
         self._state = _State.OPEN
-        for binding in self._bindings:
-            binding.open_pass, binding.used, binding.got_scaled = self, True, False
+        for prepared in self._prepared_optimizers:
+            prepared.open_pass, prepared.used, prepared.got_scaled = self, True, False
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Raises: this is the context of the pass, and its loss is what ``with`` yields."""
@@ -188,13 +188,13 @@ class BackwardPass:
         if inspection is not None:
             inspection.warn()
 
-    def _kept(self) -> list[Binding]:
+    def _kept(self) -> list[PreparedOptimizer]:
         """Returns the optimizers whose gradients have not been cleared since a delayed block."""
-        return [binding for binding in self._bindings if binding.open_pass is self]
+        return [prepared for prepared in self._prepared_optimizers if prepared.open_pass is self]
 
     def finish(self) -> None:
         """Unscales the gradients and updates the scale, once."""
-        bindings = self._kept()
+        prepared_optimizers = self._kept()
         if self._state not in (_State.OPEN, _State.DELAYED):
             return
         if self._inspection is not None:  # in a step inside the block
@@ -202,20 +202,20 @@ class BackwardPass:
         self._state = _State.DONE
         pending = self._scaler.pending
         try:
-            if bindings:
+            if prepared_optimizers:
                 with without_overrides():
-                    self._unscale(bindings)
+                    self._unscale(prepared_optimizers)
         except BaseException:
             self._scaler.pending = pending
             self.gradients.restore()
             raise
         finally:
-            for binding in bindings:
-                binding.open_pass = None
-        if bindings and not self._delay_overflow_check:
+            for prepared in prepared_optimizers:
+                prepared.open_pass = None
+        if prepared_optimizers and not self._delay_overflow_check:
             self._ended(self._scaler.read_updates(), False)
 
-    def _unscale(self, bindings: Sequence[Binding]) -> None:
+    def _unscale(self, prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
         scaler = self._scaler
         scaler.begin_pass()
         if self.gradients.scaled:
@@ -223,13 +223,17 @@ class BackwardPass:
         moves = not self._delay_overflow_check
         own = scaler.own_update if moves else None
         if scaler.dynamic:
-            scaler.share_overflow([param for binding in bindings for param in binding.params()])
+            scaler.share_overflow(
+                [param for prepared in prepared_optimizers for param in prepared.params()]
+            )
             if own is not None:
                 scaler.found_inf.fill_(float(bool(own())))
-            for binding in bindings if moves else ():  # else the later pass flags for both
-                binding.note_overflow(scaler.found_inf)
+            for prepared in (
+                prepared_optimizers if moves else ()
+            ):  # else the later pass flags for both
+                prepared.note_overflow(scaler.found_inf)
         if moves:
-            scaler.update(len(bindings), own=own is not None)
+            scaler.update(len(prepared_optimizers), own=own is not None)
 
     def _abort(self) -> None:
         """Drops the gradients of the pass; one that continues others leaves what it added."""
@@ -238,6 +242,6 @@ class BackwardPass:
         self._state = _State.DONE
         if self._continued is None:
             self.gradients.restore()
-        for binding in self._bindings:
-            binding.open_pass = self._continued
+        for prepared in self._prepared_optimizers:
+            prepared.open_pass = self._continued
         self._ended((), True)

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, tree
 from apex._core.mixins import plain_class, swap_class
-from apex._engine.autocast.region import UncastRegion
-from apex._engine.model.notes import Writes
-from apex._engine.model.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
-from apex._engine.model.state_dict import Fp32Hooks, MasterLink
+from apex._engine.autocast.region import NoAutocastRegion
+from apex._engine.conversion.notes import Writes
+from apex._engine.conversion.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
+from apex._engine.conversion.state_dict import Fp32Hooks, MasterLink
 from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty, rebuild
 from apex._torch.ddp import active_wrapper
@@ -55,7 +55,7 @@ class ModelState:
             self.link.write_back()
         source, wrapper = self.link.source, active_wrapper()
         if source is not None and wrapper is not None:
-            source.communicator.note(wrapper, traced=traced)
+            source.ddp_tracker.note(wrapper, traced=traced)
 
     @at_tracing
     def begin_traced_forward(self) -> None:
@@ -132,7 +132,7 @@ class ModelState:
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         plan, link, forward, handles = map(saved.get, ("plan", "link", "inner_forward", "handles"))
-        self.__init__(plan, UncastRegion(), link, forward, handles)  # type: ignore[misc]
+        self.__init__(plan, NoAutocastRegion(), link, forward, handles)  # type: ignore[misc]
 
 
 def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from apex._core.op_casts import widest
-from apex._core.op_table import CastSpec
+from apex._core.op_table import AutocastSpec
 from apex._engine.autocast.region import UncastBlock, is_off, under
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
 
 
-class PassCasts(TorchFunctionMode):
+class BackwardAutocast(TorchFunctionMode):
     """The casts of one ``scale_loss`` block: as around it, but off in backward passes.
 
     Note [Casts in a backward pass]
@@ -29,7 +29,7 @@ class PassCasts(TorchFunctionMode):
         casts; there, our kernels leave the calls alone that this mode does.
     """
 
-    def __init__(self, spec: CastSpec) -> None:
+    def __init__(self, spec: AutocastSpec) -> None:
         super().__init__()
         self._spec = spec
         self._start = 0, 0

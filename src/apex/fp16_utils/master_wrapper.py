@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from apex._core import arguments, dtypes, finite, master
 from apex._core.scale import checked_static
-from apex._engine.host_scale import HostScale
-from apex._engine.optimizer_class import binding_of
+from apex._engine.optimizer.subclass import prepared_state
+from apex.fp16_utils.host_scale import HostScale
 
 _log = logging.getLogger("apex")
 
@@ -297,7 +297,7 @@ def _check_optimizer(optimizer: Any) -> None:
                 f"FP16_Optimizer got a parameter of {param.dtype} and shape "
                 f"{tuple(param.shape)}; it takes float16, bfloat16 and float32."
             )
-    if binding_of(optimizer) is not None:
+    if prepared_state(optimizer) is not None:
         raise RuntimeError(
             "FP16_Optimizer got an optimizer that amp.initialize has prepared, and each keeps "
             "masters and a loss scale of its own. Use amp.scale_loss(loss, optimizer) without "

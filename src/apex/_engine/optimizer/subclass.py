@@ -12,12 +12,12 @@ from typing import Any, cast
 from torch.optim import Optimizer
 
 from apex._core.mixins import mixin_of, plain_class, with_mixin
-from apex._engine import closures
-from apex._engine import step as stepping
-from apex._engine.binding import Binding
-from apex._engine.exchange import optimizers_in
 from apex._engine.masters import PREPARED
 from apex._engine.mistakes import BLOCK
+from apex._engine.optimizer import closures
+from apex._engine.optimizer import step as stepping
+from apex._engine.optimizer.exchange import optimizers_in
+from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.undo import all_or_nothing
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
@@ -29,12 +29,13 @@ _SCALING = "_step_supports_amp_scaling"
 
 
 class AmpOptimizer(Optimizer):
-    """Overrides for a bound optimizer; without a binding each calls the optimizer's own method.
+    """Overrides for a prepared optimizer; without state each calls the optimizer's own method.
 
-    Never instantiated: :func:`bind_class` generates a subclass of it and of the optimizer's class.
+    Never instantiated: :func:`prepare_class` generates a subclass of it and of the
+    optimizer's class.
     """
 
-    _apex_binding: Binding | None
+    _apex_binding: PreparedOptimizer | None
 
     def __init_subclass__(cls) -> None:
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
@@ -42,22 +43,22 @@ class AmpOptimizer(Optimizer):
     @untraced_frame
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps unless a gradient overflowed, then rounds the masters into the model."""
-        binding = binding_of(self)
-        if binding is None:
+        prepared = prepared_state(self)
+        if prepared is None:
             # Made by ``type(optimizer)(...)``, or an LR scheduler from before amp.restore calls.
             own = cast(Callable[..., Any], own_class(type(self)).step)
             return own(self, *(() if closure is None else (closure,)), **kwargs)
         # LR schedulers read this to check that the optimizer stepped before them.
         self._opt_called = True
-        own_step = binding.inner_step if binding.optimizer is self else None
+        own_step = prepared.inner_step if prepared.optimizer is self else None
         run = own_step or super().step
         if kwargs:
             run = functools.partial(run, **kwargs)
-        if binding.stepping:  # an optimizer inside another: the step has begun
+        if prepared.stepping:  # an optimizer inside another: the step has begun
             return run() if closure is None else run(closure)
         if closure is None:
-            return stepping.step(binding, run)
-        return closures.step(binding, run, closure)
+            return stepping.step(prepared, run)
+        return closures.step(prepared, run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
@@ -65,8 +66,8 @@ class AmpOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What the optimizer's own class says; GradScaler reads it before it steps or unscales."""
-        binding = binding_of(self)
-        if binding is not None and binding.has_plain_gradients():
+        prepared = prepared_state(self)
+        if prepared is not None and prepared.has_plain_gradients():
             raise RuntimeError(
                 "torch's GradScaler got an optimizer with fp32 master weights (O2, O5). It does "
                 "not unscale the gradients of a plain backward pass there: they reach the masters "
@@ -86,11 +87,11 @@ class AmpOptimizer(Optimizer):
 
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
-        own, binding = super().zero_grad, binding_of(self)
-        if binding is None or getattr(own, "__func__", None) is not Optimizer.zero_grad:
+        own, prepared = super().zero_grad, prepared_state(self)
+        if prepared is None or getattr(own, "__func__", None) is not Optimizer.zero_grad:
             own(*given, **named)
-            if binding is not None and not binding.has_grads():
-                binding.tell_cleared()
+            if prepared is not None and not prepared.has_grads():
+                prepared.tell_cleared()
             return
         set_to_none = _set_to_none(*given, **named)
         with without_overrides():
@@ -102,29 +103,29 @@ class AmpOptimizer(Optimizer):
                         param.grad = None
             else:
                 own(set_to_none=False)
-            binding.zero(set_to_none=set_to_none)
+            prepared.zero(set_to_none=set_to_none)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with fp32 masters where the level keeps them."""
-        binding = binding_of(self)
-        if binding is None:
+        prepared = prepared_state(self)
+        if prepared is None:
             super().add_param_group(param_group)
             return
         with all_or_nothing() as undo:
             undo.push(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
             super().add_param_group(param_group)
             group = self.param_groups[-1]
-            if binding.steps_any(group["params"]):
+            if prepared.steps_any(group["params"]):
                 raise ValueError(
                     "add_param_group got a parameter that is already in a group of this "
                     "optimizer, as its fp32 master. Each parameter may be in one group only."
                 )
-            if binding.owner is not None:
-                binding.owner.convert_late(group["params"])
-            binding.adopt([group])
+            if prepared.owner is not None:
+                prepared.owner.convert_late(group["params"])
+            prepared.adopt([group])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
@@ -137,13 +138,13 @@ class AmpOptimizer(Optimizer):
         return (rebuild, ("optimizer", named, function, arguments), *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), ATTRIBUTE: binding_of(self)}
+        return {**super().__getstate__(), ATTRIBUTE: prepared_state(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        binding = binding_of(self)
-        if binding is not None:
-            binding.attach(self)
+        prepared = prepared_state(self)
+        if prepared is not None:
+            prepared.attach(self)
 
 
 def _set_to_none(set_to_none: bool = True) -> bool:
@@ -151,44 +152,48 @@ def _set_to_none(set_to_none: bool = True) -> bool:
     return set_to_none
 
 
-def binding_of(optimizer: Optimizer) -> Binding | None:
-    """Returns the binding of an optimizer, or ``None`` for a plain one."""
-    binding: Binding | None = optimizer.__dict__.get(ATTRIBUTE)
-    return binding
+def prepared_state(optimizer: Optimizer) -> PreparedOptimizer | None:
+    """Returns the prepared of an optimizer, or ``None`` for a plain one."""
+    prepared: PreparedOptimizer | None = optimizer.__dict__.get(ATTRIBUTE)
+    return prepared
 
 
-def bind_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]) -> None:
-    """Gives ``optimizer``, and those that it holds, their generated class and one binding.
+def prepare_class(
+    optimizer: Optimizer, prepared: PreparedOptimizer, mixin: type[AmpOptimizer]
+) -> None:
+    """Gives ``optimizer``, and those that it holds, their generated class and one prepared.
 
     A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
     """
     inner = optimizer.__dict__.get("step")
-    _set_class(optimizer, binding, mixin)
+    _set_class(optimizer, prepared, mixin)
     if inner is not None:
-        binding.inner_step = inner
+        prepared.inner_step = inner
         optimizer.__dict__["step"] = _wrap_step(optimizer, inner)
     for held in optimizers_in(optimizer):
         if ATTRIBUTE not in vars(held) and "step" not in vars(held):
-            _set_class(held, binding, mixin)
+            _set_class(held, prepared, mixin)
 
 
-def _set_class(optimizer: Optimizer, binding: Binding, mixin: type[AmpOptimizer]) -> None:
+def _set_class(
+    optimizer: Optimizer, prepared: PreparedOptimizer, mixin: type[AmpOptimizer]
+) -> None:
     # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
     optimizer.__class__ = with_mixin(mixin, own_class(type(optimizer)))
-    optimizer.__dict__[ATTRIBUTE] = binding
+    optimizer.__dict__[ATTRIBUTE] = prepared
 
 
-def unbind_class(optimizer: Optimizer) -> None:
+def unprepare_class(optimizer: Optimizer) -> None:
     """Removes both, as far as they are there, and restores the instance's own ``step``."""
-    binding = optimizer.__dict__.get(ATTRIBUTE)
+    prepared = optimizer.__dict__.get(ATTRIBUTE)
     for each in optimizers_in(optimizer):
-        if each.__dict__.get(ATTRIBUTE) is binding:
+        if each.__dict__.get(ATTRIBUTE) is prepared:
             each.__dict__.pop(ATTRIBUTE, None)
             own = own_class(type(each))
             if type(each) is not own:
                 each.__class__ = own
-    if binding is not None and binding.inner_step is not None:
-        optimizer.__dict__["step"] = binding.inner_step
+    if prepared is not None and prepared.inner_step is not None:
+        optimizer.__dict__["step"] = prepared.inner_step
 
 
 def own_class(kind: type[Optimizer]) -> type[Optimizer]:
@@ -199,7 +204,7 @@ def own_class(kind: type[Optimizer]) -> type[Optimizer]:
 def rebuild_optimizer(
     mixin: type[AmpOptimizer] | None, function: Callable[..., Any], arguments: Any
 ) -> Any:
-    """Rebuilds a pickled bound optimizer; its state, with the binding, is set afterwards."""
+    """Rebuilds a pickled bound optimizer; its state, with the prepared, is set afterwards."""
     optimizer = function(*arguments)
     # In a fresh process, the own class's step may not be wrapped with hooks yet.
     optimizer._patch_step_function()

@@ -15,7 +15,7 @@ from apex._engine.mistakes import inspect_step
 from apex._torch.dynamo import untraced, untraced_frame
 
 if TYPE_CHECKING:
-    from apex._engine.binding import Binding
+    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 Closure = Callable[[], Any]
 
@@ -28,62 +28,64 @@ class _SkipStep(BaseException):
 
 
 @untraced_frame
-def step(binding: Binding, run: Callable[[Closure], Any], closure: Closure) -> Any:
+def step(prepared: PreparedOptimizer, run: Callable[[Closure], Any], closure: Closure) -> Any:
     """Runs the optimizer's own step ``run``, whose evaluations have op casts as in training.
 
     Reverts all of it if any evaluation overflows.
     """
-    binding.begin_step(closure=True)
+    prepared.begin_step(closure=True)
     off = UncastBlock()
     try:
         off.__enter__()
-        binding.note_skipped(False)
-        evaluate = _evaluation(binding, closure, off)
-        if binding.owner is None or not binding.owner.can_skip:
+        prepared.note_skipped(False)
+        evaluate = _evaluation(prepared, closure, off)
+        if prepared.owner is None or not prepared.owner.can_skip:
             return run(evaluate)
-        return _run_unless_overflow(binding, run, evaluate)
+        return _run_unless_overflow(prepared, run, evaluate)
     finally:  # also if the step failed partway
-        binding.end_step(())
+        prepared.end_step(())
         off.__exit__(None, None, None)
 
 
 @untraced_frame
-def _run_unless_overflow(binding: Binding, run: Callable[[Closure], Any], evaluate: Closure) -> Any:
-    before = _snapshot(binding)
+def _run_unless_overflow(
+    prepared: PreparedOptimizer, run: Callable[[Closure], Any], evaluate: Closure
+) -> Any:
+    before = _snapshot(prepared)
     losses: list[Any] = []
 
     @untraced_frame
     def evaluate_or_skip() -> Any:
         losses.append(evaluate())
-        if binding.overflowed():
+        if prepared.overflowed():
             raise _SkipStep
         return losses[-1]
 
     try:
         return run(evaluate_or_skip)
     except BaseException as error:
-        _restore(binding, before)
+        _restore(prepared, before)
         if not isinstance(error, _SkipStep):
             raise
-    binding.skipped = True
+    prepared.skipped = True
     return losses[0]
 
 
 @untraced_frame
-def _evaluation(binding: Binding, closure: Closure, off: UncastBlock) -> Closure:
+def _evaluation(prepared: PreparedOptimizer, closure: Closure, off: UncastBlock) -> Closure:
     """Returns ``closure`` with the model updated before it and op casts as in training."""
 
     @untraced_frame
     def evaluate() -> Any:
-        masters.round_into_model(binding.pairs)
+        masters.round_into_model(prepared.pairs)
         off.__exit__(None, None, None)
         try:
             loss = closure()
         finally:
             off.__enter__()
-        binding.settle_gradients()
-        inspect_step(binding, in_closure=True)
-        for pair in binding.pairs:
+        prepared.settle_gradients()
+        inspect_step(prepared, in_closure=True)
+        for pair in prepared.pairs:
             pair.mark_written()
         return loss
 
@@ -95,18 +97,18 @@ _Snapshot = tuple[list[Tensor], dict[Any, Any]]
 
 
 @untraced
-def _snapshot(binding: Binding) -> _Snapshot:
+def _snapshot(prepared: PreparedOptimizer) -> _Snapshot:
     # An optimizer that evaluates several times in one step (LBFGS) must have its values and state
     # restored if a later evaluation overflows, so both are kept until the step ends.
-    params = [param.detach().clone() for param in binding.params()]
-    return params, {p: copy.deepcopy(kept) for p, kept in binding.optimizer.state.items()}
+    params = [param.detach().clone() for param in prepared.params()]
+    return params, {p: copy.deepcopy(kept) for p, kept in prepared.optimizer.state.items()}
 
 
 @untraced
 @torch.no_grad()
-def _restore(binding: Binding, before: _Snapshot) -> None:
+def _restore(prepared: PreparedOptimizer, before: _Snapshot) -> None:
     params, state = before
-    for param, value in zip(binding.params(), params, strict=True):
+    for param, value in zip(prepared.params(), params, strict=True):
         param.copy_(value)
-    binding.optimizer.state.clear()
-    binding.optimizer.state.update(state)
+    prepared.optimizer.state.clear()
+    prepared.optimizer.state.update(state)

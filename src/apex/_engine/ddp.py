@@ -9,16 +9,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
-from apex._engine.binding import Binding
-from apex._engine.registry import Masters
+from apex._engine.optimizer.prepared import PreparedOptimizer
+from apex._engine.registry import MasterTable
 from apex._engine.scaler import Scaler
 from apex._torch import ddp
 
 
-class Communicator:
+class DDPTracker:
     """The DistributedDataParallel wrappers that a session's models run under."""
 
-    def __init__(self, scalers: Sequence[Scaler], masters: Masters) -> None:
+    def __init__(self, scalers: Sequence[Scaler], masters: MasterTable) -> None:
         """Starts without wrappers.
 
         Args:
@@ -52,7 +52,7 @@ class Communicator:
         if torch.is_grad_enabled():
             self._sends[wrapper] = ddp.sends(wrapper)
 
-    def sends(self, binding: Binding) -> bool:
+    def sends(self, prepared: PreparedOptimizer) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not.
 
         The first pass that sends makes the masters equal on all ranks: other passes, a single rank
@@ -60,7 +60,7 @@ class Communicator:
         """
         if not self._sent:
             return True
-        trained = {*map(id, binding.trained())}
+        trained = {*map(id, prepared.trained())}
         wrappers = [each for each, sent in self._sent.items() if not trained.isdisjoint(sent)]
         sends = all(
             # Compiled forward passes do not record it: use the state at the backward pass.

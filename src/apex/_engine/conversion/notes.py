@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes, tree
 from apex._core.rounding import makes_equal
-from apex._engine.model.plan import WIDE, ModelPlan, planned_dtypes
-from apex._engine.model.state_dict import AVERAGE
+from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
+from apex._engine.conversion.state_dict import AVERAGE
 from apex._torch.modules import own_tensors
 
 _log = logging.getLogger("apex")

@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from apex._core import dtypes
-from apex._engine.model.module_class import convert_class
-from apex._engine.model.plan import ModelPlan, Region
-from apex._engine.model.state import STATE, ModelState, stash_forward, state_of, undo_convert
-from apex._engine.model.state_dict import MasterLink
+from apex._engine.conversion.plan import ModelPlan, Region
+from apex._engine.conversion.state import STATE, ModelState, stash_forward, state_of, undo_convert
+from apex._engine.conversion.state_dict import MasterLink
+from apex._engine.conversion.subclass import convert_class
 from apex._engine.owner import Owner
 from apex._engine.undo import Undo
 from apex._torch import fsdp

@@ -1,0 +1,1 @@
+"""What amp adds to an optimizer: its state, its class, and its step."""
