@@ -70,8 +70,9 @@ class Errors(NamedTuple):
 OTHERS = (
     "fused_moving_avg_obs_fake_quant",
     *("_sparse_addmm", "_sparse_mm", "sparse_sampled_addmm", "hspmm", "smm", "sspaddmm"),
+    *("histogram", "histogramdd"),
 )
-"""Fake quantization and products of sparse tensors: fp32 for want of a kernel."""
+"""Fake quantization, products of sparse tensors and histograms: fp32 for want of a kernel."""
 
 
 PUBLIC = ("softmax", "nll_loss", "pow")

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from apex._core import tree
 from apex._core.op_table import AutocastSpec
@@ -67,7 +66,7 @@ class AutocastRegion:
         self.spec = spec
         self._digest = kernels.digest(spec)
         self._ambients: list[Ambient] = []
-        weakref.finalize(self, _end, kernels.begin(spec), self._ambients).atexit = False
+        weakref.finalize(self, _end, kernels.activate_spec(spec), self._ambients).atexit = False
 
     def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
         return AutocastRegion, (self.spec,)
@@ -76,8 +75,7 @@ class AutocastRegion:
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, except in ``casts_off``.
 
-        float64 arguments become fp32. A weight used by several operators is cast once in the
-        outermost run.
+        A weight used by several operators is cast once in the outermost run.
         """
         if _is_compiling():
             if not self._digest:  # a guard: code with other rows is compiled again
@@ -86,8 +84,14 @@ class AutocastRegion:
             settle()
         if is_off():
             return fn(*args, **kwargs)
-        args, kwargs = tree.map_arguments(_without_double, args, kwargs)  # type: ignore[assignment]
+        tensors = tree.tensors([*args, *kwargs.values()])
+        if any(tensor.dtype is torch.float64 for tensor in tensors):
+            self._accept_float64()
         return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+
+    @at_tracing
+    def _accept_float64(self) -> None:
+        kernels.accept_float64(self.spec)
 
     def enter_ambient(self) -> None:
         """Turns casts on in this thread until ``leave_ambient``; of several, the newest apply."""
@@ -100,13 +104,9 @@ class AutocastRegion:
 
 
 def _end(number: int, ambients: list[Ambient]) -> None:
-    kernels.end(number)
+    kernels.deactivate_spec(number)
     while ambients:
         ambients.pop().end()
-
-
-def _without_double(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype is torch.float64 else tensor
 
 
 class NoAutocastRegion:
