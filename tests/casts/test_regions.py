@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex._core.op_table import AutocastSpec, OpTable
-from apex._engine.autocast.ambient import settle
+from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, active_dtype, casts_off
 from apex._torch.dispatcher import weight_cache_is_safe
 
@@ -35,7 +35,7 @@ def nothing_is_left():
     before = state()
     yield
     gc.collect()
-    settle()
+    end_stale_casts()
     assert state() == before
 
 
@@ -168,7 +168,7 @@ def test_ambient_that_ends_inside_a_block_is_off_after_it(region, inside):
     else:
         with torch.autocast("cpu", torch.bfloat16):
             assert leave() == ON
-    settle()  # an amp call
+    end_stale_casts()  # an amp call
     assert seen() == OFF
 
 
@@ -189,7 +189,7 @@ def test_an_ambient_that_ends_in_a_block_in_which_another_begins_is_off_after_bo
     with torch.autocast("cpu", torch.float16):
         half.leave_ambient()
         region.enter_ambient()
-    settle()
+    end_stale_casts()
     assert seen() == OFF
 
 
@@ -212,7 +212,7 @@ def test_ambient_that_ended_in_another_thread_is_off_at_the_next_forward_or_call
     if where == "forward":
         assert AutocastRegion(FP16).run(torch.ones, 1).dtype is torch.float32
     elif where == "amp call":
-        settle()
+        end_stale_casts()
     assert seen() == OFF
     assert torch.compiler.config.cache_key_tag == ""
 

@@ -18,7 +18,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import conversion
 from apex._engine import restore as restoring
-from apex._engine.autocast.ambient import settle
+from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
@@ -81,7 +81,7 @@ class Session:
             listeners: Called after every pass of the session's optimizers.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
         """
-        settle()
+        end_stale_casts()
         self.policy = policy
         rule = rule or ScaleRule()
         self.scalers = [
@@ -239,7 +239,7 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> BackwardPass:
         """Returns the context of one ``scale_loss`` block, of optimizers of any sessions."""
-        settle()
+        end_stale_casts()
         owners: dict[Any, None] = {
             self: None,
             **{prepared.owner: None for prepared in prepared_optimizers},

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from apex._core.op_casts import tensors_in, widest
 from apex._core.op_table import AutocastSpec
-from apex._engine.autocast.region import UncastBlock, is_off, under
+from apex._engine.autocast.ambient import UncastBlock, is_off
+from apex._engine.autocast.region import under
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
 

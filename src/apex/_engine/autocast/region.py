@@ -12,32 +12,23 @@ import torch
 from apex._core import tree
 from apex._core.op_table import AutocastSpec
 from apex._engine.autocast import kernels
-from apex._engine.autocast.ambient import Ambient, settle
-from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, inlined, untraced
+from apex._engine.autocast.ambient import (
+    OFF,
+    Ambient,
+    begin_run,
+    devices_on,
+    end_run,
+    end_stale_casts,
+    is_of_session,
+    is_off,
+)
+from apex._torch.dispatcher import weight_cache_is_safe
+from apex._torch.dynamo import at_tracing, inlined
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEVICE_TYPES = tuple(AUTOCAST_KEYS)
-_OFF = torch.float32
-"""The CPU's autocast dtype in :func:`casts_off`, which no region uses.
-
-By it, regions inside stay off: also those that torch.utils.checkpoint recomputes, that run in
-autograd's threads, or that dynamo traces, for all of which torch carries the dtype along.
-"""
-
 _is_compiling = torch.compiler.is_compiling
-
-
-def is_off() -> bool:
-    """Returns whether this thread is in a :func:`casts_off` block."""
-    return torch.get_autocast_dtype("cpu") is _OFF
-
-
-def devices_on() -> list[str]:
-    """Returns the device types whose autocast is on in this thread."""
-    return [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
 
 
 def under(
@@ -81,13 +72,20 @@ class AutocastRegion:
             if not self._digest:  # a guard: code with other rows is compiled again
                 return fn(*args, **kwargs)
         else:
-            settle()
+            end_stale_casts()
         if is_off():
             return fn(*args, **kwargs)
         tensors = tree.tensors([*args, *kwargs.values()])
         if any(tensor.dtype is torch.float64 for tensor in tensors):
             self._accept_float64()
-        return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+        devices, dtype = self.spec.device_types, self.spec.dtype
+        if _is_compiling():
+            return under(devices, dtype, fn, *args, **kwargs)
+        outer = begin_run(len(devices))
+        try:
+            return under(devices, dtype, fn, *args, **kwargs)
+        finally:
+            end_run(outer)
 
     @at_tracing
     def _accept_float64(self) -> None:
@@ -115,35 +113,15 @@ class NoAutocastRegion:
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
-        return under(devices_cast(), None, fn, *args, **kwargs)
-
-
-class UncastBlock:
-    """Turns casts off in this thread, without a trace of dynamo's. Its exit is idempotent."""
-
-    _on: Sequence[str] = ()
-
-    def __init__(self, devices: Callable[[], Sequence[str]] = devices_on) -> None:
-        self._devices = devices
-
-    @untraced
-    def __enter__(self) -> None:
-        self._on = self._devices()
-        for device in self._on:
-            torch.set_autocast_enabled(device, False)
-
-    @untraced
-    def __exit__(self, *error: object) -> None:
-        on, self._on = self._on, ()
-        for device in on:
-            torch.set_autocast_enabled(device, True)
+        devices = devices_cast() if _is_compiling() else devices_of_sessions()
+        return under(devices, None, fn, *args, **kwargs)
 
 
 @contextmanager
 def casts_off() -> Iterator[None]:
     """A context or decorator in which nothing is cast, in regions inside, too."""
     if not _is_compiling():
-        settle()
+        end_stale_casts()
     with _off(devices_on()):
         yield
 
@@ -151,7 +129,7 @@ def casts_off() -> Iterator[None]:
 @contextmanager
 def _off(devices: Sequence[str]) -> Iterator[None]:
     if not devices:
-        with torch.autocast("cpu", _OFF, enabled=False, cache_enabled=False):
+        with torch.autocast("cpu", OFF, enabled=False, cache_enabled=False):
             yield
         return
     with torch.autocast(devices[0], enabled=False, cache_enabled=False), _off(devices[1:]):
@@ -163,6 +141,11 @@ def devices_cast() -> list[str]:
     return [device for device in devices_on() if _is_ours(device)]
 
 
+def devices_of_sessions() -> list[str]:
+    """Returns the device types whose autocast is on as sessions set it, not a user's own block."""
+    return [device for device in devices_on() if is_of_session(device)]
+
+
 @at_tracing
 def _is_ours(device: str) -> bool:
     return kernels.newest(device, torch.get_autocast_dtype(device)) is not None
@@ -171,6 +154,6 @@ def _is_ours(device: str) -> bool:
 def active_dtype() -> torch.dtype | None:
     """Returns the dtype that this thread casts to now, which can be traced; None without casts."""
     if not _is_compiling():
-        settle()
+        end_stale_casts()
     on = devices_cast()
     return torch.get_autocast_dtype(on[0]) if on else None

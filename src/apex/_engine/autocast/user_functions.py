@@ -14,7 +14,8 @@ from torch import Tensor
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION, cast
 from apex._core.tree import map_arguments, tensors
-from apex._engine.autocast.region import active_dtype, devices_on, under
+from apex._engine.autocast.ambient import devices_on
+from apex._engine.autocast.region import active_dtype, under
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
 """How a user function's arguments are cast.

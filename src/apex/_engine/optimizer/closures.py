@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex._engine import masters
-from apex._engine.autocast.region import UncastBlock
+from apex._engine.autocast.ambient import UncastBlock
 from apex._engine.mistakes import inspect_step
 from apex._torch.dynamo import untraced, untraced_frame
 
