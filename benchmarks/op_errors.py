@@ -224,6 +224,7 @@ def _calls() -> dict[str, list[Call]]:
     return {
         **{name: [(_rows(getattr(torch, name)), near_one)] for name in ("cumprod", "prod")},
         **{name: [(_rows(getattr(torch, name)), _between(0, 1))] for name in ("cumsum", "sum")},
+        "logcumsumexp": [(_rows(torch.logcumsumexp), _normal(std=9.0))],
         **{
             name: [(_rows(getattr(torch, name)), x) for x in (_normal(), offset)]
             for name in ("std", "std_mean", "var", "var_mean")

@@ -157,7 +157,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "pow.Scalar": (2.5, _x),
     "pow_.Scalar": (_z, 2.5),
     "pow_.Tensor": (_z, _x),
-    **dict.fromkeys(("cumprod", "cumsum", "cumprod_", "cumsum_"), (_x, 1)),
+    **dict.fromkeys(("cumprod", "cumsum", "cumprod_", "cumsum_", "logcumsumexp"), (_x, 1)),
     **dict.fromkeys(("renorm", "renorm_"), (_x, 2, 0, 0.5)),
     "dist": (_x, _y),
     "logsumexp": (_x, [1]),

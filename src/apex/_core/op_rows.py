@@ -68,7 +68,7 @@ special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
 
 FP32 = f"""
 {UNARY} {NORM} {RESIZES} {WITHOUT_BF16}
-pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar dist logsumexp trace prod prod.dim_int
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar dist logsumexp logcumsumexp trace prod prod.dim_int
 std std.dim std.correction std_mean std_mean.dim std_mean.correction sum sum.dim_IntList
 var var.dim var.correction var_mean var_mean.dim var_mean.correction
 softplus gelu layer_norm group_norm rms_norm softmax.int log_softmax.int grid_sampler
@@ -131,6 +131,21 @@ FP16_RANGE: frozenset[str] = frozenset({"gelu"})
 
 In bf16 such an operator and its gradient lose one rounding and no more, and no ``torch.autocast``
 runs it in fp32. ``benchmarks/op_errors.py`` measures both for every fp32 row.
+"""
+
+_EVERYWHERE = ("cpu", "cuda", "xpu", "mps")
+INACCURATE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("matrix_exp", "linalg_matrix_exp", "logcumsumexp"), _EVERYWHERE),
+    **dict.fromkeys(
+        ("grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), ("cpu",)
+    ),
+    "adaptive_avg_pool3d": ("cpu",),
+}
+"""Functions of torch with 16-bit kernels that lose more than a few roundings, by device type.
+
+``matrix_exp`` returns garbage, the gradient of ``logcumsumexp`` takes exponentials of rounded
+logarithms, ``grid_sample`` rounds coordinates, and the pool adds up in 16 bits. CUDA's kernels of
+the last two compute in fp32. ``tests/casts/test_sweep.py`` searches torch for others.
 """
 
 COVERED_INSIDE: frozenset[str] = frozenset(

@@ -18,6 +18,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import conversion
 from apex._engine import restore as restoring
+from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
@@ -87,9 +88,7 @@ class Session:
         self.scalers = [
             scaler_for(policy.loss_scale, rule, loss_id=index) for index in range(num_losses)
         ]
-        self.region: AutocastRegion | NoAutocastRegion = (
-            NoAutocastRegion() if spec is None else AutocastRegion(spec)
-        )
+        self.region = _region(policy, spec)
         self._functions = functions if spec is not None else None
         self._listeners = list(listeners)
         self._keep_fp32 = keep_fp32
@@ -324,6 +323,12 @@ class Session:
         cleared = self.masters.clear_grads({*map(id, params)}, set_to_none=set_to_none)
         for prepared in self.prepared_optimizers:
             prepared.note_cleared(cleared)
+
+
+def _region(policy: Policy, spec: AutocastSpec | None) -> AutocastRegion | NoAutocastRegion:
+    if spec is not None:
+        return AutocastRegion(spec)
+    return NoAutocastRegion() if policy.low_precision is None else LowPrecisionRegion()
 
 
 def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:

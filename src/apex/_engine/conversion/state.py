@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, tree
 from apex._core.mixins import plain_class, swap_class
-from apex._engine.autocast.region import NoAutocastRegion
+from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.conversion.notes import Writes
 from apex._engine.conversion.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
 from apex._engine.conversion.state_dict import Fp32Hooks, MasterLink
@@ -132,7 +132,7 @@ class ModelState:
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         plan, link, forward, handles = map(saved.get, ("plan", "link", "inner_forward", "handles"))
-        self.__init__(plan, NoAutocastRegion(), link, forward, handles)  # type: ignore[misc]
+        self.__init__(plan, LowPrecisionRegion(), link, forward, handles)  # type: ignore[misc]
 
 
 def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
