@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from tests.support.training import prepared
+from tests.support.loops import prepared
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LEVELS = pytest.mark.parametrize("level", ["O1", "O4"])

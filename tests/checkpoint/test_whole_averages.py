@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from apex import amp
-from tests.support.training import same
+from tests.support.loops import same
 
 SOURCE = Path(__file__).parent / "detector.py"
 

@@ -20,7 +20,7 @@ from tests.compiled.cases import (
     net_and_optimizer,
     no_recompilation,
 )
-from tests.support.training import (
+from tests.support.loops import (
     WITH_MASTERS,
     grads,
     net,

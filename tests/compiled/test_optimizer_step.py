@@ -12,7 +12,7 @@ from tests.compiled.cases import (
     no_recompilation,
     trained,
 )
-from tests.support.training import OPTIMIZERS, backward, batches, net, prepared, same
+from tests.support.loops import OPTIMIZERS, backward, batches, net, prepared, same
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
     "ignore::DeprecationWarning",

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from apex import amp
 from tests.compiled.cases import LEVELS, SAME_GRAPHS, assert_close, compiled, graph_breaks, trained
-from tests.support.training import (
+from tests.support.loops import (
     OPTIMIZERS,
     batches,
     loss_of,

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from benchmarks.counting import counted_syncs
-from tests.support.training import (
+from tests.support.loops import (
     backward,
     batch,
     batches,

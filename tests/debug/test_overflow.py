@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
-from tests.support import training as cases
+from tests.support import loops
 from tests.support.memory import new_memory_holds_nan
 from tests.support.steps import backward
 
@@ -73,7 +73,7 @@ def test_the_named_remedies_fix_the_overflow():
         net = nn.Sequential(nn.Linear(2, 2), Norm())
         nn.init.constant_(net[0].weight, 200.0)
         net, optimizer = amp.initialize(
-            net, cases.sgd(net.parameters()), opt_level=level, verbosity=0, **options
+            net, loops.sgd(net.parameters()), opt_level=level, verbosity=0, **options
         )
         with trace_overflow(net) as trace:
             loss = net(torch.ones(1, 2)).float().mean() * 2.0**-16
@@ -92,7 +92,7 @@ def test_the_named_remedies_fix_the_overflow():
 
 def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     net = nn.Linear(2, 2)
-    net, optimizer = amp.initialize(net, cases.sgd(net.parameters()), opt_level="O1", verbosity=0)
+    net, optimizer = amp.initialize(net, loops.sgd(net.parameters()), opt_level="O1", verbosity=0)
     with trace_overflow(net) as trace:
         backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
         assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
@@ -169,16 +169,16 @@ def test_an_overflow_in_place_keeps_its_input():
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_training_is_the_same_under_the_trace(level):
     def train(traced):
-        model, optimizer = cases.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
-        for x, y in cases.batches(3, overflow_at={1}):
+        model, optimizer = loops.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
+        for x, y in loops.batches(3, overflow_at={1}):
             if traced:
                 with trace_overflow(model):
-                    cases.train_step(model, optimizer, x, y)
+                    loops.train_step(model, optimizer, x, y)
             else:
-                cases.train_step(model, optimizer, x, y)
-        return cases.masters(optimizer)
+                loops.train_step(model, optimizer, x, y)
+        return loops.masters(optimizer)
 
-    assert cases.same(train(True), train(False))
+    assert loops.same(train(True), train(False))
 
 
 # -- what a person at night met --------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.support.training import LEVELS, masters
+from tests.support.loops import LEVELS, masters
 
 START_SCALE = 2.0**8
 EPS = {level: torch.finfo(LEVELS[level].compute).eps for level in LEVELS}

@@ -19,7 +19,7 @@ from tests.distributed.cases import (
     state,
     train_steps,
 )
-from tests.support.training import WITH_MASTERS
+from tests.support.loops import WITH_MASTERS
 
 pytestmark = pytest.mark.distributed
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import apex.amp as amp
+from tests.support.loops import LEVELS_SHORT, WITH_MASTERS
 from tests.support.steps import Net, backward, loss_of, sgd, train
-from tests.support.training import LEVELS_SHORT, WITH_MASTERS
 
 
 def partly(dtype):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from apex import amp
+from tests.support.loops import LEVELS_SHORT, saved_and_loaded
 from tests.support.steps import TwoLayers
-from tests.support.training import LEVELS_SHORT, saved_and_loaded
 
 T = typing.TypeVar("T")
 

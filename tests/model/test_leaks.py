@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
 from tests.support.steps import live_sessions
 
 CYCLES = 50
@@ -39,9 +39,9 @@ def grows(act, times):
 
 
 def cycle(level, *, restores):
-    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"])
-    for x, y in cases.batches(2):
-        cases.train_step(model, optimizer, x, y)
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
+    for x, y in loops.batches(2):
+        loops.train_step(model, optimizer, x, y)
     if restores:
         amp.restore(model, optimizer)
 
@@ -61,9 +61,9 @@ def test_50_cycles_leave_no_tensor_and_no_object(level, restores):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
 def test_1000_eval_steps_leave_no_tensor_and_no_cached_cast(level):
-    model, _ = cases.prepared(level)
+    model, _ = loops.prepared(level)
     model.eval()
-    x, _ = cases.batch()
+    x, _ = loops.batch()
     with torch.no_grad():
         for _ in range(10):
             model(x)
@@ -72,4 +72,4 @@ def test_1000_eval_steps_leave_no_tensor_and_no_cached_cast(level):
         assert held()[0] <= tensors  # fewer where an earlier test's go in the meantime
         before = model(x)
         model[0].weight.data.zero_()  # a cast of it that was kept would be served now
-        assert not cases.same(model(x), before)
+        assert not loops.same(model(x), before)
