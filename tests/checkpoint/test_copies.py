@@ -11,6 +11,7 @@ from torch import nn
 
 from apex import amp
 from tests.support import loops
+from tests.support.loops import train, trained
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
@@ -18,17 +19,6 @@ masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
 def pickled(thing):
     return pickle.loads(pickle.dumps(thing))
-
-
-def trained(level, make_optimizer=loops.sgd):
-    pair = loops.prepared(level, make_optimizer)
-    train(pair)
-    return pair
-
-
-def train(pair, seed=1):
-    for x, y in loops.batches(2, seed=seed):
-        loops.train_step(*pair, x, y)
 
 
 def everything(model, optimizer):
@@ -47,7 +37,7 @@ def test_a_deep_copy_shares_nothing_with_the_original(level):
     model, optimizer = copied = copy.deepcopy(original)
     model.zero_grad()
     assert all(param.grad is None for param in amp.master_params(optimizer))
-    train(copied)
+    train(*copied, 2)
     assert not loops.same(before[:2], everything(*copied)[:2])
     state = loops.net(seed=4).state_dict()
     model.load_state_dict(state)
@@ -96,7 +86,7 @@ def test_in_inference_mode_a_model_is_copied_and_masters_are_not(level):
             copy.deepcopy((model, optimizer))
     low = loops.LEVELS[level].stored
     assert loops.same(found, {name: value.to(low).float() for name, value in saved.items()})
-    train((model, optimizer))
+    train(model, optimizer, 2)
 
 
 @levels
@@ -104,7 +94,7 @@ def test_a_deep_copy_with_its_scheduler_trains_equally_and_warns_of_nothing(leve
     model, optimizer = loops.prepared(level, loss_scale="dynamic")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     original = (model, optimizer, scheduler)
-    train(original[:2])
+    train(*original[:2], 2)
     scheduler.step()
     copied = copy.deepcopy(original)
     with warnings.catch_warnings():
@@ -154,7 +144,7 @@ def test_a_model_saved_whole_is_trained_on_after_restore_with_its_masters_loaded
     loaded.load_state_dict(model.state_dict())
     resumed = loops.prepared(level, model=loaded)
     for pair in ((model, optimizer), resumed):
-        train(pair, seed=2)
+        train(*pair, 2, seed=2)
     assert loops.same(dict(model.state_dict()), dict(loaded.state_dict()))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support.steps import (
+from tests.support.loops import (
     DYNAMIC,
     LEVELS,
     Net,
@@ -16,6 +16,7 @@ from tests.support.steps import (
     prepared,
     scale,
     sgd,
+    small_batches,
     train,
     unskipped,
 )
@@ -43,7 +44,7 @@ def found(count):
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_entry_has_apexs_two_numbers_and_says_whether_the_scale_is_static(level):
     model, optimizer = prepared(level)
-    train(model, optimizer, steps=2)
+    train(model, optimizer, data=small_batches(2))
     state = amp.state_dict()
     assert type(state) is OrderedDict
     assert state == {"loss_scaler0": entry(2.0**16, 2) if level in DYNAMIC else static(1.0, 2)}
@@ -82,7 +83,7 @@ def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_st
     model, optimizer = prepared("O5", loss_scale="dynamic", growth_interval=5)
     later = {"apex_amp_v2": [1], "apex_amp_v1": {"new": 1}}  # unknown keys are ignored
     amp.load_state_dict({"loss_scaler0": {**entry(8.0, 1000), **later}})
-    train(model, optimizer, steps=1)
+    train(model, optimizer, data=small_batches(1))
     assert found(1) == [(16.0, 0)]
 
 
@@ -186,7 +187,7 @@ def test_what_waits_outlives_mistakes_and_disabled_calls(caplog, capsys):
     with pytest.raises(RuntimeError, match="on the meta device"):
         amp.initialize(Net().to("meta"), opt_level="O2", verbosity=0)
     model = Net()
-    amp.initialize(model, sgd(model), enabled=False)
+    amp.initialize(model, sgd(model.parameters()), enabled=False)
     amp.load_state_dict(states((2.0, 7)))  # nothing to load into
     assert (not caplog.records, capsys.readouterr()) == (True, ("", ""))
     keep = prepared("O2")

@@ -8,12 +8,8 @@ from apex import amp
 from tests.support import loops
 
 
-def trained(level):
-    inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-    model, optimizer = loops.prepared(level, model=nn.Sequential(inner, nn.Linear(8, 2)))
-    for x, y in loops.batches(2):
-        loops.train_step(model, optimizer, x, y)
-    return model, optimizer
+def nested():
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
 
 
 def random_like(state):
@@ -23,7 +19,7 @@ def random_like(state):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_every_part_is_saved_as_in_the_whole(level):
-    model, _ = trained(level)
+    model, _ = loops.trained(level, model=nested())
     whole = model.state_dict()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -35,7 +31,7 @@ def test_every_part_is_saved_as_in_the_whole(level):
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 @pytest.mark.parametrize("part", ["0", "0.0"])
 def test_a_loaded_part_reaches_its_masters_to_the_last_bit_and_no_other(level, part):
-    model, optimizer = trained(level)
+    model, optimizer = loops.trained(level, model=nested())
     module = model.get_submodule(part)
     new, before = random_like(module.state_dict()), loops.masters(optimizer)
     module.load_state_dict(new)
@@ -47,7 +43,7 @@ def test_a_loaded_part_reaches_its_masters_to_the_last_bit_and_no_other(level, p
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
-    pairs = [trained(level) for _ in range(2)]
+    pairs = [loops.trained(level, model=nested()) for _ in range(2)]
     parent = nn.ModuleDict({"first": pairs[0][0], "second": pairs[1][0]})
     new = random_like(parent.state_dict())
     parent.load_state_dict(new)
@@ -58,7 +54,7 @@ def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
-    model, optimizer = trained(level)
+    model, optimizer = loops.trained(level, model=nested())
     before = loops.masters(optimizer)
     weight = torch.rand(8, 4)
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -89,7 +85,7 @@ def load_as_mmcv(module, state, prefix=""):
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_loader_of_another_library_sets_the_masters_to_the_last_bit(level):
-    model, optimizer = trained(level)
+    model, optimizer = loops.trained(level, model=nested())
     new = random_like(model.state_dict())
     load_as_mmcv(model, new)
     assert loops.same(dict(model.state_dict()), new)

@@ -9,20 +9,28 @@ from apex import amp
 from apex.debug.watch import arm
 from tests.support import loops
 from tests.support.host_reads import HostReads
-from tests.support.steps import Net, backward, loss_of, one_weight, overflow, prepared, sgd
+from tests.support.loops import (
+    Net,
+    one_weight,
+    overflow,
+    prepared,
+    scaled_backward,
+    sgd,
+    small_loss,
+)
 
 
 def bad_step(model, optimizer, **options):
     """A whole iteration with an overflow in fp16 (the input times the weights of ``first``)."""
     optimizer.zero_grad()
     x = torch.full((3, 4), 6e4)
-    backward(model(x).float().square().mean(), optimizer, **options)
+    scaled_backward(model(x).float().square().mean(), optimizer, **options)
     optimizer.step()
 
 
 def good_step(model, optimizer, **options):
     optimizer.zero_grad()
-    backward(loss_of(model) * 2.0**-16, optimizer, **options)
+    scaled_backward(small_loss(model) * 2.0**-16, optimizer, **options)
     optimizer.step()
 
 
@@ -31,7 +39,7 @@ def tracing():
 
 
 def pair(level="O1", **options):
-    model, optimizer = prepared(level, **options)
+    model, optimizer = prepared(level, model=Net(), **options)
     nn.init.constant_(model.first.weight, 100.0)
     return model, optimizer
 
@@ -78,7 +86,7 @@ def test_an_exception_in_the_backward_pass_ends_the_trace():
     arm(optimizer, after_skips=1)
     bad_step(model, optimizer)
     assert tracing()
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model), optimizer):
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(small_loss(model), optimizer):
         raise ZeroDivisionError
     assert not tracing()
 
@@ -107,7 +115,7 @@ def test_the_skips_of_a_scale_that_settles_are_silent_and_leave_the_handle_armed
     handle = arm(optimizer, after_skips=2)
     for _ in range(12):
         optimizer.zero_grad()
-        backward((model(torch.ones(1, 1)) * 2.0**6).sum(), optimizer)
+        scaled_backward((model(torch.ones(1, 1)) * 2.0**6).sum(), optimizer)
         optimizer.step()
     assert handle.trace.first.cause == "loss scale"
     assert log() == []
@@ -119,9 +127,9 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"after_skips is 0; it must be an integer"):
         arm(optimizer, 0)
     with pytest.raises(ValueError, match="has not prepared"):
-        arm(sgd(Net()))
+        arm(sgd(Net().parameters()))
     for level, options in (("O5", {}), ("O2", {"loss_scale": 8.0})):
-        _, static = prepared(level, **options)
+        _, static = prepared(level, model=Net(), **options)
         with pytest.raises(ValueError, match=rf"static loss scale .*\({level}\).*apex trace train"):
             arm(static)
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from apex import amp
 from apex.debug.overflow import trace_overflow
 from tests.support import loops
+from tests.support.loops import scaled_backward
 from tests.support.memory import new_memory_holds_nan
-from tests.support.steps import backward
 
 
 class Exp(nn.Module):
@@ -94,14 +94,14 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     net = nn.Linear(2, 2)
     net, optimizer = amp.initialize(net, loops.sgd(net.parameters()), opt_level="O1", verbosity=0)
     with trace_overflow(net) as trace:
-        backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
+        scaled_backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
         assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
         assert trace.first.remedies[0].startswith("none with a dynamic scale, ")
-        backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)
+        scaled_backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)
     assert (trace.first.op, trace.first.cause) == ("aten.div", "derivative")
     assert (
         trace.first.source
-        == "backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)"
+        == "scaled_backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)"
     )
 
 

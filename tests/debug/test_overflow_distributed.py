@@ -14,8 +14,8 @@ from apex import amp
 from apex.debug.check import why_skipped
 from apex.debug.overflow import trace_overflow
 from tests.support.features import shards_on_cpu
+from tests.support.loops import scaled_backward
 from tests.support.memory import new_memory_holds_nan
-from tests.support.steps import backward
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +38,7 @@ def first_under_ddp(rank):
     model = DistributedDataParallel(model)
     x = torch.full((1, 2), 1.0 if rank else 0.01)  # overflows on rank 1 only
     with trace_overflow(model) as trace:
-        backward(model(x).float().sum() / 2**10, optimizer)
+        scaled_backward(model(x).float().sum() / 2**10, optimizer)
     first = trace.first
     skipped = [gradient.name for gradient in why_skipped(optimizer)]
     return None if first is None else (first.op, first.module), trace.gradients, skipped
@@ -64,7 +64,7 @@ def armed(rank):
         for _ in range(2):
             optimizer.zero_grad()
             x = torch.full((1, 2), 2.0 if rank else 0.01)
-            backward(called(x).float().sum() / 2**10, optimizer)
+            scaled_backward(called(x).float().sum() / 2**10, optimizer)
             optimizer.step()
     return [record.getMessage() for record in handler.buffer]
 

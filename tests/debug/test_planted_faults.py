@@ -7,7 +7,7 @@ from torch import nn
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
-from tests.support.steps import backward
+from tests.support.loops import scaled_backward
 
 FP16 = torch.float16
 INF, NAN = float("inf"), float("nan")
@@ -93,7 +93,7 @@ def loss_scale_too_high():
         net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O1", verbosity=0
     )
     with trace_overflow(net) as trace:
-        backward(net(torch.ones(2, 3)).float().sum() / 2, optimizer)
+        scaled_backward(net(torch.ones(2, 3)).float().sum() / 2, optimizer)
     return trace
 
 
@@ -216,7 +216,7 @@ def masters_that_outgrow_the_model_s_fp16():
     optimizer = torch.optim.SGD(net.parameters(), lr=1e6)
     net, optimizer = amp.initialize(net, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
     with trace_overflow(net) as trace:
-        backward(net(torch.ones(2, 3)).sum(), optimizer)
+        scaled_backward(net(torch.ones(2, 3)).sum(), optimizer)
         optimizer.step()
     return trace
 

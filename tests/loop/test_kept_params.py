@@ -6,6 +6,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from apex import amp
 from tests.support import loops
+from tests.support.loops import trained
 
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
@@ -44,17 +45,10 @@ class Container(Optimizer):
         ]
 
 
-def trained(make, level, **options):
-    model, optimizer = loops.prepared(level, make, **options)
-    for x, y in loops.batches(3):
-        loops.train_step(model, optimizer, x, y)
-    return model, optimizer
-
-
 @masters
 def test_masters_have_the_attributes_of_their_parameters(level):
-    model, optimizer = trained(Rates, level, loss_scale=128.0)
-    expected, _ = trained(Rates, "O0")
+    model, optimizer = trained(level, Rates, steps=3, loss_scale=128.0)
+    expected, _ = trained("O0", Rates, steps=3)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0.0, atol=4e-3)
     amp.restore(model, optimizer)
     assert [param.times for param in model.parameters()] == [0, 1, 2, 3]
@@ -106,7 +100,7 @@ def test_an_optimizer_around_the_groups_of_another_steps_the_masters(level):
             return self.inner.step(closure)
 
     runs = [
-        trained(make, level, loss_scale=8.0)[0]
+        trained(level, make, steps=3, loss_scale=8.0)[0]
         for make in (lambda p: Around(loops.sgd(p)), loops.sgd)
     ]
     assert loops.same(*(dict(model.state_dict()) for model in runs))

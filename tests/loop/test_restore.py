@@ -7,7 +7,7 @@ from torch import nn
 from apex import amp
 from apex.parallel import LARC
 from tests.support import loops
-from tests.support.steps import live_sessions, nothing_changes
+from tests.support.loops import live_sessions, nothing_changes
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)

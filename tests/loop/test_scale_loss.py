@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from tests.support import loops
+from tests.support.loops import nothing_changes, one_weight, slope
 from tests.support.reference.loops import Loop
-from tests.support.steps import nothing_changes, one_weight, slope
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])

@@ -12,15 +12,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 from apex import amp
 from tests.support import loops
-from tests.support.steps import live_sessions
+from tests.support.loops import live_sessions, train
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
-
-
-def train(model, optimizer, steps=3):
-    """Returns the losses."""
-    return [loops.train_step(model, optimizer, x, y).item() for x, y in loops.batches(steps)]
 
 
 def one_round(level):

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 
 import apex.amp as amp
-from tests.support.loops import LEVELS_SHORT, WITH_MASTERS
-from tests.support.steps import Net, backward, loss_of, sgd, train
+from tests.support.loops import (
+    LEVELS_SHORT,
+    WITH_MASTERS,
+    Net,
+    scaled_backward,
+    sgd,
+    small_batches,
+    small_loss,
+    train,
+)
 
 
 def partly(dtype):
@@ -46,14 +54,16 @@ def test_they_get_the_level_s_dtypes_train_and_give_back_the_values_that_arrived
     for make in (lambda dtype: Net().to(dtype), partly, both):
         model, expected = make(dtype), Net()
         before = values(model)
-        model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
-        amp.initialize(expected, sgd(expected), opt_level=level, verbosity=0)
+        model, optimizer = amp.initialize(
+            model, sgd(model.parameters()), opt_level=level, verbosity=0
+        )
+        amp.initialize(expected, sgd(expected.parameters()), opt_level=level, verbosity=0)
         found = {name: t.dtype for name, t in model.state_dict(keep_vars=True).items()}
         assert found == {n: t.dtype for n, t in expected.state_dict(keep_vars=True).items()}
         saved = {name: t for name, t in model.state_dict().items() if t.is_floating_point()}
         assert all(tensor.dtype is torch.float32 for tensor in saved.values())
         assert equal({name: tensor.double() for name, tensor in saved.items()}, before)
-        losses = train(model, optimizer)
+        losses = train(model, optimizer, data=small_batches(3))
         assert losses[-1] < losses[0]
         del expected
         amp.restore(model, optimizer)
@@ -66,7 +76,7 @@ def test_they_get_the_level_s_dtypes_train_and_give_back_the_values_that_arrived
 def test_masters_are_the_values_as_they_are_whatever_the_model_s_dtype_becomes(level, dtype, make):
     model = make(dtype)
     before = [param.detach().float() for param in model.parameters()]
-    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    model, optimizer = amp.initialize(model, sgd(model.parameters()), opt_level=level, verbosity=0)
     masters = list(amp.master_params(optimizer))
     assert all(map(torch.equal, masters, before))
     for param, master in zip(model.parameters(), masters, strict=True):
@@ -83,7 +93,7 @@ def adam(model, **options):
 MAKERS = {
     "Adam": adam,
     "fused Adam": lambda model: adam(model, fused=True),
-    "SGD": lambda model: sgd(model, momentum=0.9),
+    "SGD": lambda model: sgd(model.parameters(), momentum=0.9),
     "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.0625, max_iter=2),
 }
 
@@ -111,12 +121,12 @@ def widened(model, optimizer, make_optimizer):
 
 def train_with(model, optimizer):
     if not isinstance(optimizer, torch.optim.LBFGS):
-        return train(model, optimizer)
+        return train(model, optimizer, data=small_batches(3))
 
     def closure():
         optimizer.zero_grad()
-        loss = loss_of(model)
-        backward(loss, optimizer)
+        loss = small_loss(model)
+        scaled_backward(loss, optimizer)
         return loss
 
     return [optimizer.step(closure).item() for _ in range(3)]
@@ -153,9 +163,9 @@ def test_a_frozen_part_stays_in_16_bits_and_trains_on_when_it_is_unfrozen(level)
     exact = model.first.weight.detach().float()
     amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
     assert model.first.weight.dtype is not torch.float32
-    train(model, optimizer)
+    train(model, optimizer, data=small_batches(3))
     model.first.requires_grad_(True)
-    train(model, optimizer)
+    train(model, optimizer, data=small_batches(3))
     tensors = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
     assert {t.dtype for t in (*amp.master_params(optimizer), *tensors)} == {torch.float32}
     assert not torch.equal(model.first.weight.float(), exact)
@@ -164,8 +174,8 @@ def test_a_frozen_part_stays_in_16_bits_and_trains_on_when_it_is_unfrozen(level)
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_what_is_added_in_16_bits_later_becomes_fp32_too(level):
     model = Net().bfloat16()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    model, optimizer = amp.initialize(model, sgd(model.parameters()), opt_level=level, verbosity=0)
     model.last = nn.Linear(6, 2).bfloat16()
     optimizer.add_param_group({"params": model.last.parameters()})
     assert model.last.weight.dtype is torch.float32
-    train(model, optimizer)
+    train(model, optimizer, data=small_batches(3))

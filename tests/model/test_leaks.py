@@ -8,7 +8,7 @@ import torch
 
 from apex import amp
 from tests.support import loops
-from tests.support.steps import live_sessions
+from tests.support.loops import live_sessions
 
 CYCLES = 50
 MEASUREMENTS = 20

@@ -5,14 +5,15 @@ import torch
 
 from apex import amp
 from apex.amp.scaler import LossScaler
-from tests.support.steps import (
-    backward,
-    loss_of,
+from tests.support.loops import (
     one_weight,
     overflow,
     prepared,
     scale,
+    scaled_backward,
     slope,
+    small_batches,
+    small_loss,
     train,
     unskipped,
 )
@@ -30,7 +31,7 @@ def test_values_read_as_plain_numbers():
         return scaler()._loss_scale, scaler()._unskipped, scaler()._has_overflow
 
     model, optimizer = prepared("O2")
-    train(model, optimizer, steps=2)
+    train(model, optimizer, data=small_batches(2))
     assert values() == (2.0**16, 2, False)
     overflow(model, optimizer)
     assert values() == (scaler().loss_scale(), 0, True) == (2.0**15, 0, True)
@@ -39,7 +40,7 @@ def test_values_read_as_plain_numbers():
     scaler().clear_overflow_state()
     assert (scaler()._has_overflow, scaler()._overflow_buf.item()) == (False, 0)
     optimizer.zero_grad()
-    backward(loss_of(model), optimizer)
+    scaled_backward(small_loss(model), optimizer)
     assert scaler()._has_overflow is False
 
 
@@ -62,12 +63,12 @@ def test_the_scale_and_its_count_can_be_set(given, dynamic):
 def test_bounds_and_window_can_be_set():
     model, optimizer = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20)
     assert (scaler()._min_loss_scale, scaler()._max_loss_scale) == (2.0, 2.0**20)
-    train(model, optimizer, steps=3)
+    train(model, optimizer, data=small_batches(3))
     scaler()._scale_seq_len = 2.0  # NVIDIA's GNMT parses it as a float
     scaler()._max_loss_scale = 2.0**17
-    train(model, optimizer, steps=1)  # the count is past the window: grows at once
+    train(model, optimizer, data=small_batches(1))  # the count is past the window: grows at once
     assert (scale(), unskipped()) == (2.0**17, 0)
-    train(model, optimizer, steps=2)
+    train(model, optimizer, data=small_batches(2))
     assert scale() == 2.0**17
     scaler()._min_loss_scale = 2.0**17
     overflow(model, optimizer)
@@ -90,7 +91,7 @@ def test_scalers_can_be_exchanged_and_added():
     model, optimizer = prepared("O2")
     amp._amp_state.loss_scalers = [made := LossScaler(4.0)]
     assert amp._amp_state.loss_scalers == (made,)
-    with amp.scale_loss(model.last.weight.float().sum(), optimizer) as scaled_loss:
+    with amp.scale_loss(model[2].weight.float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     assert scale() == 4.0
     amp._amp_state.loss_scalers = [LossScaler(2.0), *map(LossScaler, ["dynamic", "dynamic"])]
@@ -163,7 +164,7 @@ def test_a_script_may_share_the_overflow_flag_over_ranks(level, put, update, mon
     for elsewhere, expected in ((False, (0.9375, 2.0**16, 1)), (True, (0.9375, 2.0**15, 0))):
         scaler().elsewhere = elsewhere
         optimizer.zero_grad()
-        backward(slope(model, 0.5), optimizer)
+        scaled_backward(slope(model, 0.5), optimizer)
         optimizer.step()
         assert (model.weight, scale(), unskipped()) == expected
     assert capsys.readouterr().out.count("reducing loss scale to 32768.0") == 1

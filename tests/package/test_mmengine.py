@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from apex import amp
 from tests.clients.libraries import need
-from tests.support.steps import Net
 
 need("mmengine.runner")
 need("apex.integrations.mmengine")
@@ -21,6 +20,7 @@ from mmengine.optim import ApexOptimWrapper as Theirs  # noqa: E402 - after the 
 
 from apex.integrations.mmengine import ApexOptimWrapper as Ours  # noqa: E402
 from tests.package.mmengine_runs import runner, write_configs  # noqa: E402
+from tests.support.loops import Net  # noqa: E402
 
 LEVELS = ("O1", "O2", "O5")
 EXACT = {"rtol": 0, "atol": 0}
