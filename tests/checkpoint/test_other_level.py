@@ -75,8 +75,7 @@ def test_weights_state_and_a_scale_of_the_same_kind_go_on_in_the_dtypes_of_the_l
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for x, y in loops.batches(2, seed=3):
-            loops.train_step(model, optimizer, x, y)
+        loops.train(model, optimizer, 2, seed=3)
     end = loops.values(model.parameters())
     assert all(value.isfinite().all() for value in end)
     assert not loops.same(list(model_state.values()), end)

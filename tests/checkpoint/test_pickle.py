@@ -63,8 +63,7 @@ def trained(level):
     options = {"fp32_modules": ["norm", nn.BatchNorm1d]} if level not in PLAIN else {}
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model, **options)
     loss = model(torch.ones(2, 4)).float().sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer)
     optimizer.step()
     return model, optimizer
 

@@ -77,8 +77,7 @@ def test_the_named_remedies_fix_the_overflow():
         )
         with trace_overflow(net) as trace:
             loss = net(torch.ones(1, 2)).float().mean() * 2.0**-16
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, optimizer)
         return trace.first
 
     module, line, bf16, rate = first_after("O2").remedies[-4:]

@@ -14,7 +14,7 @@ from apex import amp
 from apex.debug.check import why_skipped
 from apex.debug.overflow import trace_overflow
 from tests.support.features import shards_on_cpu
-from tests.support.loops import scaled_backward
+from tests.support.loops import prepared, scaled_backward
 from tests.support.memory import new_memory_holds_nan
 
 pytestmark = pytest.mark.distributed
@@ -33,8 +33,7 @@ def net():
 
 def first_under_ddp(rank):
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = prepared("O1", model=model)
     model = DistributedDataParallel(model)
     x = torch.full((1, 2), 1.0 if rank else 0.01)  # overflows on rank 1 only
     with trace_overflow(model) as trace:
@@ -54,8 +53,7 @@ def test_under_ddp_the_rank_that_overflows_names_it_and_all_see_the_gradients(on
 
 def armed(rank):
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = prepared("O1", model=model)
     called = DistributedDataParallel(model)
     handler = BufferingHandler(capacity=100)
     logging.getLogger("apex").addHandler(handler)

@@ -143,8 +143,7 @@ def test_gradients_that_are_still_scaled_are_refused(level):
 def test_a_sparse_gradient_is_refused_before_anything_changes():
     net = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
     model, optimizer = loops.prepared("O5", model=net)
-    with amp.scale_loss(model(torch.arange(3)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(model(torch.arange(3)).float().sum(), optimizer)
     before = loops.grads(model[1].parameters())
     with pytest.raises(TypeError, match="sparse gradient"):
         amp.clip_grad_norm_(optimizer, 1e-3)

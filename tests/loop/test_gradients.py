@@ -170,8 +170,7 @@ def test_a_delayed_pass_leaves_scaled_gradients_until_the_next(level):
     model, optimizer = loops.prepared(level, loss_scale=8.0)
     loops.backward(model, optimizer, *loops.batch(), delay_unscale=True)
     scaled = loops.grads(model.parameters())
-    with amp.scale_loss(0 * loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(0 * loops.loss_of(model, *loops.batch()), optimizer)
     true = loops.grads(amp.master_params(optimizer))
     assert loops.same([grad.float() / 8.0 for grad in scaled], true)
 

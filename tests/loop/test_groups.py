@@ -35,8 +35,7 @@ def test_an_optimizer_may_train_an_input_of_a_model(level, kind):
     optimizer = torch.optim.SGD([image], lr=0.1)
     expected = image.detach() - 0.1 * torch.autograd.grad(loops.net()(image).sum(), image)[0]
     amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    with amp.scale_loss(model(image).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(model(image).float().sum(), optimizer)
     optimizer.step()
     assert image.dtype is torch.float32
     torch.testing.assert_close(image.detach(), expected, atol=1e-3, rtol=0)
@@ -185,8 +184,7 @@ def test_one_loss_for_two_optimizers_trains_like_one_over_all(level, nets):
         amp.initialize(models, optimizers, opt_level=level, verbosity=0)
         for x, y in loops.batches(3):
             loss = sum(loops.loss_of(model, x, y) for model in models)
-            with amp.scale_loss(loss, optimizers) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, optimizers)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -19,8 +19,7 @@ def step(model, optimizer, gradient):
     """One training step whose weight gets ``gradient``."""
     optimizer.zero_grad()
     loss = model.weight.float().sum() * gradient
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer)
     optimizer.step()
 
 
@@ -122,8 +121,7 @@ def test_the_warning_names_the_parameter_and_tells_nan_from_inf(level, gradient,
         for _ in range(50):
             optimizer.zero_grad()
             loss = (model[2].bias.float() * gradient).sum() + (model[0].bias * 1e-3).float().sum()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, optimizer)
             optimizer.step()
 
     with pytest.warns(UserWarning, match=rf"Nonfinite gradients: 2\.bias \({found}\)") as caught:

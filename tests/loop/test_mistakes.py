@@ -213,8 +213,7 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
     def train():
         for x, y in loops.batches(3):
             loss = sum(loops.loss_of(net, x, y) for net in nets)
-            with amp.scale_loss(loss, optimizers if way == "given" else first) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, optimizers if way == "given" else first)
             first.step()
             if way in ("cleared", "own pass"):
                 second.zero_grad(set_to_none=way != "cleared")
@@ -235,8 +234,7 @@ def test_a_step_with_gradients_of_a_loss_that_was_only_scaled_is_warned_of(level
 
     def train():
         for x, y in loops.batches(2):
-            with amp.scale_loss(loops.loss_of(model, x, y), []) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loops.loss_of(model, x, y), [])
             if clears:  # as after an attack on the inputs
                 optimizer.zero_grad()
                 loops.backward(model, optimizer, x, y)
@@ -293,10 +291,7 @@ def test_torch_s_grad_scaler_may_scale_what_scale_loss_unscales(level):
     for enabled in (False, True):
         model, optimizer = loops.prepared(level, loss_scale=2.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
-        with amp.scale_loss(
-            scaler.scale(loops.loss_of(model, *loops.batch())), optimizer
-        ) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(scaler.scale(loops.loss_of(model, *loops.batch())), optimizer)
         scaler.step(optimizer)
         stepped.append(loops.masters(optimizer))
     assert loops.same(*stepped)
@@ -357,8 +352,7 @@ def test_one_of_two_optimizers_without_a_gradient_is_no_mistake(level):
     model = loops.net()
     optimizers = [loops.sgd(part.parameters()) for part in (model[:2], model[2:])]
     amp.initialize(model, optimizers, opt_level=level, verbosity=0)
-    with amp.scale_loss(model[0].weight.float().pow(2).mean(), optimizers) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(model[0].weight.float().pow(2).mean(), optimizers)
     for optimizer in reversed(optimizers):
         optimizer.step()
 

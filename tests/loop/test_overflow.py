@@ -23,8 +23,7 @@ def held(model, optimizer):
 @levels
 def test_a_skipped_step_leaves_weights_and_state(level, name):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
-    for x, y in loops.batches(2):
-        loops.train_step(model, optimizer, x, y)
+    loops.train(model, optimizer, 2)
     state = loops.saved_and_loaded(optimizer.state_dict()["state"])
     before = held(model, optimizer)
     loops.train_step(model, optimizer, *loops.overflowing())
@@ -94,8 +93,7 @@ def test_an_overflow_of_one_loss_skips_the_optimizers_given_with_it(level):
     )
     before = [loops.masters(each) for each in optimizers]
     x, y = loops.overflowing()
-    with amp.scale_loss(loops.loss_of(models[0], x, y), optimizers[:2], loss_id=0) as scaled:
-        scaled.backward()
+    loops.scaled_backward(loops.loss_of(models[0], x, y), optimizers[:2], loss_id=0)
     with amp.scale_loss(
         loops.loss_of(models[2], *loops.batch()), optimizers[2], loss_id=1
     ) as scaled:

@@ -39,8 +39,7 @@ class Gan:
 
     def backward(self, loss, optimizer, loss_id):
         # Small enough that fp16 holds its gradients times 2**16.
-        with amp.scale_loss(loss / 64, optimizer, loss_id=loss_id) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss / 64, optimizer, loss_id=loss_id)
 
 
 @pytest.mark.parametrize("overflow", [0, 1, 2])
@@ -237,8 +236,7 @@ def chained(level, calls, **options):
 
 def joint_step(nets, optimizers, x, y, **options):
     loss = loops.loss_of(nn.Sequential(*nets), x, y) / 64
-    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizers, **options)
 
 
 @pytest.mark.parametrize("scale", [128.0, "dynamic"])
@@ -267,8 +265,7 @@ def test_blocks_of_one_and_of_several_sessions_mix(level):
     plain, _ = chained("O0", 1)
     joint_step(nets, optimizers, *loops.batch(1))
     loss = nets[0](loops.batch(2)[0]).float().square().mean()
-    with amp.scale_loss(loss, optimizers[0]) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizers[0])
     (loops.loss_of(nn.Sequential(*plain), *loops.batch(1)) / 64).backward()
     plain[0](loops.batch(2)[0]).square().mean().backward()
     for optimizer, net in zip(optimizers, plain, strict=True):

@@ -20,8 +20,7 @@ def embedding(level, name="SGD", **options):
 
 
 def backward(loss, optimizer):
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer)
 
 
 def squares(model):

@@ -59,8 +59,7 @@ class Program:
         loss = self.model(*factors)
         self.forward()
         delays = self.choose.random() < 0.2 and not overflows
-        with amp.scale_loss(loss, self.optimizer, delay_unscale=delays) as scaled:
-            scaled.backward()
+        loops.scaled_backward(loss, self.optimizer, delay_unscale=delays)
         self.grads = [(g or 0.0) + f for g, f in zip(self.grads, factors, strict=True)]
         self.flag = self.flag or overflows
 

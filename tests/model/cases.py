@@ -25,8 +25,7 @@ def prepared(level, model=None, make_optimizer=loops.sgd, **options):
 
 
 def train(model, optimizer, count=3, seed=1):
-    for x, y in loops.batches(count, seed=seed):
-        loops.train_step(model, optimizer, x, y)
+    loops.train(model, optimizer, count, seed=seed)
 
 
 def train_plain(model, optimizer, count=3, seed=1):

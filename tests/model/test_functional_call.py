@@ -50,8 +50,7 @@ def test_training_by_functional_call_is_training(level):
         optimizer.zero_grad()
         params = dict(model.named_parameters())
         loss = F.mse_loss(functional_call(model, params, (x,)).float(), y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss, optimizer)
         optimizer.step()
         loop.train_step(x, y)
     assert loops.same(loops.masters(optimizer), loop.stepped)

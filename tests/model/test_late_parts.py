@@ -225,8 +225,7 @@ def test_float_between_backward_and_step_changes_no_step(level):
     for each, change in ((model, True), (expected[0], False)):
         own = optimizer if change else expected[1]
         x, y = loops.batch()
-        with amp.scale_loss((each(x).float() - y).square().mean(), own) as scaled:
-            scaled.backward()
+        loops.scaled_backward((each(x).float() - y).square().mean(), own)
         if change:
             each.float()
         own.step()

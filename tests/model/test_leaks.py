@@ -40,8 +40,7 @@ def grows(act, times):
 
 def cycle(level, *, restores):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
-    for x, y in loops.batches(2):
-        loops.train_step(model, optimizer, x, y)
+    loops.train(model, optimizer, 2)
     if restores:
         amp.restore(model, optimizer)
 

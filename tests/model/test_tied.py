@@ -41,8 +41,7 @@ def train(model, optimizer, *, scaled=True):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(TOKENS).float(), (TOKENS + 1) % 7)
         if scaled:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, optimizer)
         else:
             loss.backward()
         optimizer.step()
@@ -85,8 +84,7 @@ def joint_step(models, optimizers, x, y, *, scaled):
         optimizer.zero_grad()
     loss = sum(loops.loss_of(model, x, y) for model in models)
     if scaled:
-        with amp.scale_loss(loss, optimizers) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss, optimizers)
     else:
         loss.backward()
     for optimizer in optimizers:

@@ -119,7 +119,8 @@ def scaled_backward(loss, optimizers, **options):
 
 def backward(model, optimizer, x, y, **options):
     loss = loss_of(model, x, y)
-    scaled_backward(loss, optimizer, **options)
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:  # a call is another graph
+        scaled_loss.backward()
     return loss.detach()
 
 
