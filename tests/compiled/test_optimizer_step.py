@@ -15,8 +15,7 @@ from tests.compiled.cases import (
 from tests.support.loops import OPTIMIZERS, backward, batches, net, prepared, same
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
-    "ignore::DeprecationWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
 
 ADAMW = {

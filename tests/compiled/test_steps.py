@@ -9,8 +9,7 @@ from tests.compiled.cases import LEVELS, SAME_GRAPHS, assert_close, compiled, gr
 from tests.support import loops
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
-    "ignore::DeprecationWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
 
 OVERFLOWS = {2, 4}

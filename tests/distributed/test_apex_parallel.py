@@ -12,12 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from apex.parallel import (
-    DistributedDataParallel,
-    Reducer,
-    SyncBatchNorm,
-    reduce_in_fp32,
-)
+from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, reduce_in_fp32
 from apex.parallel import distributed as d
 from tests.support.loops import scaled_backward
 

@@ -9,15 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
-from tests.distributed.cases import (
-    backward,
-    batch,
-    initialized,
-    net,
-    prepare,
-    state,
-    train_steps,
-)
+from tests.distributed.cases import backward, batch, initialized, net, prepare, state, train_steps
 from tests.support.loops import WITH_MASTERS, prepared, scaled_backward
 
 pytestmark = pytest.mark.distributed

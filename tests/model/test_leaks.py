@@ -46,8 +46,7 @@ def cycle(level, *, restores):
 
 
 @pytest.mark.parametrize(
-    ("level", "restores"),
-    [("O2", True), ("O1", True), ("O1", False), ("O5", False)],
+    ("level", "restores"), [("O2", True), ("O1", True), ("O1", False), ("O5", False)]
 )
 def test_50_cycles_leave_no_tensor_and_no_object(level, restores):
     for _ in range(3):
