@@ -38,7 +38,7 @@ def takes_dtype_at(position: int, name: str) -> Callable[[Callable[P, R]], Calla
                 args = (*args[:position], *args[position + 1 :])
             return fn(*args, **kwargs)
 
-        return called  # type: ignore[return-value]
+        return called
 
     return decorated
 
