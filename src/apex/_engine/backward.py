@@ -13,6 +13,7 @@ from torch import Tensor
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.gradients import PassGradients
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
+from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import without_overrides
 
@@ -205,6 +206,9 @@ class BackwardPass:
             if prepared_optimizers:
                 with without_overrides():
                     self._unscale(prepared_optimizers)
+                if capturing(self._loss.device):
+                    for prepared in prepared_optimizers:
+                        prepared.keep_captured()
         except BaseException:
             self._scaler.pending = pending
             self.gradients.restore()
