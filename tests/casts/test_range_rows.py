@@ -11,7 +11,7 @@ import apex.amp as amp
 from apex._core.op_rows import FP16_RANGE
 from apex._torch.dispatcher import release
 from benchmarks import op_errors
-from tests.support.steps import prepared
+from tests.support.loops import prepared
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from apex._torch.dispatcher import release
-from tests.support.training import loss_scale, masters, prepared
+from tests.support.loops import loss_scale, masters, prepared
 
 GENERATORS = pytest.mark.skipif(
     release < (2, 7), reason="this torch does not trace the context of a generator"

@@ -7,12 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from apex._torch.dispatcher import release
-from tests.support.training import prepared
+from tests.support.loops import prepared
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def softmax(x):

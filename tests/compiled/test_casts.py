@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from apex._core.op_table import AutocastSpec, OpTable
-from apex._engine.autocast.region import (
-    AutocastRegion,
-    NoAutocastRegion,
-    casts_off,
-)
+from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, casts_off
 from apex._engine.autocast.user_functions import cast_function
 from apex._torch.dispatcher import release
 

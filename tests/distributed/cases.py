@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.support.training import LEVELS, masters
+from tests.support.loops import LEVELS, masters, scaled_backward
 
 START_SCALE = 2.0**8
 EPS = {level: torch.finfo(LEVELS[level].compute).eps for level in LEVELS}
@@ -36,8 +36,7 @@ def initialized(level, model, optimizer=None, **options):
 
 def backward(model, optimizer, x, y, share=1.0, **options):
     loss = F.mse_loss(model(x).float(), y) * share
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, optimizer, **options)
 
 
 def state(model, optimizer):

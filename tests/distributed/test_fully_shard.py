@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from apex import amp
 from tests.support.features import shards_on_cpu
+from tests.support.loops import scaled_backward
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -72,8 +73,7 @@ def train(model, optimizer, rank, steps, overflow_at=None):
         loss = loss_of(model, x, y)
         if step == overflow_at and rank == 1:
             loss = loss * torch.inf
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optimizer)
         optimizer.step()
     return whole(model)
 

@@ -16,7 +16,7 @@ from apex._core.scale import (
     next_scale,
     update_scale_,
 )
-from tests.support.reference import loops
+from tests.support.reference import loops as plain_loops
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -108,7 +108,7 @@ def test_the_plain_rule_equals_the_one_written_by_hand(overflows, interval):
     state = by_hand = ScaleState(2.0**16, 0)
     for overflow in overflows:
         state = next_scale(state, rule, overflow=overflow)
-        by_hand = loops.next_scale(
+        by_hand = plain_loops.next_scale(
             *by_hand, overflow=overflow, interval=interval, least=2.0**10, greatest=2.0**20
         )
         assert state == by_hand

@@ -25,10 +25,7 @@ def test_what_old_scripts_pass_as_false_is_false(value):
     assert arguments.flag("enabled", value) is False
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["false", "yes", "", "1", 128.0, torch.float16, [], object],
-)
+@pytest.mark.parametrize("value", ["false", "yes", "", "1", 128.0, torch.float16, [], object])
 def test_anything_else_is_no_flag(value):
     with pytest.raises(TypeError, match=r"enabled is .*; it must be a bool, or the string 'True'"):
         arguments.flag("enabled", value)

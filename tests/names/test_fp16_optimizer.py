@@ -10,7 +10,7 @@ from torch import nn
 from apex import amp, fp16_utils, optimizers
 from apex.amp.scaler import LossScaler
 from apex.contrib import optimizers as contrib
-from tests.support.training import same
+from tests.support.loops import same
 
 OLD, FLAT, LISTED = fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer, contrib.FP16_Optimizer
 each = pytest.mark.parametrize("wrapper", [OLD, FLAT, LISTED], ids=["2018", "2019", "contrib"])

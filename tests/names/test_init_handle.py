@@ -8,7 +8,7 @@ import apex.amp as amp
 from apex.amp.handle import NoOpHandle
 from apex.amp.opt import OptimWrapper
 from apex.parallel import LARC
-from tests.support.steps import live_sessions, sgd, slope
+from tests.support.loops import live_sessions, sgd, slope
 
 LINE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
 
@@ -16,7 +16,7 @@ LINE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to
 def one_weight():
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    return model, sgd(model)
+    return model, sgd(model.parameters(), lr=0.125)
 
 
 def backward(loss, optimizer, handle=None):

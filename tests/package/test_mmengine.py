@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from apex import amp
 from tests.clients.libraries import need
-from tests.support.steps import Net
 
 need("mmengine.runner")
 need("apex.integrations.mmengine")
@@ -21,6 +20,7 @@ from mmengine.optim import ApexOptimWrapper as Theirs  # noqa: E402 - after the 
 
 from apex.integrations.mmengine import ApexOptimWrapper as Ours  # noqa: E402
 from tests.package.mmengine_runs import runner, write_configs  # noqa: E402
+from tests.support.loops import Net, scaled_backward  # noqa: E402
 
 LEVELS = ("O1", "O2", "O5")
 EXACT = {"rtol": 0, "atol": 0}
@@ -90,8 +90,7 @@ def trained_by_hand(level, groups, **options):
     for steps in groups:
         for step in steps:
             loss = loss_of(model, batch(step)) / len(steps)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return [param.detach().clone() for param in amp.master_params(optimizer)]

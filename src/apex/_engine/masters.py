@@ -38,7 +38,7 @@ from apex._torch.parameters import without_overrides
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
-PREPARED = "_apex_binding"
+PREPARED = "_apex_prepared"
 """Attribute that marks the optimizers prepared by amp."""
 
 _PAIR = "_apex_pair"

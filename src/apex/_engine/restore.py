@@ -42,9 +42,9 @@ def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Non
     for prepared in prepared_optimizers:
         _release(prepared)
     for prepared in prepared_optimizers:
-        if prepared.owner is not None:
+        if prepared.session is not None:
             for holder in (prepared, *models):
-                prepared.owner.masters.release(holder)
+                prepared.session.masters.release(holder)
     match_states(optimizers, before)
 
 
@@ -59,8 +59,8 @@ def _release(prepared: PreparedOptimizer) -> None:
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
     prepared.close()
     subclass.unprepare_class(optimizer)
-    if prepared.owner is not None:
-        prepared.owner.forget(prepared)
+    if prepared.session is not None:
+        prepared.session.forget(prepared)
 
 
 def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:

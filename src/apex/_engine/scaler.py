@@ -36,7 +36,6 @@ class Scaler(ABC):
         loss_id: Index of the loss in its session.
         pending: Whether the scale is not updated from the flag yet: the next pass adds to it.
         version: Changes with the scale.
-        view: Space for the compatibility view of this scaler.
         own_update: What a script put in place of a dynamic scale's update: reads and sets flag,
             scale and count itself, and returns whether to skip the step. ``None`` without one.
     """
@@ -53,7 +52,6 @@ class Scaler(ABC):
         self.loss_id = loss_id
         self.pending = False
         self.version = 0
-        self.view: object = None
         self.own_update: Callable[[], object] | None = None
 
     # -- one backward pass -------------------------------------------------------------------

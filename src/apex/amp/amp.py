@@ -113,6 +113,6 @@ def init(
     if enabled:
         fp16 = (s for s in _amp_state.sessions() if s.policy.param_dtype is torch.float16)
         handle.cast_in(model for session in fp16 for model in session.models)
-    if all(session.options is None for session in _amp_state.sessions()):
+    if all(session not in _amp_state.options for session in _amp_state.sessions()):
         _amp_state.opt_properties = Properties({"enabled": enabled})
     return handle

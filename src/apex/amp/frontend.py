@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,10 +19,9 @@ from apex._engine import restore as restoring
 from apex._engine.conversion import ModelPlan, is_converted
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler
-from apex._engine.undo import all_or_nothing
 from apex.amp import _initialize, inputs, report, scaler_states
 from apex.amp._amp_state import _amp_state
-from apex.amp.optimizers import AmpStashOptimizer, unwrapped
+from apex.amp.optimizers import unwrapped
 from apex.amp.properties import (
     O0,
     O1,
@@ -216,13 +216,14 @@ def initialize(
     )
     _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
-    with all_or_nothing() as undo:
-        made.prepare(model_list, optimizer_list, plan, mixin=AmpStashOptimizer, undo=undo)
-        undo.push(_amp_state.discard, made)
-        undo.push(setattr, _amp_state, "pending_states", _amp_state.pending_states)
+    with ExitStack() as undo:
+        made.prepare(model_list, optimizer_list, plan, undo)
+        undo.callback(_amp_state.discard, made)
+        undo.callback(setattr, _amp_state, "pending_states", _amp_state.pending_states)
         _amp_state.add(made)
-        _amp_state.opt_properties = made.options = properties
+        _amp_state.opt_properties = _amp_state.options[made] = properties
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+        undo.pop_all()
     return models if optimizers is None else (models, optimizers)
 
 

@@ -150,7 +150,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     prepared_optimizers = [
         prepared for opt in optimizers if (prepared := prepared_state(opt)) is not None
     ]
-    unpickled = any(prepared.owner is None for prepared in prepared_optimizers)
+    unpickled = any(prepared.session is None for prepared in prepared_optimizers)
     mastered = {id(pair.model) for prepared in prepared_optimizers for pair in prepared.pairs}
     for model in models:
         known = conversion.is_converted(model) or not mastered.isdisjoint(_params([model]))

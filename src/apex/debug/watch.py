@@ -38,13 +38,13 @@ _log = logging.getLogger("apex")
 def _session_of(caller: str, optimizer: Optimizer) -> Session:
     """Returns the session of the ``amp.initialize`` call that prepared the optimizer."""
     prepared = prepared_state(optimizer)
-    if prepared is None or prepared.owner is None:
+    if prepared is None or prepared.session is None:
         raise ValueError(
             f"amp.debug.{caller} got an optimizer that amp has not prepared, or whose amp session "
             "is gone, as in a copy. Pass it to amp.initialize(model, optimizer) and use the one "
             "returned. A loop without amp.initialize is traced by `apex trace train.py`."
         )
-    return cast(Session, prepared.owner)
+    return prepared.session
 
 
 def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], None]:

@@ -39,7 +39,7 @@ def step(prepared: PreparedOptimizer, run: Callable[[Closure], Any], closure: Cl
         off.__enter__()
         prepared.note_skipped(False)
         evaluate = _evaluation(prepared, closure, off)
-        if prepared.owner is None or not prepared.owner.can_skip:
+        if prepared.session is None or not prepared.session.can_skip:
             return run(evaluate)
         return _run_unless_overflow(prepared, run, evaluate)
     finally:  # also if the step failed partway

@@ -6,7 +6,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,15 @@ from apex._engine import masters
 from apex._engine.gradients import PassGradients
 from apex._engine.masters import LazyMaster, Master, MasterPair
 from apex._engine.optimizer.exchange import exchange, move_state
-from apex._engine.owner import Owner
 from apex._engine.registry import MasterTable
 from apex._pickle import empty
 from apex._torch import parameters
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
 _dtype = operator.attrgetter("dtype")
 
@@ -44,10 +46,9 @@ class PreparedOptimizer:
 
     Attributes:
         pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
-        owner: The session, kept alive; ``None`` in an unpickled optimizer.
+        session: Kept alive; ``None`` in an unpickled optimizer.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
-        view: Space for the compatibility view of this prepared.
         open_pass: The backward pass still to be finished, if any.
         found_inf: Whether a pass since the last step overflowed, 0-d fp32; stays in place, for CUDA
             graphs. ``None`` before the first checked pass.
@@ -60,20 +61,19 @@ class PreparedOptimizer:
         shared: The ids of pairs that other optimizers step, too; set by the step.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
+    def __init__(self, optimizer: Optimizer, session: Session) -> None:
         """Puts masters into the optimizer's groups and moves its state to them.
 
         Args:
             optimizer: Any optimizer; its group dicts and lists keep their identity.
-            owner: The session.
+            session: Has the masters.
         """
         self.attach(optimizer)
         self.pairs: list[MasterPair] = []
-        self.master_weights = owner.policy.master_weights
-        self.owner: Owner | None = owner
+        self.master_weights = session.policy.master_weights
+        self.session: Session | None = session
         self.inner_step: Callable[..., Any] | None = None
-        self.view: object = None
-        self._source = owner.masters
+        self._masters = session.masters
         self._begin_anew()
         self.adopt(optimizer.param_groups)
 
@@ -88,6 +88,7 @@ class PreparedOptimizer:
         # no step was captured. None without such a graph.
         self._captured: list[tuple[Tensor, Tensor]] | None = None
         self._skip_copy: HostCopy | None = None
+        self.own_pass: PassGradients | None = None
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ class PreparedOptimizer:
             return
         params = params_in(groups)
         low = [param for param in params if dtypes.is_low_precision(param) and is_trained(param)]
-        made = {id(param): self._source.make(param, self) for param in low}
+        made = {id(param): self._masters.make(param, self) for param in low}
         known = {id(pair.model) for pair in self.pairs}
         self.pairs += [pair for key, pair in made.items() if key not in known]
         exchange(self.optimizer, {key: pair.master for key, pair in made.items()})
@@ -205,7 +206,7 @@ class PreparedOptimizer:
 
     def tell_cleared(self) -> None:
         """Tells every optimizer of the session that this one's gradients are cleared."""
-        prepared_optimizers = [self] if self.owner is None else self.owner.prepared_optimizers
+        prepared_optimizers = [self] if self.session is None else self.session.prepared_optimizers
         told = [
             each for each in prepared_optimizers if each.open_pass is not None or each.got_scaled
         ]
@@ -306,7 +307,7 @@ class PreparedOptimizer:
         else:
             self.settle()
         self.steps += 1
-        sharers = self.owner.others([self]) if self.owner is not None and self.pairs else ()
+        sharers = self.session.others([self]) if self.session is not None and self.pairs else ()
         self.shared = {id(pair) for each, shares in sharers if shares for pair in each.pairs}
         masters.drop_unsent_bits(self.pairs)
         for pair in self.pairs:
@@ -347,11 +348,11 @@ class PreparedOptimizer:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        new.owner = self.owner
-        if new.owner is not None:
-            new._source = new.owner.masters
-            new.owner.register(new)
-        new._source.hold(new.pairs, new)
+        new.session = self.session
+        if new.session is not None:
+            new._masters = new.session.masters
+            new.session.register(new)
+        new._masters.hold(new.pairs, new)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -365,8 +366,8 @@ class PreparedOptimizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pairs, self.master_weights = state["pairs"], bool(state["master_weights"])
-        self.owner = self.inner_step = self.view = None
+        self.session = self.inner_step = None
         lazy = any(isinstance(pair.master, LazyMaster) for pair in self.pairs)
-        self._source = MasterTable(LazyMaster) if lazy else MasterTable()
-        self._source.hold(self.pairs, self)
+        self._masters = MasterTable(LazyMaster) if lazy else MasterTable()
+        self._masters.hold(self.pairs, self)
         self._begin_anew()
