@@ -269,19 +269,37 @@ def mark_rounded(pairs: Iterable[MasterPair]) -> None:
 
 
 @untraced
-def follow(pairs: Iterable[MasterPair]) -> None:
+def follow(pairs: Iterable[MasterPair]) -> bool:
     """Copies written model parameters to their masters, except to masters written as well.
+
+    Masters move to the devices of their model parameters. Returns whether one has moved.
 
     Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
     to the model: autograd may have saved its weights for the backward pass.
     """
+    any_moved = False
     for pair in pairs:
-        if pair.model_written and not pair.master_written:
-            low, exact = pair.model.detach().to(pair.master.device), pair.master.detach()
+        if not pair.model_written:
+            continue
+        if pair.model.device != pair.master.device:
+            _move_master(pair)
+            any_moved = True
+        if not pair.master_written:
+            low, exact = pair.model.detach(), pair.master.detach()
             value = torch.where(exact.to(low.dtype) == low, exact, low)
             # Not counted by autograd: a loss that uses masters may have saved them for backward.
             parameters.uncounted(pair.master).copy_(value)
             pair.mark_synced()
+    return any_moved
+
+
+def _move_master(pair: MasterPair) -> None:
+    """Moves a master to the device of its model parameter, with its gradient."""
+    device = pair.model.device
+    grad = parameters.grad_of(pair.master)
+    parameters.set_data(pair.master, pair.master.detach().to(device))
+    if grad is not None:
+        parameters.set_grad(pair.master, grad.to(device))
 
 
 @untraced
