@@ -281,7 +281,7 @@ def _migrate(args: argparse.Namespace) -> int:
     It works unchanged, with a note, or not at all; then the report says what to use instead.
     Nothing is executed.
     """
-    from apex.tools.migrate import migration_of
+    from apex.tools.migrate.report import migration_of
 
     check_json(args.json)
     migration = migration_of(args.path)

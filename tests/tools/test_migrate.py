@@ -10,7 +10,7 @@ import pytest
 
 from apex._unavailable import INSTEAD
 from apex.cli import BAD_INPUT, FAILED, NOT_WRITTEN, OK, main
-from apex.tools.migrate import (
+from apex.tools.migrate.report import (
     NOTES,
     Name,
     migration_of,
