@@ -31,16 +31,6 @@ def test_anything_else_is_no_flag(value):
         arguments.flag("enabled", value)
 
 
-@pytest.mark.parametrize("value", [1.0, "1", True, None, 0])
-def test_what_is_no_positive_integer_is_refused(value):
-    with pytest.raises(ValueError, match=f"count is {value!r}; it must be an integer of at least"):
-        arguments.integer("count", value, least=1)
-
-
-def test_sizes_may_be_any_iterable():
-    assert arguments.sizes("sizes", iter((4, 2)), count=2) == [4, 2]
-
-
 def test_a_long_value_is_described_by_its_type():
     with pytest.raises(TypeError, match="enabled is a list; it must"):
         arguments.flag("enabled", ["long"] * 100)
