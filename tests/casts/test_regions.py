@@ -1,9 +1,6 @@
 """Cast regions: where casts are on, in which thread, and what is left when they end."""
 
-from __future__ import annotations
-
 import gc
-import threading
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from apex._core.op_table import AutocastSpec, OpTable
 from apex._engine.autocast.ambient import settle
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, active_dtype, casts_off
 from apex._torch.dispatcher import weight_cache_is_safe
+from tests.support.loops import in_a_thread
 
 BF16 = AutocastSpec(torch.bfloat16, ("cpu",), OpTable.default())
 FP16 = AutocastSpec(torch.float16, ("cpu",), OpTable.default())
@@ -55,20 +53,12 @@ ON = (torch.bfloat16, torch.float32)
 OFF = (torch.float32, torch.bfloat16)
 
 
-def in_thread(fn):
-    result = []
-    thread = threading.Thread(target=lambda: result.append(fn()))
-    thread.start()
-    thread.join()
-    return result[0]
-
-
 # -- run ------------------------------------------------------------------------------------------
 
 
 def test_run_casts_inside_in_any_thread_and_not_outside(region):
     assert seen() == OFF
-    assert region.run(seen) == in_thread(lambda: region.run(seen)) == ON
+    assert region.run(seen) == in_a_thread(lambda: region.run(seen)) == ON
     assert seen() == OFF
 
 
@@ -191,7 +181,7 @@ def test_ambient_that_ended_in_another_thread_is_off_at_the_next_forward_or_call
     if where == "here":
         end()
     else:
-        in_thread(end)
+        in_a_thread(end)
     if where == "forward":
         assert AutocastRegion(FP16).run(torch.ones, 1).dtype is torch.float32
     elif where == "amp call":
@@ -334,5 +324,5 @@ def test_casts_that_a_checkpointed_function_turns_off_are_off_in_another_thread(
     x = torch.ones(1, 2, requires_grad=True)
     with set_checkpoint_early_stop(False):
         out = checkpoint(block, x, use_reentrant=reentrant)
-        in_thread(out.float().sum().backward)
+        in_a_thread(out.float().sum().backward)
     assert seen_dtypes == [(torch.float32, None)] * 2

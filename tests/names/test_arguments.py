@@ -1,9 +1,9 @@
-"""Bools, integers and sizes as scripts pass them."""
+"""Bools as scripts pass them."""
 
 import pytest
 import torch
 
-from apex._core import arguments
+from apex import amp
 
 
 class NumpyBool:
@@ -17,20 +17,20 @@ class NumpyBool:
 
 @pytest.mark.parametrize("value", [True, 1, 2, 1.0, "True", torch.tensor(True), NumpyBool()])
 def test_what_old_scripts_pass_as_true_is_true(value):
-    assert arguments.flag("enabled", value) is True
+    assert amp.init(enabled=value).is_active() is True
 
 
 @pytest.mark.parametrize("value", [False, 0, 0.0, None, "False", torch.tensor([False])])
 def test_what_old_scripts_pass_as_false_is_false(value):
-    assert arguments.flag("enabled", value) is False
+    assert amp.init(enabled=value).is_active() is False
 
 
 @pytest.mark.parametrize("value", ["false", "yes", "", "1", 128.0, torch.float16, [], object])
 def test_anything_else_is_no_flag(value):
     with pytest.raises(TypeError, match=r"enabled is .*; it must be a bool, or the string 'True'"):
-        arguments.flag("enabled", value)
+        amp.init(enabled=value)
 
 
 def test_a_long_value_is_described_by_its_type():
     with pytest.raises(TypeError, match="enabled is a list; it must"):
-        arguments.flag("enabled", ["long"] * 100)
+        amp.init(enabled=["long"] * 100)
