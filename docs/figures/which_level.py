@@ -21,7 +21,8 @@ def draw() -> str:
     drawing = Drawing(
         "which_level", _WIDTH, 318,
         says="A decision tree. If neither 16-bit dtype is fast on the machine: O0. If bf16 is: O4 "
-        "by default, O5 if weights dominate. If only fp16 is: O1 by default, O2 if weights dominate.",
+        "by default, O5 if weights dominate. If only fp16 is: O1 by default, O2 if weights "
+        "dominate.",
     )  # fmt: skip
     drawing.box(170, 8, 300, 54)
     drawing.text(320, 31, "Which 16-bit dtype is fast here?", "head", "middle")

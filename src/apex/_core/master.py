@@ -35,7 +35,7 @@ def make_master(
 def copy_to_model(masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
     """Writes each master's rounded value into its model parameter."""
     if masters:
-        torch._foreach_copy_(list(models), list(masters))
+        foreach.copy_(models, masters)
 
 
 def copy_grads(models: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:

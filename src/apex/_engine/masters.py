@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._core import master
+from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
-from apex._torch import parameters, ranks
+from apex._torch import foreach, parameters, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import without_overrides
 
@@ -235,7 +236,7 @@ def round_into_model(pairs: Sequence[MasterPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
     if pairs:
         with torch.no_grad():
-            torch._foreach_copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
+            foreach.copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
         mark_rounded(pairs)
 
 
@@ -310,9 +311,8 @@ def _sum(pair: MasterPair, total: Tensor, grad: Tensor) -> Tensor:
 
 def _move(fresh: Sequence[tuple[MasterPair, Tensor]]) -> None:
     copies = master.fp32_copies([grad for _, grad in fresh], [pair.master for pair, _ in fresh])
+    multiply_(copies, [pair.factor for pair, _ in fresh])
     for (pair, _), copy in zip(fresh, copies, strict=True):
-        if pair.factor is not None:
-            copy.mul_(pair.factor.to(copy.device))
         pair.model.grad = pair.factor = None
         parameters.set_grad(pair.master, copy)
 

@@ -132,7 +132,7 @@ class Session:
         self.start()
         self._models.update(models)
         if self.policy.master_weights:
-            unprepared.hook.add(self)
+            unprepared.hooks.add(self)
         restoring.match_states(optimizers, old_dtypes)
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
@@ -175,6 +175,7 @@ class Session:
             if self._functions is not None:
                 self._functions.apply()
             self.region.enter_ambient()
+            unprepared.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
 
