@@ -65,7 +65,7 @@ def test_a_dtype_behind_patch_torch_functions_is_the_rocm_forks(order):
     """Its ``patch_torch_functions_type``; without one, the order is NVIDIA's."""
     model = loops.net()
     given = (True, "O4", None, True, *order, None, None, 8.0, FP32, 2, 0, 1.0, 2.0**10)
-    amp.initialize(model, loops.sgd(model), *given)
+    amp.initialize(model, loops.sgd(model.parameters()), *given)
     properties = amp._amp_state.opt_properties
     assert properties.patch_torch_functions_type is (FP16 if order else BF16)
     assert (properties.loss_scale, properties.cast_model_outputs) == (8.0, FP32)
