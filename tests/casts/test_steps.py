@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from apex import amp
-from tests.support.training import prepared
+from tests.support.loops import prepared
 
 FP32 = torch.float32
 

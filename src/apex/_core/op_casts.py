@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import CASTABLE, LOW_PRECISION
+from apex._core.dtypes import CASTABLE, LOW_PRECISION, name
 
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
@@ -48,7 +48,8 @@ def rules_for(op: str, schema: torch.FunctionSchema) -> Mapping[str | None, Cast
         "promote": _all_to_widest,
         "fp32_beside_float64": _double_to_fp32,
         "destination": _all_to_result,
-        "banned": functools.partial(_refuse_fp16, op),
+        "banned": functools.partial(_refuse_dtypes, op, (torch.float16,)),
+        "banned_16bit": functools.partial(_refuse_dtypes, op, LOW_PRECISION),
         "fp32_inplace": functools.partial(_refuse_low_self, op),
         "raises": functools.partial(_refuse, op),
     }
@@ -96,7 +97,7 @@ def _cast_all(
     args: Args, kwargs: Kwargs, dtype: torch.dtype, from_dtypes: Collection[torch.dtype] = CASTABLE
 ) -> tuple[Args, Kwargs]:
     if kwargs:
-        kwargs = {name: _cast(value, dtype, from_dtypes) for name, value in kwargs.items()}
+        kwargs = {key: _cast(value, dtype, from_dtypes) for key, value in kwargs.items()}
     return [_cast(value, dtype, from_dtypes) for value in args], kwargs
 
 
@@ -150,18 +151,25 @@ def _ask_for_fp32(
     return (args[:2] if by_position else args), {**kwargs, "dtype": torch.float32}
 
 
-def _refuse_fp16(
-    op: str, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+def _refuse_dtypes(
+    op: str,
+    dtypes: Collection[torch.dtype],
+    args: Args,
+    kwargs: Kwargs,
+    low: torch.dtype,
+    wide: torch.dtype | None,
 ) -> tuple[Args, Kwargs]:
-    if any(isinstance(arg, Tensor) and arg.dtype is torch.float16 for arg in args):
-        raise NotImplementedError(
-            f"{op} got a float16 tensor under amp: float16 cannot resolve probabilities near 0 and "
-            f"1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
-            "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in any "
-            "precision; pass fp32 tensors (.float()); or run it in fp32 through "
-            "amp.init(allow_banned=True) or "
-            f"amp.register_float_function(torch.nn.functional, {op!r})."
-        )
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.dtype in dtypes:
+            dtype = name(arg.dtype)
+            raise NotImplementedError(
+                f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities near 0 "
+                f"and 1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
+                "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in "
+                "any precision; pass fp32 tensors (.float()); or run it in fp32 through "
+                "amp.init(allow_banned=True) or "
+                f"amp.register_float_function(torch.nn.functional, {op!r})."
+            )
     return _all_to_fp32(args, kwargs, low, wide)
 
 
@@ -169,11 +177,11 @@ def _refuse_low_self(
     op: str, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
 ) -> tuple[Args, Kwargs]:
     if args[0].dtype in LOW_PRECISION:
-        name = op.partition(".")[0]
+        operator = op.partition(".")[0]
         raise InPlaceError(
-            f"In-place {name} got a {args[0].dtype} tensor under amp: this operation runs in fp32, "
-            f"and the tensor cannot hold the result. Use {name.rstrip('_')}, which returns a new "
-            "fp32 tensor, or put the call inside `with amp.disable_casts():`."
+            f"In-place {operator} got a {args[0].dtype} tensor under amp: this operation runs in "
+            f"fp32, and the tensor cannot hold the result. Use {operator.rstrip('_')}, which "
+            "returns a new fp32 tensor, or put the call inside `with amp.disable_casts():`."
         )
     return args, kwargs
 

@@ -73,7 +73,7 @@ class _AccurateMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", None)
+        name = getattr(func, "__name__", "")
         if name not in op_rows.INACCURATE:
             return func(*args, **kwargs)
         low = [tensor for tensor in tensors_in(args, kwargs) if is_low_precision(tensor)]

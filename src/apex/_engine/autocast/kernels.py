@@ -176,7 +176,7 @@ def _categories(spec: AutocastSpec, device: str) -> Categories:
     categories: Categories = dict.fromkeys(op_rows.FLOAT64_BESIDE_WEIGHTS, "fp32_beside_float64")
     categories.update({op: _row(op, device, spec.table) for op in spec.table.rows})
     for op, category in categories.items():
-        if category == "banned" and spec.allow_banned:
+        if category in ("banned", "banned_16bit") and spec.allow_banned:
             categories[op] = "fp32"
         # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
         elif category == "recurrent" and device == "cuda" and torch.version.hip is None:

@@ -117,6 +117,15 @@ class NoAutocastRegion:
         return under(devices, None, fn, *args, **kwargs)
 
 
+class AmbientRegion:
+    """Runs functions under the casts of their thread, whichever session's they are."""
+
+    @inlined
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Returns ``fn(*args, **kwargs)``."""
+        return fn(*args, **kwargs)
+
+
 @contextmanager
 def casts_off() -> Iterator[None]:
     """A context or decorator in which nothing is cast, in regions inside, too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.autograd.graph import increment_version
@@ -19,14 +19,16 @@ from apex._core.param_groups import params_of
 from apex._engine.autocast import steps
 from apex._engine.masters import PREPARED, Master
 from apex._engine.mistakes import Mistake
-from apex._engine.owner import Owner
 from apex._torch.dynamo import untraced
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
 _Versions = weakref.WeakKeyDictionary[nn.Module, dict[int, int]]
 """Of each model, the versions that its 16-bit weights had when it was converted, by ``id``."""
 
 
-def _look_after(session: Owner, versions: _Versions, optimizer: Optimizer) -> None:
+def _look_after(session: Session, versions: _Versions, optimizer: Optimizer) -> None:
     """Rounds masters that an optimizer stepped; warns if it steps 16-bit weights itself."""
     stepped = params_of(optimizer)
     own = {id(param) for param in stepped if isinstance(param, Master)}
@@ -52,10 +54,10 @@ class _Hooks:
     """
 
     def __init__(self) -> None:
-        self._sessions: weakref.WeakKeyDictionary[Owner, _Versions] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[Session, _Versions] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
 
-    def add(self, session: Owner) -> None:
+    def add(self, session: Session) -> None:
         """Looks after others' steps over the weights or masters of ``session``, while it lives."""
         self._sessions[session] = versions = _Versions()
         for model in session.models:
