@@ -60,6 +60,18 @@ def test_the_fourteen_arguments_have_apexs_order_and_defaults_and_others_are_key
     assert all(f"{name}:" in inspect.getdoc(amp.initialize) for name in parameters)
 
 
+@pytest.mark.parametrize("order", [(FP16,), ()])
+def test_a_dtype_behind_patch_torch_functions_is_the_rocm_forks(order):
+    """Its ``patch_torch_functions_type``; without one, the order is NVIDIA's."""
+    model = loops.net()
+    given = (True, "O4", None, True, *order, None, None, 8.0, FP32, 2, 0, 1.0, 2.0**10)
+    amp.initialize(model, loops.sgd(model.parameters()), *given)
+    properties = amp._amp_state.opt_properties
+    assert properties.patch_torch_functions_type is (FP16 if order else BF16)
+    assert (properties.loss_scale, properties.cast_model_outputs) == (8.0, FP32)
+    assert (len(amp.state_dict()), amp._amp_state.max_loss_scale) == (2, 2.0**10)
+
+
 def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
     model = loops.Net()
     with pytest.warns(UserWarning, match=r"the level is 'O1'\. Pass .*: opt_level='O5'") as caught:

@@ -57,14 +57,14 @@ def scaled(params, scaler, factor=1.0):
 
 @every
 def test_grad_scaler_steps_by_unscaled_gradients(name):
-    for how in ("step", "unscale_", "argument"):
+    for how in ("step", "unscale_", "argument", "idle"):
         params, twins = cases.parameters(), cases.parameters()
         optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaled(params, scaler)
+        scaled(params, scaler if how != "idle" else torch.amp.GradScaler("cpu", enabled=False))
         if how == "unscale_":
             scaler.unscale_(optimizer)
-        if how == "argument":
+        if how in ("argument", "idle"):
             optimizer.step(grad_scaler=scaler)
         else:
             scaler.step(optimizer)
