@@ -49,11 +49,11 @@ def _norm(
     bias: Tensor | None,
     eps: float,
     *,
-    out: torch.dtype,
+    out: torch.dtype | None = None,
     centered: bool,
     autocasts: bool = True,
 ) -> Tensor:
-    """Returns a layer norm or, if not ``centered``, an RMS norm, in the dtype ``out``.
+    """Returns a layer norm or, if not ``centered``, an RMS norm, in ``out`` or the input's dtype.
 
     These are ``(x - mean) / sqrt(variance + eps) * weight + bias``, and
     ``x / sqrt(mean(x^2) + eps) * weight``. Statistics are fp32 or wider. If dtypes differ, the norm
@@ -63,6 +63,7 @@ def _norm(
     Raises:
         TypeError: If a dtype is not fp16, bf16, fp32 or fp64.
     """
+    out = out or input.dtype
     under_autocast = is_under_autocast(input)
     if under_autocast and autocasts and input.dtype is not torch.float64:  # as autocast: fp64 stays
         out = torch.get_autocast_dtype(input.device.type)
@@ -347,14 +348,14 @@ def fused_layer_norm_affine(
         eps: Term added to the variance.
         memory_efficient: Has no effect.
     """
-    return _norm(input, normalized_shape, weight, bias, eps, out=input.dtype, centered=True)
+    return _norm(input, normalized_shape, weight, bias, eps, centered=True)
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the layer norm of ``input`` in its dtype, without weight and bias."""
-    return _norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=True)
+    return _norm(input, normalized_shape, None, None, eps, centered=True)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -377,14 +378,14 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in its dtype."""
-    return _norm(input, normalized_shape, weight, None, eps, out=input.dtype, centered=False)
+    return _norm(input, normalized_shape, weight, None, eps, centered=False)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in its dtype, without a weight."""
-    return _norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=False)
+    return _norm(input, normalized_shape, None, None, eps, centered=False)
 
 
 def mixed_dtype_fused_rms_norm_affine(
