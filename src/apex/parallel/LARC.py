@@ -89,12 +89,12 @@ class LARC:
         if prepared is not None:
             prepared.settle_gradients()
         for group, decay in zip(self.optim.param_groups, decays, strict=True):
-            params = [param for param in group["params"] if param.grad is not None]
-            if not params:
-                continue
-            grads = [param.grad for param in params]
-            norms = zip(torch._foreach_norm(params), torch._foreach_norm(grads), strict=True)
-            for param, grad, (param_norm, grad_norm) in zip(params, grads, norms, strict=True):
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                param_norm = param.norm()
+                grad_norm = grad.norm()
                 denominator = grad_norm + decay * param_norm + self.eps
                 rate = self.trust_coefficient * param_norm / denominator
                 if self.clip:

@@ -192,8 +192,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """
         del bucket_idx, force_default_stream
         reduced = self._reduction(self.process_group).blocking(flatten(bucket))
-        for tensor, value in zip(bucket, unflatten(reduced, bucket), strict=True):
-            tensor.copy_(value)
+        torch._foreach_copy_([*bucket], unflatten(reduced, bucket))
         return reduced
 
     @property

@@ -50,8 +50,7 @@ def apply_flat_dist_call(
         call(coalesced, *(extra_args or ()))
         if call is torch.distributed.all_reduce:
             coalesced /= torch.distributed.get_world_size()
-        for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
-            tensor.copy_(synced)
+        torch._foreach_copy_([*bucket], unflatten(coalesced, bucket))
 
 
 def flat_dist_call(

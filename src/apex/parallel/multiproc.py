@@ -43,15 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = os.environ.get("MASTER_PORT") or str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", **os.environ, "MASTER_PORT": port}
-    shared["WORLD_SIZE"] = str(world_size)
+        free_port = str(probe.getsockname()[1])
+    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    environ = {**defaults, **os.environ, "WORLD_SIZE": str(world_size)}
     with contextlib.ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         for rank in map(str, range(world_size)):
-            own = _script_arguments(options, rank, shared["WORLD_SIZE"])
-            command = [sys.executable, options.script, *own]
-            process = subprocess.Popen(command, env={**shared, "RANK": rank, "LOCAL_RANK": rank})
+            script_arguments = _script_arguments(options, rank, environ["WORLD_SIZE"])
+            command = [sys.executable, options.script, *script_arguments]
+            process = subprocess.Popen(command, env={**environ, "RANK": rank, "LOCAL_RANK": rank})
             processes.append(stack.enter_context(process))  # whose exit waits for the process
             stack.callback(process.terminate)  # does nothing once the process has ended
         while True:
