@@ -13,6 +13,7 @@ from apex._core import dtypes
 from apex.debug.common import json_types, short
 from apex.tools.compare.timing import Interval, Load, Timing, speed_of
 from apex.tools.errors import InputError
+from apex.tools.source import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,10 @@ def parse_levels(names: str | None) -> tuple[Level, ...]:
     wanted = {name.strip() for name in names.split(",") if name.strip()}
     unknown = sorted(wanted - LEVELS.keys())
     if unknown or not wanted:
+        similar = "".join(did_you_mean(name, LEVELS) for name in unknown)
         raise InputError(
             f"no level {', '.join(map(repr, unknown)) or repr(names)}; choose from "
-            f"{', '.join(LEVELS)}, separated by commas"
+            f"{', '.join(LEVELS)}, separated by commas.{similar}"
         )
     return tuple(each for each in LEVELS.values() if each.name in wanted | {BASELINE})
 

@@ -23,6 +23,7 @@ from apex.tools.compare.timing import (
     LEAST_SECONDS,
     Load,
     LoadMeter,
+    current_load,
     slowdown,
     time_interleaved,
 )
@@ -56,16 +57,32 @@ class Options:
     emulated: bool = False
 
 
-def compare(target: str, options: Options, stage: Callable[[str], object]) -> Comparison:
-    """Trains ``target`` at each level and returns the results; ``stage`` is told each activity.
+Tell = Callable[[str], object]
+"""Shows a line of text."""
+
+
+def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Comparison:
+    """Trains ``target`` at each level and returns the results.
 
     A failure at one level is recorded in its result; the others continue.
+
+    Args:
+        target: As on the command line.
+        options: What to compare, and how long.
+        stage: Told each activity.
+        warn: Told before the work if the machine is busy.
 
     Raises:
         TargetError: If the target cannot be used at any level.
     """
     with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
+        load = current_load(options.device)
+        if load.busy:
+            warn(
+                f"this machine is busy ({load}). The verdicts on training hold all the same; a "
+                "verdict on speed needs an idle machine."
+            )
         run = _Run(build, options, stage)
         run.train()
         run.time()
@@ -84,7 +101,7 @@ def compare(target: str, options: Options, stage: Callable[[str], object]) -> Co
 class _Run:
     """One comparison in progress."""
 
-    def __init__(self, build: Build, options: Options, stage: Callable[[str], object]) -> None:
+    def __init__(self, build: Build, options: Options, stage: Tell) -> None:
         """Draws the batches and checks which dtypes the machine emulates."""
         self.notes: list[str] = []
         self.load = Load()
