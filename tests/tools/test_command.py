@@ -187,6 +187,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_training(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "target.py"]
 
 
+@pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -254,7 +254,7 @@ class Comparison:
         ours, base = result.timing, (other or self.baseline).timing
         if ours is None or base is None:
             return None
-        return speed_of(ours, base, paired=not result.emulated)
+        return speed_of(ours, base)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from apex.tools.compare.soundness import fault
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
 from apex.tools.compare.timing import (
     EMULATION_RATIO,
-    LEAST_ROUNDS,
     LEAST_SECONDS,
     Load,
     LoadMeter,
@@ -149,38 +148,39 @@ class _Run:
             self._put(name, training=training.evaluated(record, trainer, experiment))
 
     def time(self) -> None:
-        """Times the trained levels, which take turns, as long as a verdict on speed can come."""
-        trained = [result for result in self.results.values() if result.training is not None]
+        """Times the levels, which take turns, as long as a verdict on speed can come."""
         baseline = self.results[BASELINE]
-        worth = [r for r in trained if r is not baseline and not fault(r, baseline)]
-        if not worth:
+        timed = [r for r in self.results.values() if r.training is not None and not r.emulated]
+        if all(result is baseline or fault(result, baseline) for result in timed):
             return
         meter = LoadMeter()
         try:
-            self._time(trained, meter)
+            self._time(timed, meter)
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             text = f"Timing failed: {format_error(error)}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
         self.load = meter.load
 
-    def _time(self, trained: Sequence[Result], meter: LoadMeter) -> None:
+    def _time(self, results: Sequence[Result], meter: LoadMeter) -> None:
         batch = training.to_device(self.batches[0], self._options.device)
 
         def step(trainer: Trainer) -> None:
             trainer.backward(batch)
             trainer.step()
 
-        steps = {r.name: functools.partial(step, self._fresh(r, settled=True)[1]) for r in trained}
-        most = self._options.rounds
-        rounds = {r.name: min(most, LEAST_ROUNDS) if r.emulated else most for r in trained}
-        turns = time_interleaved(steps, rounds, self._options.device)
-        for turn, times in enumerate(turns):  # the first one warms up
+        steps = {}
+        for result in results:
+            _, trainer = self._fresh(result, settled=True)
+            steps[result.name] = functools.partial(step, trainer)
+        rounds = self._options.rounds
+        for turn, times in enumerate(time_interleaved(steps, rounds, self._options.device)):
             for name, timing in times.items():
                 self._put(name, timing=timing)
-            if turn > 0 and meter.seconds > LEAST_SECONDS and meter.load.busy:
+            is_known = turn > 0 and meter.seconds > LEAST_SECONDS  # the first turn warms up
+            if is_known and meter.load.busy:
                 return
-            if turn < most:
-                self._stage(f"time all, interleaved: round {turn + 1} of {most}")
+            if turn < rounds:
+                self._stage(f"time all, interleaved: round {turn + 1} of {rounds}")
 
     # -- notes -----------------------------------------------------------------------------
 
