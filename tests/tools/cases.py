@@ -70,7 +70,6 @@ def result_of(
             "stored": Stored(params=100, model=400, masters=0, optimizer=800),
             "frozen": 0.0,
             "saved_bytes": saved,
-            "distance": 0.01,
             **changes,
         }
     )

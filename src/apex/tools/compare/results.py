@@ -122,8 +122,6 @@ class Training:
             steps; ``None`` if it cannot be measured.
         saved_bytes: Bytes that autograd saved for the first backward pass, not counting weights.
         peak_bytes: Peak memory allocated on CUDA; ``None`` elsewhere.
-        distance: Norm of the difference of the final weights from fp32's after as many steps,
-            relative to fp32's norm.
         evaluation: Result of the target's ``evaluate``.
     """
 
@@ -133,7 +131,6 @@ class Training:
     frozen: float | None = None
     saved_bytes: int = 0
     peak_bytes: int | None = None
-    distance: float | None = None
     evaluation: float | None = None
 
     @property
@@ -261,7 +258,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
     data = {name: value for name, value in asdict(comparison).items() if name != "results"}
     levels = [_result_data(result, comparison) for result in comparison.results]
-    return {"format": "apex-compare/2", **json_types(data), "levels": json_types(levels)}
+    return {"format": "apex-compare/3", **json_types(data), "levels": json_types(levels)}
 
 
 def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:

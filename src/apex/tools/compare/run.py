@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from apex.tools.compare.timing import (
     slowdown,
     time_interleaved,
 )
-from apex.tools.compare.training import INITIAL_SCALE, State, Trainer, prepare
+from apex.tools.compare.training import INITIAL_SCALE, Trainer, prepare
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
 from apex.tools.errors import TargetError, format_error
@@ -105,10 +105,7 @@ class _Run:
         self.notes: list[str] = []
         self.load = Load()
         self._options, self._build, self._stage = options, build, stage
-        first = build()
-        self.batches = self._draw(first)
-        self._start = training.snapshot(first.model)
-        self._fp32_weights: Mapping[int, State] = {}
+        self.batches = self._draw(build())
         self.results = {level.name: self._untrained(level) for level in options.levels}
 
     def _untrained(self, level: Level) -> Result:
@@ -131,18 +128,10 @@ class _Run:
     def _train_one(self, name: str) -> None:
         result = self.results[name]
         experiment, trainer = self._fresh(result)
-        record, weights = training.train(
-            trainer,
-            self.batches[: self._steps(result)],
-            device=self._options.device,
-            keep_at=[self._steps(other) for other in self.results.values()],
-        )
+        steps = EMULATED_STEPS if result.emulated else len(self.batches)
+        record = training.train(trainer, self.batches[:steps], self._options.device)
         if name == BASELINE:
-            self._fp32_weights = weights
             self._note_unmoved(experiment.model)
-        steps = len(record.losses)
-        apart = training.distance(weights[steps], self._fp32_weights[steps])
-        record = replace(record, distance=apart)
         self._put(name, training=record)
         with self._recording_errors(name, "evaluating"):
             self._put(name, training=training.evaluated(record, trainer, experiment))
@@ -186,9 +175,8 @@ class _Run:
 
     def _note_unmoved(self, model: nn.Module) -> None:
         """Adds a note if training in fp32 left every parameter as it was."""
-        end = self._fp32_weights[len(self.batches)]
-        names = [name for name, _ in model.named_parameters() if name in end]
-        if all(torch.equal(end[name], self._start[name]) for name in names):
+        pairs = zip(model.parameters(), self._build().model.parameters(), strict=True)
+        if all(torch.equal(after.cpu(), before) for after, before in pairs):
             self.notes.append(
                 "Training in fp32 changed no parameter, so the losses compare nothing. Check that "
                 "the loss depends on the model and the learning rate is above 0."
@@ -203,7 +191,6 @@ class _Run:
         """
         gc.collect()  # memory of the previous level would count
         experiment = self._build()
-        experiment.model.load_state_dict(self._start)
         last = result.training if settled else None
         scale = INITIAL_SCALE if last is None else last.loss_scales[-1]
         trainer = prepare(result.level, experiment, self._options.device, loss_scale=scale)
@@ -224,9 +211,6 @@ class _Run:
         if not batches:
             raise TargetError("The target gives no batches.")
         return batches
-
-    def _steps(self, result: Result) -> int:
-        return min(len(self.batches), EMULATED_STEPS if result.emulated else len(self.batches))
 
     def _put(self, name: str, **found: Any) -> None:
         self.results[name] = replace(self.results[name], **found)
