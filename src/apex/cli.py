@@ -263,7 +263,7 @@ def _progress(stages: int) -> Callable[[str], object]:
 def _add_migrate(subparsers: Any) -> None:
     parser = _command(subparsers, "migrate", _migrate, "say which uses of apex in a script work")
     parser.epilog = (
-        "To move a script to torch.autocast and GradScaler by hand, see docs/migrating.md."
+        "To move a script to torch.autocast and GradScaler by hand, see docs/howto/torch_amp.md."
     )
     parser.add_argument(
         "path",

@@ -93,10 +93,7 @@ def test_all_examples_work_with_this_package():
 
 def test_attributes_of_optimizers_are_found_without_an_import():
     program = "self.optimizer._amp_stash.lazy_init_called = True\nopt.clip_master_grads(1.0)\n"
-    assert found(program) == [
-        (1, "optimizer._amp_stash"),
-        (2, "optimizer.clip_master_grads"),
-    ]
+    assert found(program) == [(1, "optimizer._amp_stash"), (2, "optimizer.clip_master_grads")]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

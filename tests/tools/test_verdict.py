@@ -152,8 +152,7 @@ def test_ties_are_named_and_the_simplest_level_wins(names, ties):
 @pytest.mark.parametrize(("size", "level"), [(10**9, "O4"), (10**6, "O0")])
 def test_much_less_memory_at_the_same_speed_is_a_gain(size, level):
     found = comparison_of(
-        result_of("O0", saved=size),
-        result_of("O4", saved=size // 2),
+        result_of("O0", saved=size), result_of("O4", saved=size // 2)
     ).recommendation
     assert found.level == level
     assert bool(re.search(r"50% less memory \(500 MB\), 1\.00x", found.text)) == (level == "O4")
@@ -189,11 +188,7 @@ def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, wh
 def test_the_reasons_give_time_loss_and_memory():
     masters = Stored(params=100, model=200, masters=400, optimizer=800)
     reasons = advised(result_of("O5", milliseconds=5.0, stored=masters)).reasons
-    assert [reason.partition(":")[0] for reason in reasons] == [
-        "Time",
-        "Final loss",
-        "Stored",
-    ]
+    assert [reason.partition(":")[0] for reason in reasons] == ["Time", "Final loss", "Stored"]
     assert "14.0 bytes per parameter, against 12.0" in reasons[2]
 
 

@@ -198,7 +198,7 @@ def _reached(prepared: PreparedOptimizer) -> bool:
 @untraced
 def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> None:
     """Warns of an optimizer's first step, or one that no ``scale_loss`` block has used yet."""
-    owner = prepared.owner
+    owner = prepared.session
     if owner is None or (prepared.used and (in_closure or prepared.steps)):
         return
     # Of several optimizers that a block names, one may have no gradient yet.

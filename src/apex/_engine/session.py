@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,23 +18,18 @@ from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import conversion
-from apex._engine import restore as restoring
 from apex._engine.autocast.ambient import settle
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import ModelPlan
 from apex._engine.ddp import DDPTracker
-from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.masters import LazyMaster, Master
+from apex._engine.masters import LazyMaster, Master, MasterTable
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import subclass, unprepared
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.optimizer.subclass import AmpOptimizer
-from apex._engine.readback import Readback
-from apex._engine.registry import MasterTable
-from apex._engine.scaler import Scaler, scaler_for
-from apex._engine.undo import Undo, all_or_nothing
+from apex._engine.restore import dtypes_of, match_states
+from apex._engine.scaler import PassEnd, Readback, Scaler, ScaleUpdate, scaler_for
 from apex._torch import fsdp
 
 Listener = Callable[["Session", PassEnd], None]
@@ -50,7 +46,6 @@ class Session:
         policy: The level, in today's terms.
         scalers: One per loss.
         region: Turns op casts on in forward passes; off at levels without op casts.
-        options: The options as the public API shows them.
         mistakes: The mistakes found in the training loop.
         ddp_tracker: Knows the DistributedDataParallel wrappers of the models.
         masters: The fp32 masters of the models' parameters.
@@ -100,7 +95,6 @@ class Session:
         self.ddp_tracker = DDPTracker(self.scalers, self.masters)
         self._shards: list[weakref.ref[object]] = []
         self._end: weakref.finalize[..., Session] | None = None
-        self.options: object = None
         self.mistakes = Mistakes()
         self.losses: Readback[int] | None = Readback()
         self.losses_given = 0
@@ -112,41 +106,39 @@ class Session:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         plan: ModelPlan,
-        *,
-        mixin: type[AmpOptimizer] = AmpOptimizer,
-        undo: Undo | None = None,
+        undo: ExitStack,
     ) -> None:
-        """Converts the models and binds the optimizers, all or nothing.
+        """Converts the models and binds the optimizers; ``undo`` receives the inverse of each step.
+
+        An inverse allocates no device memory: it may run because memory has run out.
 
         Args:
             models: Models checked by :func:`apex._engine.conversion.check`.
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
-            mixin: The overrides for the optimizers.
             undo: Receives the inverse.
         """
-        old_dtypes = restoring.dtypes_of(optimizers)
-        with all_or_nothing(undo) as steps:
-            for model in models:
-                conversion.hand_over(model, steps)
-            for model in models:
-                self._convert(model, plan, steps, trains=bool(optimizers))
-            for optimizer in optimizers:
-                self.bind(optimizer, mixin=mixin, undo=steps)
-            steps.push(self.close)
-            self.start()
-            self._models.update(models)
-            if self.policy.master_weights:
-                unprepared.hook.add(self)
-            restoring.match_states(optimizers, old_dtypes)
-            groups = (group for model in models for group in fsdp.param_groups(model))
-            self._shards += map(weakref.ref, groups)
+        old_dtypes = dtypes_of(optimizers)
+        for model in models:
+            conversion.hand_over(model, undo)
+        for model in models:
+            self._convert(model, plan, undo, trains=bool(optimizers))
+        for optimizer in optimizers:
+            self.bind(optimizer, undo)
+        undo.callback(self.close)
+        self.start()
+        self._models.update(models)
+        if self.policy.master_weights:
+            unprepared.hooks.add(self)
+        match_states(optimizers, old_dtypes)
+        groups = (group for model in models for group in fsdp.param_groups(model))
+        self._shards += map(weakref.ref, groups)
 
-    def _convert(self, model: nn.Module, plan: ModelPlan, undo: Undo, *, trains: bool) -> None:
+    def _convert(self, model: nn.Module, plan: ModelPlan, undo: ExitStack, *, trains: bool) -> None:
         before = conversion.floating_tensors(model)
-        undo.push(conversion.undo_convert, model)
+        undo.callback(conversion.undo_convert, model)
         conversion.convert(model, plan, self.region, self, undo)
-        undo.push(self.masters.release, model)
+        undo.callback(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 
     def _make_masters(
@@ -180,6 +172,7 @@ class Session:
             if self._functions is not None:
                 self._functions.apply()
             self.region.enter_ambient()
+            unprepared.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
 
@@ -195,21 +188,19 @@ class Session:
         """Whether the session has op casts and has not ended."""
         return self._end is not None and self._end.alive
 
-    def bind(
-        self,
-        optimizer: Optimizer,
-        *,
-        mixin: type[AmpOptimizer] = AmpOptimizer,
-        undo: Undo | None = None,
-    ) -> None:
-        """Binds one more optimizer; pushes the inverse to ``undo``."""
-        with all_or_nothing(undo) as steps:
-            prepared = PreparedOptimizer(optimizer, self)
-            steps.push(prepared.close)
-            steps.push(self.forget, prepared)
-            steps.push(subclass.unprepare_class, optimizer)
-            subclass.prepare_class(optimizer, prepared, mixin)
-            self.register(prepared)
+    @property
+    def deactivated(self) -> bool:
+        """Whether the session's op casts have ended before it."""
+        return self._end is not None and not self._end.alive
+
+    def bind(self, optimizer: Optimizer, undo: ExitStack) -> None:
+        """Binds one more optimizer; ``undo`` receives the inverse."""
+        prepared = PreparedOptimizer(optimizer, self)
+        undo.callback(prepared.close)
+        undo.callback(self.forget, prepared)
+        undo.callback(subclass.unprepare_class, optimizer)
+        subclass.prepare_class(optimizer, prepared)
+        self.register(prepared)
 
     def register(self, prepared: PreparedOptimizer) -> None:
         self._prepared_optimizers.add(prepared)
@@ -241,12 +232,13 @@ class Session:
         settle()
         owners: dict[Any, None] = {
             self: None,
-            **{prepared.owner: None for prepared in prepared_optimizers},
+            **{prepared.session: None for prepared in prepared_optimizers},
         }
         regions = [owner.region for owner in owners if owner.casting] or [self.region]
         # Gradients stay scaled until ranks share them: later passes add scaled ones.
         sends = [  # of each, as ranks may communicate here
-            each.owner is None or each.owner.ddp_tracker.sends(each) for each in prepared_optimizers
+            each.session is None or each.session.ddp_tracker.sends(each)
+            for each in prepared_optimizers
         ]
         delays = delay_unscale or not all(sends)
         sharing, others = [*prepared_optimizers], list[PreparedOptimizer]()
@@ -304,7 +296,7 @@ class Session:
         if (
             len(self._prepared_optimizers) == 1
             and len(prepared_optimizers) == 1
-            and prepared_optimizers[0].owner is self
+            and prepared_optimizers[0].session is self
         ):
             return
         trained = {id(param) for prepared in prepared_optimizers for param in prepared.trained()}

@@ -33,6 +33,7 @@ class AmpState:
         max_loss_scale: Likewise.
         functions: Functions that the user registered for casting.
         pending_states: Loss scales of a checkpoint that was loaded before any session existed.
+        options: The options of each session of ``initialize``.
         handle_of: Makes apex's handle of a session; :mod:`.handle` sets it.
     """
 
@@ -47,6 +48,7 @@ class AmpState:
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
         self.pending_states: list[scaler_states.State] = []
+        self.options: weakref.WeakKeyDictionary[Session, Properties] = weakref.WeakKeyDictionary()
         self._sessions: list[weakref.ref[Session]] = []
         self._init_handle: Any = None
 
@@ -68,7 +70,7 @@ class AmpState:
         failed, and other threads those that run.
         """
         for session in self.sessions():
-            if session.options is not None and not (session.models or session.prepared_optimizers):
+            if session in self.options and not (session.models or session.prepared_optimizers):
                 session.close()
                 self.discard(session)
 
@@ -79,7 +81,7 @@ class AmpState:
     def scaling(self) -> list[Session]:
         """Returns the sessions in ``amp.state_dict()``: of ``initialize``, or else of ``init``."""
         sessions = self.sessions()
-        return [session for session in sessions if session.options is not None] or sessions
+        return [session for session in sessions if session in self.options] or sessions
 
     def current(self) -> Session | None:
         """Returns the newest session of ``scaling``, if any."""
@@ -98,8 +100,8 @@ class AmpState:
 
     def is_on(self, session: Session) -> bool:
         """Returns whether ``session`` scales losses: False if a script unset its ``enabled``."""
-        options = session.options
-        return not isinstance(options, Properties) or bool(options.options["enabled"])
+        options = self.options.get(session)
+        return options is None or bool(options.options["enabled"])
 
     def hold_handle(self, handle: Any) -> None:
         """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""

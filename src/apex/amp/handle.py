@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import NoAutocastRegion, casts_off
+from apex._engine.autocast.region import AmbientRegion, NoAutocastRegion, casts_off
 from apex._engine.conversion import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -21,10 +21,10 @@ from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
 from apex.amp import report
 from apex.amp._amp_state import AmpState, _amp_state
-from apex.amp.optimizers import AmpStashOptimizer, unwrap, unwrapped
+from apex.amp.optimizers import unwrap, unwrapped
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
-from apex.amp.sessions import start_o1_session
+from apex.amp.sessions import start_init_session
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -134,7 +134,7 @@ class AmpHandle:
             verbose: Value of ``verbose``.
             session: A session with casts, which the handle keeps alive instead of starting one.
         """
-        self._session = start_o1_session(loss_scale) if session is None else session
+        self._session = start_init_session(loss_scale) if session is None else session
         self.verbose, self.has_cache = verbose, enable_caching
 
     def cast_in(self, models: Iterable[nn.Module]) -> None:
@@ -185,7 +185,9 @@ class AmpHandle:
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         own = unwrap(optimizer)
         if self._session is not None and prepared_state(own) is None:
-            self._session.bind(own, mixin=AmpStashOptimizer)
+            with ExitStack() as undo:
+                self._session.bind(own, undo)
+                undo.pop_all()
         return prepared_state(own)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
@@ -193,14 +195,19 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def _deactivate(self) -> None:
-        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``."""
+        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``.
+
+        As in apex, the session's models run under the casts of a later session.
+        """
         if self._session is None:
             return
         self._session.close()
+        for model in self._session.models:
+            set_region(model, AmbientRegion())
         for model in self._models:
             set_region(model, NoAutocastRegion())
         self._models = ()
-        if self._session.options is None:
+        if self._session not in _amp_state.options:
             _amp_state.discard(self._session)
 
     def _disable_casts(self) -> AbstractContextManager[None]:
@@ -298,11 +305,13 @@ def session_of(
     Raises:
         RuntimeError: If ``caller``, a public function, got an optimizer without a session.
     """
-    owners: set[Any] = {prepared and prepared.owner for prepared in prepared_optimizers}
-    session = None if owners else _amp_state.current()
-    if owners and None not in owners:
-        newest = [session for session in _amp_state.sessions() if session in owners][-1:]
-        session = newest[0] if newest else owners.pop()
+    sessions: set[Any] = {prepared and prepared.session for prepared in prepared_optimizers}
+    session = None if sessions else _amp_state.current()
+    if sessions and None not in sessions:
+        newest = [session for session in _amp_state.sessions() if session in sessions][-1:]
+        session = newest[0] if newest else sessions.pop()
+        if session.deactivated:  # apex's scalers are then the later call's
+            session = _amp_state.current() or session
     if session is not None:
         return session if _amp_state.is_on(session) else None
     if not any(prepared_optimizers) and not _amp_state.enabled:
@@ -313,7 +322,7 @@ def session_of(
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
     options = _amp_state.opt_properties.options if _amp_state.initialized else {}
     why = "got no optimizer that amp has prepared. Pass it to amp.initialize and use the result:"
-    if any(prepared is not None and prepared.owner is None for prepared in prepared_optimizers):
+    if any(prepared is not None and prepared.session is None for prepared in prepared_optimizers):
         why = (
             "got an unpickled optimizer, which has no amp session. Call amp.restore(model, "
             "optimizer) with the model it was saved with, and then"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,15 +13,11 @@ from torch.optim import Optimizer
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from
 from apex._engine import masters
-from apex._engine.gradients import PassGradients
 from apex._engine.masters import MasterPair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import AmpOptimizer, prepared_state
 from apex._torch.autograd import backward_id
-
-if TYPE_CHECKING:
-    from apex.amp.scaler import LossScaler
 
 
 def unwrap(optimizer: Any) -> Optimizer:
@@ -63,7 +60,7 @@ def _inside(optimizer: Any) -> Optimizer | None:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yields the parameters that the optimizer steps, which include any fp32 masters.
 
-    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. MasterTable
+    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Masters
     also receive the gradients of a plain ``loss.backward()``. Accepts unprepared optimizers, too.
 
     Raises:
@@ -88,8 +85,8 @@ def _warn_inside_block(prepared: PreparedOptimizer) -> None:
     opened = prepared.open_pass
     inside = opened is not None and opened.is_open and opened.gradients.scaled and prepared.pairs
     # While a pass runs, hooks may ask for the masters, for instance to step them.
-    if inside and prepared.owner is not None and backward_id() == -1:
-        prepared.owner.mistakes.warn(Mistake.CLIPPED_INSIDE)
+    if inside and prepared.session is not None and backward_id() == -1:
+        prepared.session.mistakes.warn(Mistake.CLIPPED_INSIDE)
 
 
 class AmpStash:
@@ -98,19 +95,16 @@ class AmpStash:
     Attributes:
         lazy_init_called: For scripts that set it; has no effect.
         already_patched: For scripts that set it; has no effect.
-        gradients: Those of a pass that a script has prepared by itself.
     """
 
     def __init__(self, prepared: PreparedOptimizer) -> None:
-        # Weak, as the prepared refers to this view: a cycle would delay the deletion of both.
         self._reference = weakref.ref(prepared)
         self.lazy_init_called = True
         self.already_patched = True
         self._scaled = False
-        self.gradients: PassGradients | None = None
 
     @property
-    def _binding(self) -> PreparedOptimizer:
+    def _prepared(self) -> PreparedOptimizer:
         prepared = self._reference()
         if prepared is None:
             raise RuntimeError("The optimizer of this _amp_stash has been deleted or restored.")
@@ -119,17 +113,17 @@ class AmpStash:
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """Low-precision model parameters with masters."""
-        return [pair.model for pair in self._binding.pairs]
+        return [pair.model for pair in self._prepared.pairs]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
         """The masters, in the order of ``all_fp16_params``."""
-        return [pair.master for pair in self._binding.pairs]
+        return [pair.master for pair in self._prepared.pairs]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Parameters that the optimizer steps directly, without masters."""
-        return list(self._binding.direct())
+        return list(self._prepared.direct())
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
@@ -148,7 +142,7 @@ class AmpStash:
 
     def _groups(self) -> list[list[MasterPair]]:
         """Returns the pairs of each group."""
-        prepared = self._binding
+        prepared = self._prepared
         # NVIDIA's FusedSGD steps its groups, whose masters it then finds here, by kernels for fp16.
         if not prepared.master_weights or is_from(prepared.optimizer, "apex.optimizers.fused_sgd"):
             raise AttributeError(
@@ -161,7 +155,7 @@ class AmpStash:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether ``delay_unscale`` left gradients scaled."""
-        opened = self._binding.open_pass
+        opened = self._prepared.open_pass
         return self._scaled or (opened is not None and not opened.is_open)
 
     @params_have_scaled_gradients.setter
@@ -169,49 +163,12 @@ class AmpStash:
         self._scaled = value
 
 
-class AmpStashOptimizer(AmpOptimizer):
-    """Overrides of a prepared optimizer, with the private names of apex that scripts use."""
-
-    @property
-    def _amp_stash(self) -> AmpStash:
-        prepared = _binding(self)
-        if not isinstance(prepared.view, AmpStash):
-            prepared.view = AmpStash(prepared)
-        return prepared.view
-
-    def _lazy_init_maybe_master_weights(self) -> None:
-        """Does nothing: masters exist from ``initialize`` on."""
-
-    def _amp_lazy_init(self) -> None:
-        """Does nothing: masters exist from ``initialize`` on."""
-        self._amp_stash.lazy_init_called = True
-
-    def _master_params_to_model_params(self) -> None:
-        """Writes the rounded masters into the model."""
-        masters.round_into_model(_binding(self).pairs)
-
-    def _prepare_amp_backward(self) -> None:
-        """Sets existing gradients aside before a backward pass."""
-        prepared = _binding(self)
-        prepared.adopt_new()
-        self._amp_stash.gradients = gradients = _gradients_of(prepared)
-        gradients.make_room()
-        prepared.used = True
-
-    def _post_amp_backward(self, scaler: LossScaler) -> None:
-        """Unscales the gradients of the pass and adds those set aside."""
-        gradients, self._amp_stash.gradients = self._amp_stash.gradients, None
-        if gradients is None:
-            gradients = _gradients_of(_binding(self))
-            gradients.mark()
-        gradients.receive(scaler._scaler, scaler._scaler.factor())
-        if scaler.dynamic:
-            _binding(self).note_overflow(scaler._scaler.found_inf)
+_stashes: WeakKeyDictionary[PreparedOptimizer, AmpStash] = WeakKeyDictionary()
 
 
-def _gradients_of(prepared: PreparedOptimizer) -> PassGradients:
-    return PassGradients(prepared.pairs, prepared.params(), scaled=True)
+def _stash_of(optimizer: Any) -> AmpStash:
+    prepared = cast(PreparedOptimizer, prepared_state(optimizer))
+    return _stashes.setdefault(prepared, AmpStash(prepared))
 
 
-def _binding(optimizer: Optimizer) -> PreparedOptimizer:
-    return cast(PreparedOptimizer, prepared_state(optimizer))
+AmpOptimizer._amp_stash = property(_stash_of)

@@ -22,6 +22,9 @@ __getattr__ = _unavailable.names_instead(
 )
 
 
+_VIEW = "_apex_view"
+"""Attribute of a scaler that holds its view: the two refer to each other, and live as long."""
+
 _OF_RULE = "_scale_seq_len", "_min_loss_scale", "_max_loss_scale"
 
 
@@ -82,13 +85,13 @@ class LossScaler:
     @classmethod
     def over(cls, scaler: Scaler) -> LossScaler:
         """Returns the one view of ``scaler``."""
-        if not isinstance(scaler.view, LossScaler):
+        if _VIEW not in vars(scaler):
             cls.__new__(cls)._view(scaler)
-        return cast(LossScaler, scaler.view)
+        return cast(LossScaler, vars(scaler)[_VIEW])
 
     def _view(self, scaler: Scaler) -> None:
         self._scaler = scaler
-        scaler.view = self
+        vars(scaler)[_VIEW] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the values under apex's names, for an independent copy; waits for the device."""
@@ -233,7 +236,7 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
     over ranks that hold different parts of a model. The gradients are unscaled by then, so
     ``unscale`` gets empty lists.
     """
-    known: Any = scaler.view or LossScaler
+    known: Any = vars(scaler).get(_VIEW, LossScaler)
     found = {name: getattr(known, name) for name in _REPLACEABLE}
     own = [
         name for name, fn in found.items() if getattr(fn, "__func__", fn) is not _REPLACEABLE[name]

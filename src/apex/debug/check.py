@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.subclass import ATTRIBUTE, own_class, prepared_state
-from apex._engine.session import Session
 from apex._torch import dtensor
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
@@ -55,8 +54,8 @@ def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[Nonfi
     if model is not None:
         arguments.module("amp.debug.why_skipped", model)
         models = [model]
-    elif prepared is not None and isinstance(prepared.owner, Session):
-        models = prepared.owner.models
+    elif prepared is not None and prepared.session is not None:
+        models = prepared.session.models
     return nonfinite_gradients(own, map(unwrapped, models))
 
 

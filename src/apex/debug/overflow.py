@@ -536,8 +536,8 @@ class OverflowDetector(Detector):
     def _sessions(self) -> list[Session]:
         """Returns the sessions of the models and of modules inside them."""
         parts = (part for model in self.tracker.models for part in model.modules())
-        owners = dict.fromkeys(state.link.source for part in parts if (state := state_of(part)))
-        return [owner for owner in owners if isinstance(owner, Session)]
+        sessions = dict.fromkeys(state.link.session for part in parts if (state := state_of(part)))
+        return [session for session in sessions if session is not None]
 
 
 def _outputs(call: Call, result: Any) -> Iterator[Tensor]:

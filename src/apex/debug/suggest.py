@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -313,7 +313,9 @@ class _Trials:
         inputs.check_models([model], plan, op_casts=False)
         session = new_session(self._policy, ScaleRule(), models=[model])
         try:
-            session.prepare([model], [], plan)
+            with ExitStack() as undo:
+                session.prepare([model], [], plan, undo)
+                undo.pop_all()
             yield session
         finally:
             session.close()

@@ -20,9 +20,8 @@ from apex._core import finite
 from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._core.param_groups import params_of
-from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.optimizer.subclass import prepared_state
-from apex._engine.readback import Readback
+from apex._engine.scaler import PassEnd, Readback, ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
@@ -38,13 +37,13 @@ _log = logging.getLogger("apex")
 def _session_of(caller: str, optimizer: Optimizer) -> Session:
     """Returns the session of the ``amp.initialize`` call that prepared the optimizer."""
     prepared = prepared_state(optimizer)
-    if prepared is None or prepared.owner is None:
+    if prepared is None or prepared.session is None:
         raise ValueError(
             f"amp.debug.{caller} got an optimizer that amp has not prepared, or whose amp session "
             "is gone, as in a copy. Pass it to amp.initialize(model, optimizer) and use the one "
             "returned. A loop without amp.initialize is traced by `apex trace train.py`."
         )
-    return cast(Session, prepared.owner)
+    return prepared.session
 
 
 def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], None]:

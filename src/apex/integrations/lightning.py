@@ -271,4 +271,4 @@ def _evaluates(optimizer: Optimizer) -> bool:
         return issubclass(own, LBFGS)
     closure = inspect.signature(own.step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
-    return needed or prepared is None or prepared.owner is None or not prepared.owner.can_skip
+    return needed or prepared is None or prepared.session is None or not prepared.session.can_skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -12,12 +14,15 @@ from apex._engine.conversion.plan import ModelPlan, Region
 from apex._engine.conversion.state import STATE, ModelState, stash_forward, state_of, undo_convert
 from apex._engine.conversion.state_dict import MasterLink
 from apex._engine.conversion.subclass import convert_class
-from apex._engine.owner import Owner
-from apex._engine.undo import Undo
 from apex._torch import fsdp
 
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
-def convert(model: nn.Module, plan: ModelPlan, region: Region, session: Owner, undo: Undo) -> None:
+
+def convert(
+    model: nn.Module, plan: ModelPlan, region: Region, session: Session | None, undo: ExitStack
+) -> None:
     """Converts ``model`` by ``plan``, in place; on failure, call :func:`undo_convert`.
 
     Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call
@@ -50,7 +55,9 @@ def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tenso
     if state is None or params.isdisjoint(map(id, model.parameters())):
         return []
     before = floating_tensors(model)
-    state.apply(model)
+    with ExitStack() as undo:
+        state.apply(model, undo)
+        undo.pop_all()
     return [(now, value) for now, value in before if value.dtype is not now.dtype]
 
 
@@ -67,7 +74,7 @@ def set_region(model: nn.Module, region: Region) -> None:
         state.region = region
 
 
-def hand_over(model: nn.Module, undo: Undo) -> None:
+def hand_over(model: nn.Module, undo: ExitStack) -> None:
     """Makes a converted model plain for another conversion; pushes the inverse to ``undo``.
 
     Only for plans that do not cast weights to 16 bits. Does nothing to a plain model.
@@ -75,4 +82,4 @@ def hand_over(model: nn.Module, undo: Undo) -> None:
     state = state_of(model)
     if state is not None:
         undo_convert(model)
-        undo.push(convert, model, state.plan, state.region, state.link.source, Undo())
+        undo.callback(convert, model, state.plan, state.region, state.link.session, ExitStack())

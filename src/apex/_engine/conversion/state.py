@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,6 @@ from apex._engine.autocast.region import NoAutocastRegion
 from apex._engine.conversion.notes import Writes
 from apex._engine.conversion.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
 from apex._engine.conversion.state_dict import Fp32Hooks, MasterLink
-from apex._engine.undo import Undo, all_or_nothing
 from apex._pickle import empty, rebuild
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
@@ -53,28 +53,26 @@ class ModelState:
         """Rounds written masters into the model, and records the active DDP wrapper."""
         if not traced:
             self.link.write_back()
-        source, wrapper = self.link.source, active_wrapper()
-        if source is not None and wrapper is not None:
-            source.ddp_tracker.note(wrapper, traced=traced)
+        session, wrapper = self.link.session, active_wrapper()
+        if session is not None and wrapper is not None:
+            session.ddp_tracker.note(wrapper, traced=traced)
 
     @at_tracing
     def begin_traced_forward(self) -> None:
         """Records, while dynamo traces a forward pass, what compiled code cannot."""
         self.begin_forward(traced=True)
 
-    def apply(self, model: nn.Module, undo: Undo | None = None) -> None:
-        """Casts parameters and buffers and attaches the hooks; on failure, reverts the casts.
+    def apply(self, model: nn.Module, undo: ExitStack) -> None:
+        """Casts parameters and buffers and attaches the hooks; ``undo`` receives the inverse.
 
-        May be called again: casts what was added to the model. ``undo`` receives the inverse of the
-        casts.
+        May be called again: casts what was added to the model.
         """
         names = positional_names(self.inner_forward or model.forward)
         named = self.plan.fp32_inputs
         self.uncast = (*named, *(at for at, name in enumerate(names) if name in named))
-        with all_or_nothing(undo) as casts:
-            for _, tensor, dtype in planned_dtypes(model, self.plan):
-                if tensor.dtype is not dtype and dtypes.is_castable(tensor):
-                    set_in_place(tensor, tensor.detach().to(dtype), casts)
+        for _, tensor, dtype in planned_dtypes(model, self.plan):
+            if tensor.dtype is not dtype and dtypes.is_castable(tensor):
+                set_in_place(tensor, tensor.detach().to(dtype), undo)
         if self.plan.casts_down:
             self._attach_hooks(model)
         flatten_rnns(model)
@@ -224,11 +222,12 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
     if state is None:
         return
     state.link.write_back()
-    with all_or_nothing() as undo:
+    with ExitStack() as undo:
         for tensor in [*model.parameters(), *model.buffers()] if state.plan.casts_down else ():
             if dtypes.is_low_precision(tensor):
                 exact = state.link.exact(tensor, tensor, (masters or {}).get(id(tensor)))
                 set_in_place(tensor, exact, undo)
+        undo.pop_all()
     undo_convert(model)
     flatten_rnns(model)
 
@@ -258,11 +257,11 @@ def flatten_rnns(model: nn.Module) -> None:
 # -- dtype changes in place ----------------------------------------------------------------------
 
 
-def set_in_place(tensor: Tensor, value: Tensor, undo: Undo) -> None:
+def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
     """Gives ``tensor`` the storage and dtype of ``value``, its gradient the same dtype."""
     grad = tensor.grad if tensor.is_leaf else None
     new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
-    undo.push(assign, tensor, tensor.data, grad)
+    undo.callback(assign, tensor, tensor.data, grad)
     assign(tensor, value, new_grad)
 
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
-from apex._engine.owner import Owner
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
 _log = logging.getLogger("apex")
 
@@ -33,39 +35,39 @@ Entries = MutableMapping[str, Any]
 class MasterLink:
     """Connects a converted model's modules to the masters of their parameters.
 
-    A deep copy keeps a weak link to the original's source, which has the copy's masters if an
+    A deep copy keeps a weak link to the original's session, which has the copy's masters if an
     optimizer was copied with it. A pickle keeps no link.
     """
 
-    def __init__(self, session: Owner | None = None) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
-        self._session = session
-        self._origin: weakref.ref[Owner] | None = None
+        self._kept_alive = session
+        self._copied_from: weakref.ref[Session] | None = None
         self._made: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
         self._latest: Tensor | None = None
         self._told = False
 
     @property
-    def source(self) -> Owner | None:
+    def session(self) -> Session | None:
         """The session of the modules' masters, or ``None``."""
-        return self._session if self._origin is None else self._origin()
+        return self._kept_alive if self._copied_from is None else self._copied_from()
 
     def write_back(self) -> None:
         """Rounds written masters into the model."""
-        if (source := self.source) is not None:
-            source.masters.write_back()
+        if (session := self.session) is not None:
+            session.masters.write_back()
 
     def has_master(self, tensor: Tensor) -> bool:
         """Returns whether a parameter has a master."""
-        source = self.source
-        return source is not None and isinstance(source.masters.master_of(tensor), nn.Parameter)
+        session = self.session
+        return session is not None and isinstance(session.masters.master_of(tensor), nn.Parameter)
 
     def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
         """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
 
         ``other`` is a master that the link may not know.
         """
-        known = None if (source := self.source) is None else source.masters.master_of(tensor)
+        known = None if (session := self.session) is None else session.masters.master_of(tensor)
         return exact_value(entry, [known, other])
 
     def save(self, destination: Entries, key: str, tensor: Tensor) -> None:
@@ -80,7 +82,7 @@ class MasterLink:
         if exact is None or destination.get(first) is not exact:
             exact = self.exact(tensor, entry)
             self._made[id(tensor)] = key, weakref.ref(exact)
-            if self._origin is not None:
+            if self._copied_from is not None:
                 self._note_average(exact)
         destination[key] = exact
 
@@ -95,14 +97,14 @@ class MasterLink:
         self._latest = None if made.is_inference() else made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
-        """Returns a link to the same source, which the copy does not keep alive."""
+        """Returns a link to the same session, which the copy does not keep alive."""
         new = memo[id(self)] = MasterLink()
-        source = self.source
-        new._origin = None if source is None else weakref.ref(source)
+        session = self.session
+        new._copied_from = None if session is None else weakref.ref(session)
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles without any source."""
+        """Pickles without a session."""
         return rebuild, ("master_link",)
 
 
@@ -142,9 +144,9 @@ class Fp32Hooks:
                 "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
                 "loading and amp.initialize after."
             )
-        if (source := self._link.source) is not None:
+        if (session := self._link.session) is not None:
             own = [(tensor, loaded.get(prefix + key)) for key, tensor in own_tensors(module)]
-            source.masters.expect(
+            session.masters.expect(
                 (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
             )
 

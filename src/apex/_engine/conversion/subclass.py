@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +59,8 @@ class Converted(nn.Module):
         """Clears the gradients of the parameters and of their masters."""
         _own_class(self).zero_grad(self, set_to_none)
         state = state_of(self)
-        if state is not None and state.link.source is not None:
-            state.link.source.clear_grads(self.parameters(), set_to_none=set_to_none)
+        if state is not None and state.link.session is not None:
+            state.link.session.clear_grads(self.parameters(), set_to_none=set_to_none)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
@@ -97,7 +97,7 @@ class Converted(nn.Module):
         with _as_plain(self):
             new = copy.deepcopy(self, memo)
         state = None if new is self else state_of(self)
-        if state is not None and state.link.source is not None:
+        if state is not None and state.link.session is not None:
             state.writes.note_copy(new)
         return _continue(new, copy.deepcopy(state, memo))
 
@@ -121,7 +121,9 @@ def _continue(model: Any, state: ModelState | None) -> Any:
         convert_class(model)
         model.__dict__[STATE] = state
         stash_forward(model, state)
-        state.apply(model)
+        with ExitStack() as undo:
+            state.apply(model, undo)
+            undo.pop_all()
     return model
 
 

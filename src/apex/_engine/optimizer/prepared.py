@@ -6,25 +6,25 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes, finite
-from apex._core.param_groups import is_trained, params_in, params_of
+from apex._core.param_groups import exchange, is_trained, move_state, params_in, params_of
 from apex._engine import masters
-from apex._engine.gradients import PassGradients
-from apex._engine.masters import LazyMaster, Master, MasterPair
-from apex._engine.optimizer.exchange import exchange
-from apex._engine.owner import Owner
-from apex._engine.registry import MasterTable
+from apex._engine.masters import LazyMaster, Master, MasterPair, MasterTable
 from apex._pickle import empty
 from apex._torch import parameters
 from apex._torch.autograd import backward_id
-from apex._torch.copies import HostCopy
+from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
+
+if TYPE_CHECKING:
+    from apex._engine.backward import PassGradients
+    from apex._engine.session import Session
 
 _dtype = operator.attrgetter("dtype")
 
@@ -44,10 +44,9 @@ class PreparedOptimizer:
 
     Attributes:
         pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
-        owner: The session, kept alive; ``None`` in an unpickled optimizer.
+        session: Kept alive; ``None`` in an unpickled optimizer.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
-        view: Space for the compatibility view of this prepared.
         open_pass: The backward pass still to be finished, if any.
         found_inf: Whether a pass since the last step overflowed, 0-d fp32; stays in place, for CUDA
             graphs. ``None`` before the first checked pass.
@@ -60,20 +59,19 @@ class PreparedOptimizer:
         shared: The ids of pairs that other optimizers step, too; set by the step.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
+    def __init__(self, optimizer: Optimizer, session: Session) -> None:
         """Puts masters into the optimizer's groups and moves its state to them.
 
         Args:
             optimizer: Any optimizer; its group dicts and lists keep their identity.
-            owner: The session.
+            session: Has the masters.
         """
         self.attach(optimizer)
         self.pairs: list[MasterPair] = []
-        self.master_weights = owner.policy.master_weights
-        self.owner: Owner | None = owner
+        self.master_weights = session.policy.master_weights
+        self.session: Session | None = session
         self.inner_step: Callable[..., Any] | None = None
-        self.view: object = None
-        self._source = owner.masters
+        self._masters = session.masters
         self._begin_anew()
         self.adopt(optimizer.param_groups)
 
@@ -84,7 +82,11 @@ class PreparedOptimizer:
         self.skipped: Tensor | bool = False
         self.steps = 0
         self.shared: set[int] = set()
+        # Gradients that each replay of a CUDA graph writes anew: those of its last block, of which
+        # no step was captured. None without such a graph.
+        self._captured: list[tuple[Tensor, Tensor]] | None = None
         self._skip_copy: HostCopy | None = None
+        self.own_pass: PassGradients | None = None
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class PreparedOptimizer:
             return
         params = params_in(groups)
         low = [param for param in params if dtypes.is_low_precision(param) and is_trained(param)]
-        made = {id(param): self._source.make(param, self) for param in low}
+        made = {id(param): self._masters.make(param, self) for param in low}
         known = {id(pair.model) for pair in self.pairs}
         self.pairs += [pair for key, pair in made.items() if key not in known]
         exchange(self.optimizer, {key: pair.master for key, pair in made.items()})
@@ -160,7 +162,8 @@ class PreparedOptimizer:
     def read_masters(self) -> None:
         """Has masters follow written weights, for a script that asks for them or for the step."""
         self.adopt_new()
-        masters.follow(self.pairs)
+        if masters.follow(self.pairs):
+            move_state(self.optimizer)
 
     @untraced
     def settle(self) -> None:
@@ -201,7 +204,7 @@ class PreparedOptimizer:
 
     def tell_cleared(self) -> None:
         """Tells every optimizer of the session that this one's gradients are cleared."""
-        prepared_optimizers = [self] if self.owner is None else self.owner.prepared_optimizers
+        prepared_optimizers = [self] if self.session is None else self.session.prepared_optimizers
         told = [
             each for each in prepared_optimizers if each.open_pass is not None or each.got_scaled
         ]
@@ -223,6 +226,39 @@ class PreparedOptimizer:
         if opened is not None:
             opened.gradients.note_cleared(params)
 
+    def keep_captured(self) -> None:
+        """Keeps the gradients of a block that a CUDA graph captures, for steps after replays."""
+        self._captured = []
+        for pair in self.pairs:
+            param = pair.master if pair.waiting is None else pair.model
+            grad = parameters.grad_of(param)
+            if grad is not None:
+                self._captured.append((param, grad))
+
+    def _use_captured(self) -> None:
+        """Checks, at a step, the gradients that a CUDA graph has captured; a captured step ends it.
+
+        Raises:
+            RuntimeError: If they were cleared, so that no replay trains anything.
+        """
+        if capturing(self.params()[0].device):
+            self._captured = None
+        elif not self.has_grads():
+            raise RuntimeError(
+                "optimizer.step() has no gradients, although a CUDA graph has captured a "
+                "scale_loss block: they were cleared after the capture, while each replay writes "
+                "the same tensors. Call optimizer.zero_grad() before the capture only, or capture "
+                "the step, too."
+            )
+
+    def _put_captured_back(self) -> None:
+        """Gives parameters the gradients that the next replay of a CUDA graph writes."""
+        for param, grad in self._captured or ():
+            parameters.set_grad(param, grad)
+        if self.found_inf is not None:
+            self.found_inf.zero_()  # the step has used it
+            self.checked = True
+
     # -- overflow ----------------------------------------------------------------------------
 
     def note_overflow(self, found_inf: Tensor) -> None:
@@ -239,6 +275,13 @@ class PreparedOptimizer:
         """Returns whether the next step is skipped."""
         if not self.checked or self.found_inf is None:
             return False
+        if capturing(self.found_inf.device):
+            raise RuntimeError(
+                f"A CUDA graph captures the step of {type(self.optimizer).__name__}, which asks on "
+                "the host whether to skip it. Use an optimizer that skips on the device "
+                "(fused=True of torch.optim, SGD with momentum after its first step; those of "
+                "apex.optimizers), a static loss_scale, or call optimizer.step() outside the graph."
+            )
         return bool(self.found_inf.tolist())  # sync: an optimizer in Python needs the answer
 
     @untraced
@@ -255,12 +298,14 @@ class PreparedOptimizer:
 
         Finishes an open pass, except before a closure, whose own pass may go on with it.
         """
+        if self._captured is not None:
+            self._use_captured()
         if closure:
             self.read_masters()
         else:
             self.settle()
         self.steps += 1
-        sharers = self.owner.others([self]) if self.owner is not None and self.pairs else ()
+        sharers = self.session.others([self]) if self.session is not None and self.pairs else ()
         self.shared = {id(pair) for each, shares in sharers if shares for pair in each.pairs}
         masters.drop_unsent_bits(self.pairs)
         for pair in self.pairs:
@@ -278,6 +323,8 @@ class PreparedOptimizer:
         for pair in self.pairs:
             pair.end_step(shared=id(pair) in self.shared)
         self.checked = self.stepping = False
+        if self._captured is not None:
+            self._put_captured_back()
 
     def skipped_on_host(self) -> bool | None:
         """Returns whether the last step was skipped, None until the answer has arrived."""
@@ -299,11 +346,11 @@ class PreparedOptimizer:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        new.owner = self.owner
-        if new.owner is not None:
-            new._source = new.owner.masters
-            new.owner.register(new)
-        new._source.hold(new.pairs, new)
+        new.session = self.session
+        if new.session is not None:
+            new._masters = new.session.masters
+            new.session.register(new)
+        new._masters.hold(new.pairs, new)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -317,8 +364,8 @@ class PreparedOptimizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pairs, self.master_weights = state["pairs"], bool(state["master_weights"])
-        self.owner = self.inner_step = self.view = None
+        self.session = self.inner_step = None
         lazy = any(isinstance(pair.master, LazyMaster) for pair in self.pairs)
-        self._source = MasterTable(LazyMaster) if lazy else MasterTable()
-        self._source.hold(self.pairs, self)
+        self._masters = MasterTable(LazyMaster) if lazy else MasterTable()
+        self._masters.hold(self.pairs, self)
         self._begin_anew()

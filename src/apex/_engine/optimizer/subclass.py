@@ -7,18 +7,19 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 from torch.optim import Optimizer
 
-from apex._core.mixins import mixin_of, plain_class, with_mixin
+from apex._core.mixins import plain_class, with_mixin
+from apex._core.param_groups import optimizers_in
+from apex._engine import masters
+from apex._engine.backward import PassGradients
 from apex._engine.masters import PREPARED
 from apex._engine.mistakes import BLOCK
-from apex._engine.optimizer import closures
-from apex._engine.optimizer import step as stepping
-from apex._engine.optimizer.exchange import optimizers_in
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.undo import all_or_nothing
+from apex._engine.optimizer.step import step, step_with_closure
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 from apex._torch.parameters import without_overrides
@@ -35,7 +36,8 @@ class AmpOptimizer(Optimizer):
     optimizer's class.
     """
 
-    _apex_binding: PreparedOptimizer | None
+    _amp_stash: Any
+    """apex's view of the state, which :mod:`apex.amp.optimizers` defines."""
 
     def __init_subclass__(cls) -> None:
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
@@ -57,8 +59,8 @@ class AmpOptimizer(Optimizer):
         if prepared.stepping:  # an optimizer inside another: the step has begun
             return run() if closure is None else run(closure)
         if closure is None:
-            return stepping.step(prepared, run)
-        return closures.step(prepared, run, closure)
+            return step(prepared, run)
+        return step_with_closure(prepared, run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
@@ -114,8 +116,8 @@ class AmpOptimizer(Optimizer):
         if prepared is None:
             super().add_param_group(param_group)
             return
-        with all_or_nothing() as undo:
-            undo.push(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
+        with ExitStack() as undo:
+            undo.callback(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             if prepared.steps_any(group["params"]):
@@ -123,9 +125,10 @@ class AmpOptimizer(Optimizer):
                     "add_param_group got a parameter that is already in a group of this "
                     "optimizer, as its fp32 master. Each parameter may be in one group only."
                 )
-            if prepared.owner is not None:
-                prepared.owner.convert_late(group["params"])
+            if prepared.session is not None:
+                prepared.session.convert_late(group["params"])
             prepared.adopt([group])
+            undo.pop_all()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
@@ -133,9 +136,41 @@ class AmpOptimizer(Optimizer):
         function, arguments, *rest = reduced
         own = own_class(type(self))
         arguments = tuple(own if item is type(self) else item for item in arguments)
-        mixin = mixin_of(type(self))
-        named = None if mixin is AmpOptimizer else mixin
-        return (rebuild, ("optimizer", named, function, arguments), *rest)
+        return (rebuild, ("optimizer", function, arguments), *rest)
+
+    # -- private names of apex that scripts use ---------------------------------------------------
+
+    def _lazy_init_maybe_master_weights(self) -> None:
+        """Does nothing: masters exist from ``initialize`` on."""
+
+    def _amp_lazy_init(self) -> None:
+        """Does nothing: masters exist from ``initialize`` on."""
+        self._amp_stash.lazy_init_called = True
+
+    def _master_params_to_model_params(self) -> None:
+        """Writes the rounded masters into the model."""
+        masters.round_into_model(cast(PreparedOptimizer, prepared_state(self)).pairs)
+
+    def _prepare_amp_backward(self) -> None:
+        """Sets existing gradients aside before a backward pass."""
+        prepared = cast(PreparedOptimizer, prepared_state(self))
+        prepared.adopt_new()
+        prepared.own_pass = PassGradients(prepared.pairs, prepared.params(), scaled=True)
+        prepared.own_pass.make_room()
+        prepared.used = True
+
+    def _post_amp_backward(self, scaler: Any) -> None:
+        """Unscales the gradients of the pass by apex's view of a scaler, adds those set aside."""
+        prepared = cast(PreparedOptimizer, prepared_state(self))
+        gradients, prepared.own_pass = prepared.own_pass, None
+        if gradients is None:
+            gradients = PassGradients(prepared.pairs, prepared.params(), scaled=True)
+            gradients.mark()
+        gradients.receive(scaler._scaler, scaler._scaler.factor())
+        if scaler.dynamic:
+            prepared.note_overflow(scaler._scaler.found_inf)
+
+    # -- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), ATTRIBUTE: prepared_state(self)}
@@ -158,28 +193,24 @@ def prepared_state(optimizer: Optimizer) -> PreparedOptimizer | None:
     return prepared
 
 
-def prepare_class(
-    optimizer: Optimizer, prepared: PreparedOptimizer, mixin: type[AmpOptimizer]
-) -> None:
+def prepare_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
     """Gives ``optimizer``, and those that it holds, their generated class and one prepared.
 
     A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
     """
     inner = optimizer.__dict__.get("step")
-    _set_class(optimizer, prepared, mixin)
+    _set_class(optimizer, prepared)
     if inner is not None:
         prepared.inner_step = inner
         optimizer.__dict__["step"] = _wrap_step(optimizer, inner)
     for held in optimizers_in(optimizer):
         if ATTRIBUTE not in vars(held) and "step" not in vars(held):
-            _set_class(held, prepared, mixin)
+            _set_class(held, prepared)
 
 
-def _set_class(
-    optimizer: Optimizer, prepared: PreparedOptimizer, mixin: type[AmpOptimizer]
-) -> None:
+def _set_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
     # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
-    optimizer.__class__ = with_mixin(mixin, own_class(type(optimizer)))
+    optimizer.__class__ = with_mixin(AmpOptimizer, own_class(type(optimizer)))
     optimizer.__dict__[ATTRIBUTE] = prepared
 
 
@@ -201,14 +232,12 @@ def own_class(kind: type[Optimizer]) -> type[Optimizer]:
     return plain_class(kind)
 
 
-def rebuild_optimizer(
-    mixin: type[AmpOptimizer] | None, function: Callable[..., Any], arguments: Any
-) -> Any:
+def rebuild_optimizer(function: Callable[..., Any], arguments: Any) -> Any:
     """Rebuilds a pickled bound optimizer; its state, with the prepared, is set afterwards."""
     optimizer = function(*arguments)
     # In a fresh process, the own class's step may not be wrapped with hooks yet.
     optimizer._patch_step_function()
-    optimizer.__class__ = with_mixin(mixin or AmpOptimizer, type(optimizer))
+    optimizer.__class__ = with_mixin(AmpOptimizer, type(optimizer))
     return optimizer
 
 
