@@ -9,6 +9,7 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from apex.tools.errors import InputError
 
@@ -68,26 +69,46 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {lower[similar[0]]}?" if similar else ""
 
 
-def of_module_level(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yields the nodes that executing a module runs, its functions and ``__main__`` block aside."""
-    waiting: list[ast.AST] = [tree]
+def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes in a module's, a class's or a function's own scope, inner scopes aside."""
+    waiting = [*ast.iter_child_nodes(scope)]
     while waiting:
         node = waiting.pop()
         yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
-            continue
-        waiting += ast.iter_child_nodes(node)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
 
 
 def bound_by(node: ast.AST) -> str | None:
     """Returns the name that a node binds."""
     match node:
-        case ast.Name(id=name, ctx=ast.Store()):
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
             return name
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return name
         case ast.alias(name=name, asname=alias):
             return alias or name.partition(".")[0]
     return None
+
+
+class Imported(NamedTuple):
+    """What an import binds a name to: a module, or a name in it."""
+
+    module: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Returns the full name."""
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+
+def imported_by(node: ast.AST) -> Iterator[tuple[str, Imported]]:
+    """Yields each name that an import binds, and to what; a relative import's module is empty."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            yield name, Imported(alias.name if alias.asname else name)
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            module = "" if node.level else node.module or ""
+            yield alias.asname or alias.name, Imported(module, alias.name)

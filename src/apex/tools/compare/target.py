@@ -132,7 +132,8 @@ def _look_at(path: Path, function: str) -> None:
         raise TargetError(f"{path} cannot be read as Python: {why}") from error
     except ValueError as error:  # null bytes, before Python 3.12
         raise TargetError(f"{path} cannot be read as Python: {error}.") from error
-    top = [*source.of_module_level(tree)]
+    executed = [part for part in tree.body if not _is_main_block(part)]
+    top = [*source.of_scope(ast.Module(executed, []))]
     names = {source.bound_by(node) for node in top}
     if function and function not in names and "*" not in names:
         similar = source.did_you_mean(function, filter(None, names))
@@ -147,6 +148,10 @@ def _look_at(path: Path, function: str) -> None:
         )
     if "amp.initialize(" in ast.unparse(tree):
         raise TargetError(f"{path} {_INITIALIZE} Nothing was run.")
+
+
+def _is_main_block(part: ast.stmt) -> bool:
+    return isinstance(part, ast.If) and "__main__" in ast.unparse(part.test)
 
 
 def _calls_backward(nodes: Iterable[ast.AST]) -> bool:

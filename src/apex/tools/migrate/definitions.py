@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from apex.tools.source import bound_by, of_module_level
+from apex.tools.source import Imported, bound_by, imported_by, of_scope
 
 ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """The top-level modules of this distribution."""
@@ -62,13 +62,6 @@ def _find(module: str, parts: list[str]) -> Definition:
     return Definition(module, part) if _file(inner) is None else _find(inner, rest)
 
 
-class Imported(NamedTuple):
-    """An imported module, or a name of one."""
-
-    module: str
-    name: str = ""
-
-
 @cache
 def bindings(module: str) -> Mapping[str, ast.AST | Imported]:
     """Returns the names that a module of this distribution binds, with what binds or holds them."""
@@ -76,15 +69,9 @@ def bindings(module: str) -> Mapping[str, ast.AST | Imported]:
     if file is None:
         return {}
     bound: dict[str, ast.AST | Imported] = {}
-    for node in of_module_level(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                bound[alias.asname or alias.name] = Imported(str(node.module), alias.name)
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                bound[name] = Imported(alias.name if alias.asname else name)
-        elif not isinstance(node, ast.alias):
+    for node in of_scope(ast.parse(file.read_bytes())):
+        bound.update(imported_by(node))
+        if not isinstance(node, ast.alias):
             bound[bound_by(node) or ""] = node
     return bound
 

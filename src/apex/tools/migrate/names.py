@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import symtable
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from apex.tools.migrate.definitions import ROOTS, is_of_apex
 from apex.tools.migrate.notes import CLIPPING, OPTIMIZER, OPTIMIZERS
+from apex.tools.source import bound_by, imported_by, of_scope
 
 MASTER_LEVELS = ("O2", "O5")
 """Levels whose optimizer steps with fp32 copies of the model's gradients."""
@@ -43,79 +42,73 @@ def names(text: str) -> list[Name]:
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes are the script's concern
-        visitor = _Visitor(symtable.symtable(text, "script", "exec"))
-        visitor.visit(ast.parse(text))
-    return sorted(visitor.found(), key=lambda name: name.line)
+        tree = ast.parse(text)
+    visitor = _Visitor(tree)
+    visitor.visit(tree)
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    if any(level in constants for level in MASTER_LEVELS):
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        visitor.found += [Name(CLIPPING, call.lineno) for call in calls if _clips_a_model(call)]
+    return sorted(visitor.found, key=lambda name: name.line)
 
 
 class _Visitor(ast.NodeVisitor):
-    """Visits a script; Python's symbol table says which scope binds a name."""
+    """Visits a script, and knows what the scopes around a node bind to apex."""
 
-    def __init__(self, module: symtable.SymbolTable) -> None:
-        self._tables = [module]  # of the scopes around the visited node
-        self._imports: dict[tuple[int, str], set[str]] = defaultdict(set)
-        self._direct: list[Name] = []
-        self._reads: list[tuple[int, str, list[str], Name]] = []
+    def __init__(self, tree: ast.Module) -> None:
+        self.found: list[Name] = []
+        self._scopes: list[tuple[ast.AST, dict[str, str]]] = []
         self._calls: dict[ast.expr, tuple[str, ...]] = {}
-        self._clipped: list[Name] = []
-        self._has_masters = False
+        self._shared: dict[str, str] = {}  # names declared global or nonlocal anywhere
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global | ast.Nonlocal):
+                self._shared |= dict.fromkeys(node.names, "")
+        everywhere = _bound_by(ast.walk(tree))
+        self._shared = {name: everywhere.get(name, "") for name in self._shared}
 
-    def found(self) -> Iterator[Name]:
-        """Yields the names; an import may stand below the function that reads it."""
-        yield from self._direct
-        if self._has_masters:
-            yield from self._clipped
-        for owner, root, attributes, use in self._reads:
-            # Of several imports (`try` and `except`), apex's wins.
-            imported = min(filter(is_of_apex, self._imports[owner, root]), default=None)
-            full = ".".join([imported or root, *attributes])
-            if imported is not None and full not in ROOTS:  # `apex is None` adds nothing
-                yield Name(full, use.line, use.keywords)
-            for attribute in () if imported is not None else attributes:
-                if OPTIMIZER + attribute in OPTIMIZERS:
-                    yield Name(OPTIMIZER + attribute, use.line)
-
-    def _owner(self, name: str) -> int:
-        """Returns the table that binds ``name``; the module's if no scope around does."""
-        for depth, table in reversed([*enumerate(self._tables)]):
-            try:
-                symbol = table.lookup(name)
-            except KeyError:
-                continue
-            if table.get_type() == "class" and depth < len(self._tables) - 1:
+    def _full_name(self, name: str) -> str:
+        """Returns what an import of apex binds a name to; empty if anything else binds it."""
+        innermost, _ = self._scopes[-1]
+        for scope, bound in reversed(self._scopes):
+            if isinstance(scope, ast.ClassDef) and scope is not innermost:
                 continue  # its names are not visible in its methods
-            if symbol.is_global():
-                break
-            if not symbol.is_free():
-                return table.get_id()
-        return self._tables[0].get_id()
+            if name in bound and name not in self._shared:
+                return bound[name]
+        return self._shared.get(name, "")
+
+    def _add(self, name: str, node: ast.expr) -> None:
+        if name not in ROOTS:  # `apex is None` adds nothing
+            self.found.append(Name(name, node.end_lineno or node.lineno, self._calls.get(node, ())))
+
+    def _visit_scope(self, node: Any) -> None:
+        """Visits the body in its own scope, and the rest (defaults, bases) in the one around."""
+        body = [node.body] if isinstance(node.body, ast.AST) else node.body
+        for child in ast.iter_child_nodes(node):
+            if child not in body:
+                self.visit(child)
+        self._scopes.append((node, _bound_by(of_scope(node))))
+        for child in body:
+            self.visit(child)
+        self._scopes.pop()
+
+    visit_Module = visit_FunctionDef = visit_AsyncFunctionDef = _visit_scope  # noqa: N815
+    visit_ClassDef = visit_Lambda = _visit_scope  # noqa: N815
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            package = alias.name.partition(".")[0]
-            bound = alias.asname or package
-            full = alias.name if alias.asname else package
-            self._imports[self._owner(bound), bound].add(full)
             if is_of_apex(alias.name):
-                self._direct.append(Name(alias.name, node.lineno))
+                self.found.append(Name(alias.name, node.lineno))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        module = "" if node.level else node.module or ""  # a relative import is never apex's
-        for alias in node.names:
-            full, bound = f"{module}.{alias.name}", alias.asname or alias.name
-            self._imports[self._owner(bound), bound].add(full)
-            if is_of_apex(full):
-                self._direct.append(Name(module if bound == "*" else full, alias.lineno))
+        for alias, (name, imported) in zip(node.names, imported_by(node), strict=True):
+            if is_of_apex(imported.module):
+                full = imported.module if name == "*" else str(imported)
+                self.found.append(Name(full, alias.lineno))
 
     def visit_Call(self, node: ast.Call) -> None:
         keywords = [keyword.arg for keyword in node.keywords]
         self._calls[node.func] = tuple(filter(None, keywords))
-        if _clips_a_model(node):
-            self._clipped.append(Name(CLIPPING, node.lineno))
         self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        self._has_masters |= node.value in MASTER_LEVELS
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         attributes: list[str] = []
@@ -123,34 +116,33 @@ class _Visitor(ast.NodeVisitor):
         while isinstance(root, ast.Attribute):
             attributes.insert(0, root.attr)
             root = root.value
-        name = root.id if isinstance(root, ast.Name) else ""
-        use = Name("", node.end_lineno or node.lineno, self._calls.get(node, ()))
-        self._reads.append((self._owner(name), name, attributes, use))
-        if not name:
-            self.visit(root)
+        full = self._full_name(root.id) if isinstance(root, ast.Name) else ""
+        if full:
+            self._add(".".join([full, *attributes]), node)
+            return
+        for attribute in attributes:
+            if OPTIMIZER + attribute in OPTIMIZERS:
+                self._add(OPTIMIZER + attribute, node)
+        self.visit(root)
 
     def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load):
-            use = Name("", node.lineno, self._calls.get(node, ()))
-            self._reads.append((self._owner(node.id), node.id, [], use))
+        full = self._full_name(node.id)
+        if full and isinstance(node.ctx, ast.Load):
+            self._add(full, node)
 
-    def _visit_scope(self, node: Any) -> None:
-        """Visits the body in its own scope, and the rest (defaults, bases) in the one around."""
-        for child in ast.iter_child_nodes(node):
-            if child not in node.body:
-                self.visit(child)
-        around = self._tables[-1]
-        own = [
-            table
-            for table in around.get_children()
-            if (table.get_name(), table.get_lineno()) == (node.name, node.lineno)
-        ]
-        self._tables.append(own[-1] if own else around)
-        for child in node.body:
-            self.visit(child)
-        self._tables.pop()
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_scope  # noqa: N815
+def _bound_by(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """Returns the names that nodes bind: apex's by their full names, the others by ``""``.
+
+    Of several imports (``try`` and ``except``), apex's wins.
+    """
+    bound: dict[str, str] = {}
+    for node in nodes:
+        for name, imported in imported_by(node):
+            if is_of_apex(imported.module):
+                bound[name] = str(imported)
+        bound.setdefault(bound_by(node) or "", "")
+    return bound
 
 
 def _clips_a_model(call: ast.Call) -> bool:
