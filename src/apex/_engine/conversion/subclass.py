@@ -100,6 +100,10 @@ class Converted(nn.Module):
 class Rounded(Converted):
     """The methods of the class of a 16-bit model, whose public methods are :class:`_Method`."""
 
+    def _replicate_for_data_parallel(self: Any) -> Any:
+        self.parameters  # noqa: B018 - rounds written masters
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+
 
 class _Method:
     """A method that runs with written masters rounded into the model, and explains dtype errors.

@@ -164,11 +164,12 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield name, tensor
 
 
+# Operators by which an average or a counter becomes its next value, and by which values move.
 _SUMS = frozenset(
     ["add", "sub", "mul", "div", "truediv", "true_divide", "lerp", "addcmul", "addcdiv"]
 )
 _MOVES = frozenset(["to", "float", "half", "bfloat16", "type", "clone", "detach", "getitem"])
-_WRITES = frozenset(("copy", "setitem"))
+_REPLACES = frozenset(["copy", "zero", "fill"])
 
 
 class _Sums(TorchFunctionMode):
@@ -176,10 +177,9 @@ class _Sums(TorchFunctionMode):
 
     def __init__(self, buffers: dict[str, Tensor]) -> None:
         super().__init__()
-        self._buffers = buffers
-        self._versions = {name: buffer._version for name, buffer in buffers.items()}
+        self._before = {name: (t, t._version, t.data_ptr()) for name, t in buffers.items()}
         # Addresses of tensors with values from before the pass, and of sums with such values.
-        self._olds = {buffer.data_ptr() for buffer in buffers.values()}
+        self._olds = _addresses(buffers)
         self._sums: set[int] = set()
         self._alive: list[Tensor] = []  # so that no other tensor gets their addresses
 
@@ -189,29 +189,42 @@ class _Sums(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
         is_sum = name in _SUMS or name[1:] in _SUMS  # iadd, radd
-        if is_sum or name in _MOVES or name in _WRITES:
-            is_write = name in _WRITES
-            sources = _addresses([args[1:] if is_write else args, kwargs])
-            targets = tree.tensors(args[:1] if is_write else result)
-            from_old = not sources.isdisjoint(self._olds)
-            self._alive += targets
-            if (is_sum and from_old) or not sources.isdisjoint(self._sums):
-                self._sums |= _addresses(targets)
-            elif name in _MOVES and from_old:
-                self._olds |= _addresses(targets)
+        if is_sum or name in _MOVES:
+            self._note(is_sum, [args, kwargs], result)
+        elif name in _REPLACES or name == "setitem":
+            if name != "setitem":
+                replaced = _addresses(args[0])
+                self._olds -= replaced
+                self._sums -= replaced
+            self._note(False, args[1:], args[0])
         return result
 
+    def _note(self, is_sum: bool, sources: object, target: object) -> None:
+        """Records where the values of ``sources`` went."""
+        addresses = _addresses(sources)
+        from_old = not addresses.isdisjoint(self._olds)
+        if not addresses.isdisjoint(self._sums) or (is_sum and from_old):
+            self._sums |= _addresses(target)
+        elif from_old:
+            self._olds |= _addresses(target)
+        self._alive += tree.tensors(target)
+
     def found(self, model: nn.Module) -> list[str]:
-        """Returns the buffers with a sum, and those that the pass did not write."""
+        """Returns the buffers with a sum, and the ones written outside of the pass alone."""
         summed = []
         for name, buffer in _buffers(model):
-            if name in self._buffers:
-                is_same = buffer is self._buffers[name]
-                unwritten = is_same and buffer._version == self._versions[name]
-                if buffer.data_ptr() in self._sums or (unwritten and buffer.numel() > 1):
+            if name in self._before:
+                before, version, address = self._before[name]
+                is_same = buffer is before and buffer.data_ptr() == address
+                unwritten = is_same and buffer._version == version and buffer.numel() > 1
+                if unwritten or buffer.data_ptr() in self._sums:
                     summed.append(name)
         return summed
 
 
 def _addresses(values: object) -> set[int]:
-    return {tensor.data_ptr() for tensor in tree.tensors(values)}
+    addresses = set()
+    for tensor in tree.tensors(values):
+        with contextlib.suppress(RuntimeError):  # torch.func's tensors have none
+            addresses.add(tensor.data_ptr())
+    return addresses
