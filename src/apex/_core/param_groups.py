@@ -41,3 +41,30 @@ def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]
 def is_from(optimizer: Any, module: str) -> bool:
     """Returns whether a class of this module is among the optimizer's, ours or NVIDIA's."""
     return any(kind.__module__ == module for kind in type(optimizer).__mro__)
+
+
+def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+    """Puts other parameters in place of those with these ids, also in optimizers that it holds.
+
+    Groups, their lists and the state keep their identity.
+    """
+    for each in optimizers_in(optimizer) if new else ():
+        for group in each.param_groups:
+            group["params"][:] = [new.get(id(param), param) for param in group["params"]]
+        for param in [param for param in each.state if id(param) in new]:
+            each.state[new[id(param)]] = each.state.pop(param)
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and those that it holds, perhaps in a list."""
+    found = [optimizer]
+    for each in found:
+        found += [held for held in _held_by(each) if not any(held is known for known in found)]
+    return found
+
+
+def _held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
+    for held in vars(optimizer).values():
+        for each in held if isinstance(held, list | tuple) else (held,):
+            if isinstance(each, Optimizer):
+                yield each

@@ -15,9 +15,9 @@ from torch import nn
 from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import restore as restoring
 from apex._engine.conversion import ModelPlan, is_converted
 from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.restore import make_plain
 from apex._engine.scaler import Scaler
 from apex.amp import _initialize, inputs, report, scaler_states
 from apex.amp._amp_state import _amp_state
@@ -259,7 +259,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     prepared = any(map(is_converted, model_list)) or any(map(prepared_state, own))
     if prepared or _amp_state.enabled:
         inputs.check_prepared(model_list, own)
-        restoring.restore(filter(is_converted, model_list), own)
+        make_plain(filter(is_converted, model_list), own)
         _amp_state.end_unused()
     return models if optimizers is None else (models, optimizers)
 
