@@ -17,6 +17,7 @@ from apex._engine.masters import MasterPair, fp32_copies, take
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistakes
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._torch import dtensor, parameters
+from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import without_overrides
 
@@ -207,6 +208,9 @@ class BackwardPass:
             if prepared_optimizers:
                 with without_overrides():
                     self._unscale(prepared_optimizers)
+                if capturing(self._loss.device):
+                    for prepared in prepared_optimizers:
+                        prepared.keep_captured()
         except BaseException:
             self._scaler.pending = pending
             self.gradients.restore()

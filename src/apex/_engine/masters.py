@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._core import rounding
+from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
 from apex._torch import foreach, parameters, ranks
 from apex._torch.dynamo import untraced
@@ -255,7 +256,7 @@ def round_into_model(pairs: Sequence[MasterPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
     if pairs:
         with torch.no_grad():
-            torch._foreach_copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
+            foreach.copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
         mark_rounded(pairs)
 
 
@@ -269,19 +270,37 @@ def mark_rounded(pairs: Iterable[MasterPair]) -> None:
 
 
 @untraced
-def follow(pairs: Iterable[MasterPair]) -> None:
+def follow(pairs: Iterable[MasterPair]) -> bool:
     """Copies written model parameters to their masters, except to masters written as well.
+
+    Masters move to the devices of their model parameters. Returns whether one has moved.
 
     Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
     to the model: autograd may have saved its weights for the backward pass.
     """
+    any_moved = False
     for pair in pairs:
-        if pair.model_written and not pair.master_written:
-            low, exact = pair.model.detach().to(pair.master.device), pair.master.detach()
+        if not pair.model_written:
+            continue
+        if pair.model.device != pair.master.device:
+            _move_master(pair)
+            any_moved = True
+        if not pair.master_written:
+            low, exact = pair.model.detach(), pair.master.detach()
             value = torch.where(exact.to(low.dtype) == low, exact, low)
             # Not counted by autograd: a loss that uses masters may have saved them for backward.
             parameters.uncounted(pair.master).copy_(value)
             pair.mark_synced()
+    return any_moved
+
+
+def _move_master(pair: MasterPair) -> None:
+    """Moves a master to the device of its model parameter, with its gradient."""
+    device = pair.model.device
+    grad = parameters.grad_of(pair.master)
+    parameters.set_data(pair.master, pair.master.detach().to(device))
+    if grad is not None:
+        parameters.set_grad(pair.master, grad.to(device))
 
 
 @untraced
@@ -330,9 +349,8 @@ def _sum(pair: MasterPair, total: Tensor, grad: Tensor) -> Tensor:
 
 def _move(fresh: Sequence[tuple[MasterPair, Tensor]]) -> None:
     copies = fp32_copies([grad for _, grad in fresh], [pair.master for pair, _ in fresh])
+    multiply_(copies, [pair.factor for pair, _ in fresh])
     for (pair, _), copy in zip(fresh, copies, strict=True):
-        if pair.factor is not None:
-            copy.mul_(pair.factor.to(copy.device))
         pair.model.grad = pair.factor = None
         parameters.set_grad(pair.master, copy)
 

@@ -127,12 +127,25 @@ class NoAutocastRegion:
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
-        return under(_devices_cast(), None, fn, *args, **kwargs)
+        return under(devices_cast(), None, fn, *args, **kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
         """Does what :meth:`run` does, until ``until`` closes; returns the arguments."""
-        for device in _devices_cast():
+        for device in devices_cast():
             until.enter_context(torch.autocast(device, enabled=False))
+        return args, kwargs
+
+
+class AmbientRegion:
+    """Runs functions under the casts of their thread, whichever session's they are."""
+
+    @inlined
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Returns ``fn(*args, **kwargs)``."""
+        return fn(*args, **kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Returns the arguments."""
         return args, kwargs
 
 
@@ -141,9 +154,12 @@ class UncastBlock:
 
     _on: Sequence[str] = ()
 
+    def __init__(self, devices: Callable[[], Sequence[str]] = devices_on) -> None:
+        self._devices = devices
+
     @untraced
     def __enter__(self) -> None:
-        self._on = devices_on()
+        self._on = self._devices()
         for device in self._on:
             torch.set_autocast_enabled(device, False)
 
@@ -173,7 +189,8 @@ def _off(devices: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def _devices_cast() -> list[str]:
+def devices_cast() -> list[str]:
+    """Returns the device types whose autocast is on, to the dtype of a live session."""
     return [device for device in devices_on() if _is_ours(device)]
 
 
@@ -186,5 +203,5 @@ def active_dtype() -> torch.dtype | None:
     """Returns the dtype that this thread casts to now, which can be traced; None without casts."""
     if not _is_compiling():
         settle()
-    on = _devices_cast()
+    on = devices_cast()
     return torch.get_autocast_dtype(on[0]) if on else None
