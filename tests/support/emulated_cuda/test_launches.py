@@ -10,7 +10,7 @@ from apex._engine.optimizer import block_step
 from benchmarks.launches import LaunchCounter, machinery
 from benchmarks.loops import fused_adamw, with_amp
 from benchmarks.memory import peak_bytes
-from tests.support import training as t
+from tests.support import loops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
@@ -24,7 +24,7 @@ def test_a_step_of_8_million_parameters_takes_few_launches(max_norm, most):
 
 def test_a_large_model_steps_in_blocks_with_little_memory(monkeypatch):
     monkeypatch.setattr(block_step, "device_elements", 2**16)
-    task = t.large_task()
+    task = loops.large_task()
     params = 3 * 2**20
     work = with_amp(task, "O5")
     assert peak_bytes(work, 14 * params) / params <= 16.5
