@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes, finite
-from apex._core.param_groups import is_trained, params_in, params_of
+from apex._core.param_groups import exchange, is_trained, move_state, params_in, params_of
 from apex._engine import masters
-from apex._engine.gradients import PassGradients
-from apex._engine.masters import LazyMaster, Master, MasterPair
-from apex._engine.optimizer.exchange import exchange, move_state
-from apex._engine.registry import MasterTable
+from apex._engine.masters import LazyMaster, Master, MasterPair, MasterTable
 from apex._pickle import empty
 from apex._torch import parameters
 from apex._torch.autograd import backward_id
@@ -26,6 +23,7 @@ from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
+    from apex._engine.backward import PassGradients
     from apex._engine.session import Session
 
 _dtype = operator.attrgetter("dtype")
