@@ -15,7 +15,7 @@ from apex._core.foreach.scalars import as_tensor
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._torch import dtensor
-from apex._torch.copies import HostCopy, capturing, moved
+from apex._torch.copies import HostCopy, capturing, has_values, moved
 
 INITIAL_SCALE = 2.0**16
 
@@ -72,17 +72,18 @@ class Readback(Generic[T]):
     def send(self, source: T, values: Tensor) -> None:
         """Queues the present values of a 1-d tensor, with what they belong to.
 
-        Nothing is queued while a CUDA graph is captured: a replay has no host side.
+        Nothing is queued while a CUDA graph is captured, as a replay has no host side, nor for
+        fake tensors, which have no values.
         """
         self.prepare(source, values)()
 
     def prepare(self, source: T, values: Tensor) -> Callable[[], None]:
         """Returns a function that does what ``send`` does, and allocates its memory now."""
+        if capturing(values.device) or not has_values(values):
+            return lambda: None
         if values.device.type == "cpu" and not self._in_flight:
             # On the host, tolist() reads memory in place: no kernel, no wait.
             return lambda: self._ready.append((source, tuple(values.tolist())))
-        if capturing(values.device):
-            return lambda: None
         copy = HostCopy(values)
         return lambda: self._in_flight.append((source, copy.start()))
 

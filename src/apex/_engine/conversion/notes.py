@@ -16,6 +16,7 @@ from apex._core import dtypes, tree
 from apex._core.rounding import makes_equal
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
 from apex._engine.conversion.state_dict import AVERAGE
+from apex._torch.copies import has_values
 from apex._torch.modules import own_tensors
 
 _log = logging.getLogger("apex")
@@ -105,7 +106,7 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
         (names[id(tensor)], makes_equal(exact, tensor.dtype))
         for tensor, exact in before
         if id(tensor) in names and exact.dtype in WIDE and dtypes.is_low_precision(tensor)
-        if exact.numel() > 1 and exact.layout is torch.strided
+        if exact.numel() > 1 and exact.layout is torch.strided and has_values(exact)
     ]
     found = [name for name, lost in rounded if lost.item()]  # sync: before training begins
     if found:
