@@ -80,7 +80,8 @@ def test_fake_tensors_are_prepared_as_real_ones(level):
         model.register_buffer("positions", torch.arange(300.0))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        tensors = (*model.parameters(), *model.buffers(), *amp.master_params(optimizer))
+        masters = optimizer.param_groups[0]["params"]
+        tensors = (*model.parameters(), *model.buffers(), *masters)
         return [tensor.dtype for tensor in tensors]
 
     with FakeTensorMode():
