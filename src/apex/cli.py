@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
     version = f"apex-amp {VERSION}, torch {metadata.version('torch')}"
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, parser=parser)
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the command's name; ``None`` for those of the process.
     """
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.run is None:
         parser.print_help(sys.stderr)
         print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
@@ -209,7 +211,6 @@ def _compare(args: argparse.Namespace) -> int:
     from apex.tools.compare.results import parse_levels, to_json
     from apex.tools.compare.run import Options, compare
     from apex.tools.compare.table import comparison_text
-    from apex.tools.compare.timing import current_load
     from apex.tools.devices import parse_device
     from apex.tools.errors import InputError
 
@@ -225,14 +226,8 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    load = current_load(options.device)
-    if load.busy:
-        print(
-            f"apex compare: this machine is busy ({load}). The verdicts on training hold all the "
-            "same; a verdict on speed needs an idle machine.",
-            file=sys.stderr,
-        )
-    found = compare(args.target, options, _progress(len(options.levels) + options.rounds))
+    stages = len(options.levels) + options.rounds
+    found = compare(args.target, options, _progress(stages), _warn)
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(found))
     stream = sys.stderr if args.json == "-" else sys.stdout
@@ -243,6 +238,10 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json == "-":
         write_json("-", to_json(found))
     return FAILED if found.failed else OK
+
+
+def _warn(text: str) -> None:
+    print(f"apex compare: {text}", file=sys.stderr)
 
 
 def _progress(stages: int) -> Callable[[str], object]:
@@ -329,7 +328,7 @@ def _command(
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, formatter_class=_Raw)
     parser.description = inspect.cleandoc(run.__doc__ or "")
-    parser.set_defaults(command=name, run=run)
+    parser.set_defaults(command=name, run=run, parser=parser)
     return parser
 
 

@@ -53,6 +53,6 @@ def adam(
         bias_correction=False,
         eps_inside_sqrt=mode == 0,
     )
-    adam_([[grad], [p], [m.view_as(p)], [v.view_as(p)]], rule, step)
+    adam_([grad], [p], [m.view_as(p)], [v.view_as(p)], rule, step)
     if out_p.numel():
         out_p.copy_(p.view_as(out_p))

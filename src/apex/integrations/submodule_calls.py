@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
+from apex._core.tree import Args, Call, Kwargs
 from apex._engine.conversion import begin_call, end_call
 from apex._engine.conversion.state import ModelState
 
@@ -31,6 +34,7 @@ class SubmoduleCalls:
             wrapped: Whether DistributedDataParallel calls the model, replacing its forward by a
                 training step.
         """
+        self._model = weakref.proxy(model)
         self._state = state
         self._region = state.region
         self._depth = 0
@@ -58,22 +62,29 @@ class SubmoduleCalls:
         finally:
             self._depth -= 1
 
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Does what :meth:`run` does, until ``until`` closes; returns the arguments for a call."""
+        self._depth += 1
+        until.callback(self._leave)
+        return self._region.enter(until, args, kwargs)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+
     def remove(self) -> None:
         """Removes the hooks."""
         self._state.region = self._region
         while self._handles:
             self._handles.pop().remove()
 
-    def _note_wrapper(self, *_: object) -> None:
-        self._state.begin_forward()
+    def _note_wrapper(self, module: nn.Module, args: Args) -> None:
+        self._state.begin_forward(module)
 
-    def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        return begin_call(self._state, args, kwargs)
+        return begin_call(self._model, self._state, args, kwargs)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._depth -= 1

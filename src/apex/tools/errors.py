@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterator
-
-from apex.debug.place import is_user_file
+from contextlib import suppress
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -25,6 +25,8 @@ def format_error(error: BaseException) -> str:
 
     Of a ``TargetError``, it is the message.
     """
+    from apex.debug.place import is_user_file  # not for `apex migrate`, which needs no torch
+
     if isinstance(error, TargetError):
         return str(error)
     first, *later = [*_chain(error)][::-1]
@@ -37,7 +39,24 @@ def format_error(error: BaseException) -> str:
         place, source = f"{places[-1].filename}:{places[-1].lineno}", places[-1].line or ""
     text += f" ({place})" if place else ""
     added = dict.fromkeys(line for each in later for line in _lines(each) if line not in lines)
+    if places and isinstance(first, AttributeError | ImportError | TypeError):
+        added |= dict.fromkeys(_misspelt(places[-1]))
     return "\n  ".join([text, *_too_large(lines[0] if lines else "", source), *added])
+
+
+def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:
+    """Yields what ``apex migrate`` says of misspelt names in a line."""
+    from apex.tools.migrate.report import migration_of  # which uses this module
+
+    with suppress(InputError):
+        for use in migration_of(Path(frame.filename)).uses:
+            if use.line == frame.lineno and "Did you mean" in use.remedy:
+                yield use.remedy
+
+
+def is_relative_import(error: BaseException) -> bool:
+    """Returns whether a file of a package failed because it was run as a script."""
+    return isinstance(error, ImportError) and "no known parent package" in str(error)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

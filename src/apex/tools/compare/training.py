@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,8 +31,6 @@ FROZEN_SAMPLES = 8
 
 LAST_STEPS = 10
 """Number of steps that the final loss is averaged over."""
-
-State = Mapping[str, Tensor]
 
 
 class Trainer:
@@ -159,23 +156,10 @@ class _AutocastTrainer(Trainer):
 # -- training --------------------------------------------------------------------------------------
 
 
-def train(
-    trainer: Trainer,
-    batches: Sequence[Any],
-    *,
-    device: torch.device,
-    keep_at: Sequence[int],
-) -> tuple[Training, Mapping[int, State]]:
-    """Trains a freshly prepared trainer on each of ``batches`` and returns the record.
+def train(trainer: Trainer, batches: Sequence[Any], device: torch.device) -> Training:
+    """Trains a freshly prepared trainer, a step on each batch.
 
-    Args:
-        trainer: Freshly prepared.
-        batches: One per step.
-        device: Where the model is.
-        keep_at: Step numbers after which to keep the weights; the final ones are always kept.
-
-    Returns:
-        The record, without evaluation and distance from fp32, and the weights that were kept.
+    Returns the record, without evaluation.
     """
     on_cuda = device.type == "cuda"
     if on_cuda:
@@ -183,7 +167,6 @@ def train(
     losses: list[float] = []
     loss_scales = [trainer.loss_scale()]
     frozen: list[float] = []
-    weights: dict[int, State] = {}
     count = min(FROZEN_SAMPLES, len(batches))
     sampled = {round(len(batches) * at / count) for at in range(1, count + 1)}
     saved: dict[int, int] = {}
@@ -196,9 +179,7 @@ def train(
         else:
             trainer.step()
         loss_scales.append(trainer.loss_scale())
-        if step in keep_at or step == len(batches):
-            weights[step] = snapshot(trainer.model)
-    record = Training(
+    return Training(
         losses=tuple(losses),
         loss_scales=tuple(loss_scales),
         stored=stored(trainer.model, trainer.optimizer),
@@ -206,7 +187,6 @@ def train(
         saved_bytes=_new_bytes(saved, storages(trainer.model.parameters())),
         peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
     )
-    return record, weights
 
 
 def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Training:
@@ -272,28 +252,6 @@ def last(losses: Sequence[float]) -> Sequence[float]:
 def end_loss(losses: Sequence[float]) -> float:
     """Returns the mean loss of the last steps."""
     return fmean(last(losses))
-
-
-@torch.no_grad()
-def snapshot(model: nn.Module) -> State:
-    """Returns a copy of a model's state in fp32, on the CPU; at O2 and O5 the masters' values."""
-    return {
-        name: value.detach().to("cpu", copy=True)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
-
-
-def distance(state: State, fp32: State) -> float:
-    """Returns the norm of the difference of two models' states, relative to ``fp32``'s."""
-    names = [name for name, value in fp32.items() if value.is_floating_point() and name in state]
-    difference = sum(_square(state[name].double() - fp32[name].double()) for name in names)
-    size = sum(_square(fp32[name].double()) for name in names)
-    return math.sqrt(difference / size) if size else 0.0
-
-
-def _square(value: Tensor) -> float:
-    return float(value.square().sum())  # sync: on the CPU already
 
 
 def _count_frozen(trainer: Trainer) -> list[float]:

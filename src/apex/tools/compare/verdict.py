@@ -140,12 +140,8 @@ def _refusal(result: Result, comparison: Comparison) -> str:
         return f"{name} is not supported by this machine"
     if result.skipped:
         return f"{name} is emulated on this machine; --emulated trains it for a few steps"
-    why = fault(result, comparison.baseline)
-    if not result.emulated:
-        return why
-    speed = comparison.speed(result)
-    ratio = "" if speed is None else f": {speed.median:.2f}x the speed of fp32"
-    return "; ".join(filter(None, [f"{name} is emulated on this machine{ratio}", why]))
+    reasons = [f"{name} is emulated on this machine"] if result.emulated else []
+    return "; ".join(filter(None, [*reasons, fault(result, comparison.baseline)]))
 
 
 @dataclass(frozen=True)
