@@ -235,7 +235,7 @@ class OptimWrapper:
         num_loss = arguments.integer("num_loss", num_loss, least=1)
         self._optimizer, self._handle, self._loss_index = optimizer, amp_handle, 0
         amp_handle._bind(optimizer)
-        session, rule = amp_handle._session, ScaleRule(ceiling=2.0**24)
+        session, rule = amp_handle._session, ScaleRule(max_scale=2.0**24)
         scale = 1.0 if session is None else session.policy.loss_scale
         self._loss_scaler = [scaler_for(scale, rule, loss_id=index) for index in range(num_loss)]
 

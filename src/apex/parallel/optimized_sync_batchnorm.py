@@ -79,13 +79,13 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: If its dtype or shape does not match, or it has one value per channel in
                 training.
         """
-        dim, place = (-1, "last") if self.channel_last else (1, "second")
+        dim = -1 if self.channel_last else 1
         fits = input.dim() > 1 and input.size(dim) == self.num_features
         if not fits or not dtypes.is_castable(input):
             raise ValueError(
                 f"SyncBatchNorm got {input.dtype} of shape {tuple(input.shape)}; it takes floating "
-                f"point of rank 2 or more with {self.num_features} channels as the {place} "
-                f"dimension (channel_last={self.channel_last})."
+                f"point of rank 2 or more with {self.num_features} channels as dimension {dim} "
+                f"(channel_last={self.channel_last})."
             )
         output = self._normalized(input.movedim(dim, 1)).movedim(1, dim)
         if z is not None:
@@ -96,12 +96,13 @@ class SyncBatchNorm(_BatchNorm):
         group = syncing_group(self.process_group) if self.training else None
         if group is None:
             return super().forward(x)
+        running_mean = self.running_mean if self.track_running_stats else None
+        running_var = self.running_var if self.track_running_stats else None
         tracked = self.num_batches_tracked if self.track_running_stats else None
-        running = (self.running_mean, self.running_var) if self.track_running_stats else (None,) * 2
         momentum = self.momentum or 0.0
         if self.momentum is None and tracked is not None:
             momentum = 1.0 / (int(tracked) + 1)  # sync: torch's batch_norm takes a host number
-        args = (x, self.weight, self.bias, *running, self.eps, momentum, group)
+        args = (x, self.weight, self.bias, running_mean, running_var, self.eps, momentum, group)
         if x.is_cuda:
             size = torch.distributed.get_world_size(group)
             output: Tensor = TorchSyncBatchNorm.apply(*args, size)  # type: ignore[no-untyped-call]
@@ -159,5 +160,7 @@ def convert_syncbn_model(
         fuse_relu = isinstance(layer, SyncBatchNorm) and layer.fuse_relu
         synced: Any = layer
         synced.__class__ = SyncBatchNorm
-        synced.process_group, synced.channel_last, synced.fuse_relu = group, channel_last, fuse_relu
+        synced.process_group = group
+        synced.channel_last = channel_last
+        synced.fuse_relu = fuse_relu
     return module

@@ -1,5 +1,7 @@
 """Model conversion and restoration: dtypes of parameters, inputs and outputs; fp32 state dicts."""
 
+from apex._engine.conversion.casts import restore as restore
+from apex._engine.conversion.casts import undo_convert as undo_convert
 from apex._engine.conversion.checks import check as check
 from apex._engine.conversion.checks import check_optimizer as check_optimizer
 from apex._engine.conversion.checks import refuse_inference_mode as refuse_inference_mode
@@ -12,8 +14,6 @@ from apex._engine.conversion.notes import log_lost as log_lost
 from apex._engine.conversion.notes import mixes_dtypes as mixes_dtypes
 from apex._engine.conversion.plan import ModelPlan as ModelPlan
 from apex._engine.conversion.state import is_converted as is_converted
-from apex._engine.conversion.state import restore as restore
 from apex._engine.conversion.state import state_of as state_of
-from apex._engine.conversion.state import undo_convert as undo_convert
 from apex._engine.conversion.subclass import begin_call as begin_call
 from apex._engine.conversion.subclass import end_call as end_call

@@ -1,4 +1,4 @@
-"""Converts a model in place."""
+"""Converts a model in place, and what is added to it later."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from apex._core import dtypes
+from apex._engine.conversion.casts import cast_parts, undo_convert
 from apex._engine.conversion.plan import ModelPlan, Region
-from apex._engine.conversion.state import STATE, ModelState, stash_forward, state_of, undo_convert
+from apex._engine.conversion.state import ModelState, state_of
 from apex._engine.conversion.state_dict import MasterLink
-from apex._engine.conversion.subclass import convert_class
+from apex._engine.conversion.subclass import set_state
 from apex._torch import fsdp
+from apex._torch.modules import named_tensors
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -38,11 +40,7 @@ def convert(
     """
     if any(map(fsdp.compute_dtype, fsdp.param_groups(model))):
         plan = replace(plan, input_dtype=None)  # fully_shard casts inputs itself
-    state = ModelState(plan, region, MasterLink(session))
-    model.__dict__[STATE] = state  # first, because undo_convert() needs it
-    convert_class(model)
-    stash_forward(model, state)
-    state.apply(model, undo)
+    set_state(model, ModelState(plan, region, MasterLink(session)), undo)
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
@@ -52,18 +50,18 @@ def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tenso
     tensors whose dtype changed, with their values before.
     """
     state = state_of(model)
-    if state is None or params.isdisjoint(map(id, model.parameters())):
+    if state is None or params.isdisjoint(map(id, named_tensors(model).values())):
         return []
     before = floating_tensors(model)
     with ExitStack() as undo:
-        state.apply(model, undo)
+        cast_parts(model, state, undo)
         undo.pop_all()
-    return [(now, value) for now, value in before if value.dtype is not now.dtype]
+    return [(tensor, value) for tensor, value in before if value.dtype is not tensor.dtype]
 
 
 def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Returns the floating tensors of a model, each once, with their present values."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = named_tensors(model).values()
     return [(tensor, tensor.detach()) for tensor in tensors if dtypes.is_castable(tensor)]
 
 

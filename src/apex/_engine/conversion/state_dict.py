@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
@@ -32,6 +33,26 @@ Entries = MutableMapping[str, Any]
 """A state dict."""
 
 
+@dataclass
+class _SavedEntry:
+    """The entry that a tensor got, and the versions of tensor, master and entry at that time."""
+
+    key: str
+    value: weakref.ref[Tensor]
+    versions: tuple[int | None, ...]
+
+    def entry(self, destination: Entries, tensor: Tensor, master: Tensor | None) -> Tensor | None:
+        """Returns the entry, if it is in ``destination`` and still has the tensor's value."""
+        entry = self.value()
+        is_there = entry is not None and destination.get(self.key) is entry
+        now = tuple(map(_version, (tensor, master, entry)))
+        return entry if is_there and now == self.versions else None
+
+
+def _version(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
 class MasterLink:
     """Connects a converted model's modules to the masters of their parameters.
 
@@ -43,24 +64,30 @@ class MasterLink:
         """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
         self._kept_alive = session
         self._copied_from: weakref.ref[Session] | None = None
-        self._made: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        self._saved: dict[int, _SavedEntry] = {}
         self._latest: Tensor | None = None
         self._told = False
+        self.loads = 0
 
     @property
     def session(self) -> Session | None:
         """The session of the modules' masters, or ``None``."""
         return self._kept_alive if self._copied_from is None else self._copied_from()
 
-    def write_back(self) -> None:
-        """Rounds written masters into the model."""
-        if (session := self.session) is not None:
-            session.masters.write_back()
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is the link of a deep copy."""
+        return self._copied_from is not None
 
-    def has_master(self, tensor: Tensor) -> bool:
+    def write_back(self, model: nn.Module) -> None:
+        """Rounds the written masters of a model into it."""
+        if (session := self.session) is not None:
+            session.masters.write_back(model)
+
+    def has_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master."""
         session = self.session
-        return session is not None and isinstance(session.masters.master_of(tensor), nn.Parameter)
+        return session is not None and session.masters.pair_of(param) is not None
 
     def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
         """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
@@ -77,12 +104,15 @@ class MasterLink:
             return
         if not dtypes.is_low_precision(entry):
             return
-        first, made = self._made.get(id(tensor), (key, None))
-        exact = None if made is None else made()
-        if exact is None or destination.get(first) is not exact:
-            exact = self.exact(tensor, entry)
-            self._made[id(tensor)] = key, weakref.ref(exact)
-            if self._copied_from is not None:
+        session = self.session
+        master = None if session is None else session.masters.master_of(tensor)
+        known = self._saved.get(id(tensor))
+        exact = None if known is None else known.entry(destination, tensor, master)
+        if exact is None:
+            exact = exact_value(entry, [master])
+            versions = tuple(map(_version, (tensor, master, exact)))
+            self._saved[id(tensor)] = _SavedEntry(key, weakref.ref(exact), versions)
+            if self.is_copy:
                 self._note_average(exact)
         destination[key] = exact
 
@@ -144,16 +174,12 @@ class Fp32Hooks:
                 "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
                 "loading and amp.initialize after."
             )
+        self._link.loads += 1
         if (session := self._link.session) is not None:
             own = [(tensor, loaded.get(prefix + key)) for key, tensor in own_tensors(module)]
             session.masters.expect(
                 (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
             )
-
-    def before_saving(self, *_: Any) -> None:
-        """Does nothing; files of earlier releases name it, and :meth:`after_loading`."""
-
-    after_loading = before_saving
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies with the link alone; see :mod:`apex._pickle`."""
