@@ -1,8 +1,8 @@
 """Photographs what the tools show: ``python -m docs.pictures [NAME ...]`` writes them.
 
 The picture of a report is of ``report.html``, which ``make demo`` writes on an idle machine.
-Needs Chromium (Debian's package `chromium`) and Pillow. By hand, when a page's looks change: no test compares
-pictures.
+Needs Chromium (Debian's package `chromium`) and Pillow. By hand, when a page's looks change: no
+test compares pictures.
 """
 
 from __future__ import annotations
