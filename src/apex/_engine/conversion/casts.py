@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from apex._core import dtypes, tree
 from apex._core.mixins import plain_class, swap_class
 from apex._engine.conversion.plan import planned_dtypes, topmost_fp32_modules
-from apex._engine.conversion.state import STATE, Fp32Inputs, ModelState, state_of
+from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._engine.conversion.state_dict import Fp32Hooks
 from apex._pickle import rebuild
 from apex._torch.modules import named_tensors, state_dict_hooks
@@ -26,7 +26,7 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     """
     plan = state.plan
     if plan.fp32_inputs:
-        state.inputs = Fp32Inputs.of(plan.fp32_inputs, state.inner_forward or model.forward)
+        state.find_uncast(state.inner_forward or model.forward)
     for _, tensor, dtype in planned_dtypes(model, plan):
         if tensor.dtype is not dtype and dtypes.is_castable(tensor):
             set_in_place(tensor, tensor.detach().to(dtype), undo)

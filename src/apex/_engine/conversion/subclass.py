@@ -25,12 +25,14 @@ from apex._core.tree import Args, Call, Kwargs
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import begin_apply, cast_parts
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.state import STATE, ModelState, forward_parameters, state_of
+from apex._engine.conversion.state import STATE, ModelState, positional_names, state_of
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 
 _is_compiling = torch.compiler.is_compiling
+
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Converted(nn.Module):
@@ -113,13 +115,8 @@ class _Method:
 
     def __init__(self, base: type, name: str) -> None:
         self._base, self._name = base, name
-        function = getattr(base, name)
-        # Which do not run when they are called.
-        runs_later = (
-            inspect.iscoroutinefunction(function)
-            or inspect.isgeneratorfunction(function)
-            or inspect.isasyncgenfunction(function)
-        )
+        # A function that does not run when it is called stays itself.
+        runs_later = getattr(base, name).__code__.co_flags & _RUNS_LATER
         self._explained = None if runs_later else _explained(base, name)
 
     def __get__(self, model: Any, cls: type) -> Any:
@@ -214,8 +211,8 @@ def _casting_forward(own: Any) -> Callable[..., Any]:
                 notes.explain(self, state.plan, error)
                 raise
         if watched:
-            names = list(forward_parameters(run))
-            state.writes.end_forward(self, names, (args, kwargs), (cast_args, cast_kwargs))
+            names, given = positional_names(run), (args, kwargs)
+            state.writes.end_forward(self, names, given, (cast_args, cast_kwargs))
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
@@ -233,13 +230,10 @@ def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) 
         return args, kwargs
     if plan.cast is not None:
         return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
-    if state.inputs is None:
-        skip: tuple[int | str, ...] = ()
-    else:
-        state.inputs.check(args, kwargs)
-        skip = state.inputs.skip
+    if state.unplaced:
+        state.check_unplaced(args, kwargs)
     low, dtype = plan.casts_down, plan.input_dtype  # in fp32, objects stay as they are
-    return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=skip)
+    return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=state.uncast)
 
 
 def end_call(state: ModelState, output: Any) -> Any:
