@@ -144,3 +144,10 @@ def state_of(model: nn.Module) -> ModelState | None:
 def is_converted(model: nn.Module) -> bool:
     """Returns whether ``model`` is converted."""
     return state_of(model) is not None
+
+
+def set_region(model: nn.Module, region: Region) -> None:
+    """Sets the region in which a converted model runs its forward."""
+    state = state_of(model)
+    if state is not None:
+        state.region = region
