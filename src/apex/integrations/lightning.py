@@ -15,7 +15,8 @@ from torch.optim import LBFGS, Optimizer
 
 from apex import amp
 from apex._core.param_groups import params_of
-from apex._engine.conversion import mixes_dtypes, state_of
+from apex._engine.conversion.notes import mixes_dtypes
+from apex._engine.conversion.state import state_of
 from apex._engine.optimizer.subclass import own_class, prepared_state
 from apex._torch import ddp
 from apex.amp.properties import level_defaults
