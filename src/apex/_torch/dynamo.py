@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from apex._torch.dispatcher import release
+from apex._torch.dispatcher import TORCH_VERSION
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,7 +64,7 @@ def inlined(fn: Callable[P, R]) -> Callable[P, R]:
     return _mark(fn, recursive=False, disable=False)
 
 
-traces_function_modes = release >= (2, 8)
+traces_function_modes = TORCH_VERSION >= (2, 8)
 """Whether dynamo traces the code of function modes."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from apex._core import op_rows, tree
 from apex._core.dtypes import is_low_precision
 from apex._core.op_casts import tensors_in
+from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast.region import NoAutocastRegion
 from apex._torch.dynamo import inlined, traces_function_modes
 
@@ -42,15 +44,17 @@ class LowPrecisionRegion(NoAutocastRegion):
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)``; see Note [Accurate operators]."""
-        if _is_compiling():
-            searches = traces_function_modes
-        else:
-            searches = self._left > 0 or bool(self._functions)
-            self._left = max(self._left - 1, 0)
-        if not searches:
+        if not (_is_compiling() and traces_function_modes):
             return super().run(fn, *args, **kwargs)
         with _AccurateMode(self.note):
             return super().run(fn, *args, **kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Does what :meth:`run` does, until ``until`` closes; returns the arguments."""
+        if self._left > 0 or self._functions:
+            self._left -= 1
+            until.enter_context(_AccurateMode(self.note))
+        return super().enter(until, args, kwargs)
 
     def note(self, function: str) -> None:
         """Logs a function that runs in fp32, once."""

@@ -153,10 +153,10 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
-def begin_run(blocks: int) -> int:
-    """Notes that a region opens so many blocks; returns what :func:`end_run` takes."""
+def begin_run() -> int:
+    """Notes that a region has opened its blocks; returns what :func:`end_run` takes."""
     outer = _here.run_depth
-    _here.run_depth = autocast_depth() + blocks
+    _here.run_depth = autocast_depth()
     return outer
 
 

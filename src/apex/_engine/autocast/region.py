@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from apex._core import tree
 from apex._core.op_table import AutocastSpec
+from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.ambient import (
     OFF,
@@ -68,24 +69,33 @@ class AutocastRegion:
 
         A weight used by several operators is cast once in the outermost run.
         """
-        if _is_compiling():
-            if not self._digest:  # a guard: code with other rows is compiled again
+        if not _is_compiling():
+            with ExitStack() as until:
+                self.enter(until, args, kwargs)
                 return fn(*args, **kwargs)
-        else:
-            end_stale_casts()
-        if is_off():
+        # The digest is a guard: code with other rows is compiled again.
+        if not self._digest or is_off():
             return fn(*args, **kwargs)
+        self._meet_float64(args, kwargs)
+        return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Does what :meth:`run` does, until ``until`` closes; returns the arguments for a call."""
+        end_stale_casts()
+        if is_off():
+            return args, kwargs
+        self._meet_float64(args, kwargs)
+        for device in self.spec.device_types:
+            until.enter_context(
+                torch.autocast(device, self.spec.dtype, cache_enabled=weight_cache_is_safe)
+            )
+        until.callback(end_run, begin_run())
+        return args, kwargs
+
+    def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
         tensors = tree.tensors([*args, *kwargs.values()])
         if any(tensor.dtype is torch.float64 for tensor in tensors):
             self._accept_float64()
-        devices, dtype = self.spec.device_types, self.spec.dtype
-        if _is_compiling():
-            return under(devices, dtype, fn, *args, **kwargs)
-        outer = begin_run(len(devices))
-        try:
-            return under(devices, dtype, fn, *args, **kwargs)
-        finally:
-            end_run(outer)
 
     @at_tracing
     def _accept_float64(self) -> None:
@@ -113,8 +123,17 @@ class NoAutocastRegion:
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
-        devices = devices_cast() if _is_compiling() else devices_of_sessions()
-        return under(devices, None, fn, *args, **kwargs)
+        if _is_compiling():
+            return under(devices_cast(), None, fn, *args, **kwargs)
+        with ExitStack() as until:
+            self.enter(until, args, kwargs)
+            return fn(*args, **kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Does what :meth:`run` does, until ``until`` closes; returns the arguments."""
+        for device in devices_of_sessions():
+            until.enter_context(torch.autocast(device, enabled=False))
+        return args, kwargs
 
 
 class AmbientRegion:
@@ -124,6 +143,10 @@ class AmbientRegion:
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)``."""
         return fn(*args, **kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Returns the arguments."""
+        return args, kwargs
 
 
 @contextmanager
