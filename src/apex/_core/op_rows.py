@@ -164,6 +164,9 @@ SPARSE_OPERANDS: frozenset[str] = frozenset({"matmul", "mm", "addmm", "mv", "bmm
 ``linear`` is not among them: another kernel would cost 5 us in every linear layer.
 """
 
+COMPARISONS: frozenset[str] = frozenset({"equal", "isclose", "allclose"})
+"""Rows that torch calls with numbers for tensors, to compare the constants of a trace."""
+
 FLOAT64_BESIDE_WEIGHTS: tuple[str, ...] = ("batch_norm", "instance_norm")
 """Operators without a row that take fp32 weights beside 16-bit data, but not beside float64."""
 

@@ -44,7 +44,8 @@ class LowPrecisionRegion(NoAutocastRegion):
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)``; see Note [Accurate operators]."""
-        if not (_is_compiling() and traces_function_modes):
+        # An export takes a mode for a side effect of the model.
+        if not _is_compiling() or not traces_function_modes or torch.compiler.is_exporting():
             return super().run(fn, *args, **kwargs)
         with _AccurateMode(self.note):
             return super().run(fn, *args, **kwargs)

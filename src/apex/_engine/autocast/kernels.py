@@ -218,7 +218,7 @@ def _build(op: str, device: str) -> Kernel:
         with uncast():
             return call(*args, **kwargs)
 
-    return _of_constants(kernel) if op == "equal" else kernel
+    return _of_constants(kernel) if op in op_rows.COMPARISONS else kernel
 
 
 def _is_sparse(tensor: Tensor) -> bool:
@@ -257,10 +257,13 @@ def _of_constants(kernel: Kernel) -> Kernel:
     """Returns ``kernel`` for TorchScript, too, which compares constants, some of them numbers."""
 
     @untraced
-    def outer(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if all(isinstance(arg, Tensor) for arg in args):
-            return kernel(keyset, *args, **kwargs)
-        one, other = (arg.tolist() if isinstance(arg, Tensor) else arg for arg in args)
-        return one == other
+    def outer(keyset: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(keyset, _as_tensor(one), _as_tensor(other), *args, **kwargs)
 
     return outer
+
+
+def _as_tensor(constant: Any) -> Tensor:
+    if isinstance(constant, Tensor):
+        return constant
+    return torch.tensor(constant, dtype=torch.float64 if isinstance(constant, float) else None)
