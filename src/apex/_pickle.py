@@ -19,7 +19,7 @@ _KINDS = {
     "model_state": "apex._engine.conversion.state:ModelState",
     "optimizer": "apex._engine.optimizer.subclass:rebuild_optimizer",
     "output_cast": "apex._engine.conversion.state:OutputCast",
-    "tracked_pair": "apex._engine.masters:rebuild_pair",
+    "master_pair": "apex._engine.masters:rebuild_pair",
     "plan": "apex._engine.conversion.plan:ModelPlan",
 }
 """Location of each kind's class or function. Existing files use them: keep what can be loaded."""

@@ -53,9 +53,14 @@ class ModelState:
         """Rounds written masters into the model, and records the active DDP wrapper."""
         if not traced:
             self.link.write_back()
-        session, wrapper = self.link.session, active_wrapper()
-        if session is not None and wrapper is not None:
-            session.ddp_tracker.note(wrapper, traced=traced)
+        session = self.link.session
+        if session is None:
+            return
+        if session.masters.has_clipped and torch.is_grad_enabled() and not traced:
+            session.masters.move_clipped_grads()
+        wrapper = active_wrapper()
+        if wrapper is not None:
+            session.ddp_tracker.mark_forward(wrapper, traced=traced)
 
     @at_tracing
     def begin_traced_forward(self) -> None:

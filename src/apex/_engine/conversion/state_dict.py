@@ -55,19 +55,19 @@ class MasterLink:
     def write_back(self) -> None:
         """Rounds written masters into the model."""
         if (session := self.session) is not None:
-            session.masters.write_back()
+            session.masters.update_model()
 
     def has_master(self, tensor: Tensor) -> bool:
         """Returns whether a parameter has a master."""
         session = self.session
-        return session is not None and isinstance(session.masters.master_of(tensor), nn.Parameter)
+        return session is not None and isinstance(session.masters.exact_value(tensor), nn.Parameter)
 
     def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
         """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
 
         ``other`` is a master that the link may not know.
         """
-        known = None if (session := self.session) is None else session.masters.master_of(tensor)
+        known = None if (session := self.session) is None else session.masters.exact_value(tensor)
         return exact_value(entry, [known, other])
 
     def save(self, destination: Entries, key: str, tensor: Tensor) -> None:
@@ -146,7 +146,7 @@ class Fp32Hooks:
             )
         if (session := self._link.session) is not None:
             own = [(tensor, loaded.get(prefix + key)) for key, tensor in own_tensors(module)]
-            session.masters.expect(
+            session.masters.set_exact_values(
                 (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
             )
 
