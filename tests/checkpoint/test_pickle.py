@@ -101,13 +101,13 @@ def test_the_kinds_of_parts_in_files_are_frozen():
         "fp32_hooks",
         "input_cast",
         "master_link",
+        "master_pair",
         "model",
         "model_state",
         "optimizer",
         "output_cast",
         "plan",
         "prepared",
-        "tracked_pair",
     ]
     for kind in _pickle._KINDS:
         assert callable(_pickle._load(kind))

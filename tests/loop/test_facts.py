@@ -1,7 +1,5 @@
 """Facts about gradients and overflows live with what they describe: none outlives it."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -161,9 +159,9 @@ def test_a_parameter_with_a_gradient_is_refused_between_delayed_blocks(level):
 def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level):
     model, optimizer = made(level)
     block(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
-    with pytest.warns(UserWarning, match=r"exception(?s:.*)optimizer\.zero_grad\(\)"):
-        with pytest.raises(KeyError):
-            failing_block(model(a=4.0, b=4.0), optimizer)
+    said = pytest.warns(UserWarning, match=r"exception(?s:.*)optimizer\.zero_grad\(\)")
+    with said, pytest.raises(KeyError):
+        failing_block(model(a=4.0, b=4.0), optimizer)
     optimizer.zero_grad()
     block(model(a=2.0, b=2.0), optimizer)
     assert gradients(optimizer) == [2.0, 2.0]
@@ -289,16 +287,3 @@ def test_a_step_that_raised_in_a_hook_can_be_tried_again(level, clips, hook):
         optimizer.step()
         stepped.append(t.masters(optimizer))
     assert t.same(*stepped)
-
-
-def test_a_healthy_loop_is_silent():
-    for level in t.MIXED:
-        model, optimizer = made(level)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(3):
-                optimizer.zero_grad()
-                for delays in (True, False):
-                    block(model(a=1.0, b=1.0), optimizer, delay_unscale=delays)
-                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-                optimizer.step()

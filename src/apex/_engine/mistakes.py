@@ -114,7 +114,7 @@ class Mistake(enum.Enum):
         "Before going on with other batches, write\n    optimizer.zero_grad()"
     )
     GRAD_SCALER = (
-        "torch's GradScaler steps an optimizer whose loss amp.scale_loss has scaled. Both scales "
+        "torch's GradScaler steps an optimizer whose loss amp.scale_loss has scaled: both scales "
         "multiply, so gradients overflow early, and each scaler skips and adapts on its own. "
         "Remove the GradScaler; amp.scale_loss scales, unscales and skips:\n"
         f"{BLOCK}    optimizer.step()"
