@@ -330,8 +330,12 @@ def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _scratch_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
-    """Returns a few of the parameters whose own gradients no step uses."""
-    return _sample([pair.model for pair in prepared.pairs if not pair.lazy])
+    """Returns a few of the parameters whose own gradients no step uses, and no wrapper replaces."""
+    params = _sample([pair.model for pair in prepared.pairs if not pair.lazy])
+    session = prepared.session
+    if session is None or not session.ddp_tracker.wrappers:
+        return params
+    return [param for param in params if not session.ddp_tracker.owns_buffer(param)]
 
 
 def _counted_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
