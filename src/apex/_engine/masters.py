@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -141,7 +141,7 @@ class MasterPair:
     """
 
     __slots__ = (
-        *("__weakref__", "_master_version", "_model_version", "_synced"),
+        *("__weakref__", "_address", "_master_version", "_model_version", "_storage"),
         *("lazy", "master", "model", "state"),
     )
 
@@ -166,8 +166,9 @@ class MasterPair:
         """Records that the model holds the rounded master."""
         self._master_version = self.master._version
         self._model_version = self.model._version
-        # Held so that its address is not reused by another storage.
-        self._synced = self.model.detach()
+        self._address = self.model.data_ptr()
+        # Held so that no other storage takes its address.
+        self._storage = self.model.detach()
 
     def mark_exact(self) -> None:
         """Records that the low bits count before the first step, too."""
@@ -254,50 +255,62 @@ def update_model_from_masters(pairs: Sequence[MasterPair]) -> None:
 
 def mark_synced(pairs: Iterable[MasterPair]) -> None:
     """Records that masters were rounded into their model parameters."""
-    for pair in pairs:
-        if pair._synced.data_ptr() == pair.model.data_ptr():
-            pair._master_version = pair.master._version
-            pair._model_version = pair.model._version
-        else:
-            pair.mark_synced()
+    with without_overrides():
+        for pair in pairs:
+            if pair.model.data_ptr() == pair._address:
+                pair._master_version = pair.master._version
+                pair._model_version = pair.model._version
+            else:
+                pair.mark_synced()
 
 
 @untraced
-def update_masters_from_model(pairs: Iterable[MasterPair]) -> None:
+def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool = False) -> None:
     """Copies written model parameters to their masters, except to masters written as well.
 
     Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
     to the model: autograd may have saved its weights for the backward pass.
+
+    Before a step, marks all masters as written: torch's fused kernels count no writes.
     """
-    for pair in pairs:
-        model = pair.model
-        is_same = (
-            pair.state is MasterState.TRAINED
-            and model._version == pair._model_version
-            and model.data_ptr() == pair._synced.data_ptr()
-        )
-        if is_same or pair.master_written:
-            continue
-        weight = model.detach().to(pair.master.device)
-        exact = pair.master.detach()
-        value = torch.where(exact.to(weight.dtype) == weight, exact, weight)
-        # Not counted by autograd: a loss that uses masters may have saved them for backward.
-        parameters.uncounted(pair.master).copy_(value)
-        pair.mark_synced()
+    with without_overrides():
+        for pair in pairs:
+            model = pair.model
+            if (
+                pair.state is not MasterState.TRAINED
+                or model._version != pair._model_version
+                or model.data_ptr() != pair._address
+            ) and not pair.master_written:
+                _update_master(pair, before_step=before_step)
+            if before_step:
+                pair._master_version = _WRITTEN
 
 
-@untraced
+def _update_master(pair: MasterPair, *, before_step: bool) -> None:
+    weight = pair.model.detach().to(pair.master.device)
+    exact = pair.master.detach()
+    value = torch.where(exact.to(weight.dtype) == weight, exact, weight)
+    if before_step and pair.state is MasterState.FRESH and ranks.world_size() > 1:
+        # As in apex: a script that broadcasts weights by itself sends no low bits.
+        value = weight
+    # Not counted by autograd: a loss that uses masters may have saved them for backward.
+    parameters.uncounted(pair.master).copy_(value)
+    pair.mark_synced()
+
+
 def mark_written(pairs: Iterable[MasterPair]) -> None:
-    """Marks masters as written, before code that torch does not count, such as fused kernels.
-
-    Before a first step on several ranks, fresh masters take the weights, which the ranks share. As
-    in apex: a script that broadcasts weights by itself sends no low bits.
-    """
+    """Marks masters as written, by code that torch does not count, such as fused kernels."""
     for pair in pairs:
-        is_fresh = pair.state is MasterState.FRESH
-        if is_fresh and ranks.world_size() > 1 and not pair.master_written:
-            parameters.uncounted(pair.master).copy_(pair.model.detach())
         pair._master_version = _WRITTEN
+
+
+def end_step(pairs: Iterable[MasterPair], *, shared: Collection[int]) -> None:
+    """Drops the masters' gradients, but not those of pairs with the ids ``shared``."""
+    with without_overrides():
+        for pair in pairs:
+            pair.state = MasterState.TRAINED
+            if id(pair) not in shared:
+                set_grad(pair.master, None)
 
 
 # -- gradients --------------------------------------------------------------------------------

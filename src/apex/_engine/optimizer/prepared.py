@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from apex._core import dtypes, finite
 from apex._core.param_groups import exchange, is_trained, params_in, params_of
 from apex._engine import masters
-from apex._engine.masters import LazyMaster, MasterPair, MasterState, MasterTable
+from apex._engine.masters import LazyMaster, MasterPair, MasterTable
 from apex._engine.mistakes import Mistake
 from apex._pickle import empty
 from apex._torch import dtensor
@@ -328,15 +328,15 @@ class PreparedOptimizer:
 
     @untraced
     def begin_step(self, *, has_closure: bool = False) -> None:
-        """Updates masters from the model, and marks them as written: fused kernels count nothing.
+        """Brings masters up to date.
 
         Finishes an open pass, except before a closure, whose own pass may go on with it.
         """
         if not has_closure:
             self.finish_backward()
-        self.update_masters()
+        self.create_missing_masters()
+        masters.update_masters_from_model(self.pairs, before_step=True)
         self.steps += 1
-        masters.mark_written(self.pairs)
         self.stepping = True
 
     @untraced
@@ -355,13 +355,8 @@ class PreparedOptimizer:
                 pair for pair in self.pairs if id(pair) not in rounded or pair.master_written
             ]
         masters.update_model_from_masters(unrounded)
-        if failed:
-            return
-        shared = self.shared_pairs()
-        for pair in self.pairs:
-            pair.state = MasterState.TRAINED
-            if id(pair) not in shared:
-                set_grad(pair.master, None)
+        if not failed:
+            masters.end_step(self.pairs, shared=self.shared_pairs())
 
     def shared_pairs(self) -> set[int]:
         """Returns the ids of pairs that other optimizers step, too."""
