@@ -21,7 +21,8 @@ def draw() -> str:
     drawing = Drawing(
         "which_level", _WIDTH, 318,
         says="A decision tree. If neither 16-bit dtype is fast on the machine: O0. If bf16 is: O4 "
-        "for any model, O5 for speed. If only fp16 is: O1 for any model, O2 for speed.",
+        "by default, O5 if weights dominate. If only fp16 is: O1 by default, O2 if weights "
+        "dominate.",
     )  # fmt: skip
     drawing.box(170, 8, 300, 54)
     drawing.text(320, 31, "Which 16-bit dtype is fast here?", "head", "middle")
@@ -31,9 +32,9 @@ def draw() -> str:
     for left, levels in ((134, ("O4", "O5")), (386, ("O1", "O2"))):
         middle = left + _QUESTION / 2
         drawing.box(left, 118, _QUESTION, 54)
-        drawing.text(middle, 141, "What matters more?", "head", "middle")
-        drawing.text(middle, 160, "try the left one first", "small muted", "middle")
-        for level, label in zip(levels, ("any model", "speed"), strict=True):
+        drawing.text(middle, 141, "What dominates the step?", "head", "middle")
+        drawing.text(middle, 160, "activations, if you are not sure", "small muted", "middle")
+        for level, label in zip(levels, ("activations", "weights"), strict=True):
             _branch(drawing, middle, 172, _LEAVES[level][0] + _LEAF / 2, 236, label)
     for level, (left, kind, lines) in _LEAVES.items():
         drawing.box(left, 236, _LEAF, 74, kind=kind)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from tests.support.training import prepared
+from tests.support.loops import prepared, scaled_backward
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LEVELS = pytest.mark.parametrize("level", ["O1", "O4"])
@@ -55,8 +55,7 @@ def gradients(level, device, *, recompute=None, scaled=True):
         )
     loss = model(torch.ones(2, 4, device=device, requires_grad=True)).float().pow(2).sum()
     if level is not None and scaled:
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optimizer)
     else:
         loss.backward()
     return [param.grad.cpu() for param in model.parameters() if param.grad is not None]
@@ -275,8 +274,7 @@ def product_in_pass(model, optimizer, found):
     """Adds the dtype of a product of mixed dtypes in a pass of a block."""
     out = model(torch.ones(2, 2))
     out.register_hook(lambda grad: found.append((grad @ torch.ones(2, 2)).dtype))
-    with amp.scale_loss(out.float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(out.float().sum(), optimizer)
 
 
 def test_a_block_mixes_dtypes_by_the_casts_of_its_own_session_in_any_thread():
@@ -306,6 +304,5 @@ def test_a_recompute_in_a_pass_has_the_dtypes_of_the_forward(reentrant):
     x = torch.ones(1, 2, requires_grad=True)
     with set_checkpoint_early_stop(False):
         out = checkpoint(block, x, use_reentrant=reentrant)
-        with amp.scale_loss(out.float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(out.float().sum(), optimizer)
     assert dtypes == [(BF16, BF16, torch.float16)] * 2

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 import apex.amp as amp
-from tests.support.steps import (
-    prepared,
-)
+from tests.support.loops import prepared
 
 NAMESPACES = {
     "functional_overrides": nn.functional,

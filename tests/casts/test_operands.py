@@ -7,6 +7,7 @@ from torch import nn
 
 from apex import amp
 from apex.amp import lists
+from tests.support.loops import prepared, scaled_backward
 
 LEVELS = pytest.mark.parametrize(
     ("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)], ids=["O1", "O4"]
@@ -42,15 +43,11 @@ def check(rule, level, low, wanted=torch.float32, *, tolerance=2e-2):
     x = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
     expected = plain(x)
     expected.pow(2).sum().backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0
-    )
+    model, optimizer = prepared(level, model=model, loss_scale=1.0)
     got = model(x)
     assert (model.low, got.dtype) == (low, wanted)
     torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
-    with amp.scale_loss(got.float().pow(2).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(got.float().pow(2).sum(), optimizer)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=5e-2, atol=5e-2)
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
 
 PAIRS = [("O1", "O4"), ("O2", "O5"), ("O1", "O2"), ("O4", "O5"), ("O0", "O3")]
 STEPS = 4
@@ -17,17 +17,17 @@ STEPS = 4
 def train(level, seed, model):
     """Returns the losses, weights and scale of a short training of a copy of ``model``."""
     model = copy.deepcopy(model)
-    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"], model=model)
-    losses = [cases.train_step(model, optimizer, x, y) for x, y in cases.batches(STEPS, seed=seed)]
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model=model)
+    losses = [loops.train_step(model, optimizer, x, y) for x, y in loops.batches(STEPS, seed=seed)]
     outside = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
     with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
         scale = scaled_loss.item()
-    return losses, cases.masters(optimizer), cases.values(model.parameters()), outside, scale
+    return losses, loops.masters(optimizer), loops.values(model.parameters()), outside, scale
 
 
 @pytest.mark.parametrize("levels", PAIRS, ids="+".join)
 def test_two_threads_at_different_levels_give_what_each_gives_alone(levels):
-    models = [cases.net(seed) for seed in range(2)]  # here: threads share one generator
+    models = [loops.net(seed) for seed in range(2)]  # here: threads share one generator
     alone = [train(level, seed, models[seed]) for seed, level in enumerate(levels)]
     together = [None, None]
     start = threading.Barrier(2)
@@ -41,14 +41,14 @@ def test_two_threads_at_different_levels_give_what_each_gives_alone(levels):
         thread.start()
     for thread in threads:
         thread.join()
-    assert cases.same(together, alone)
+    assert loops.same(together, alone)
     assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_one_model_in_two_threads_at_once_gives_what_it_gives_alone(level):
-    model, _ = cases.prepared(level)
-    data = [x for x, _ in cases.batches(40)]
+    model, _ = loops.prepared(level)
+    data = [x for x, _ in loops.batches(40)]
     with torch.no_grad():
         expected = [model(x) for x in data]
         found = [None] * len(data)
@@ -63,7 +63,7 @@ def test_one_model_in_two_threads_at_once_gives_what_it_gives_alone(level):
             thread.start()
         for thread in threads:
             thread.join()
-    assert cases.same(found, expected)
+    assert loops.same(found, expected)
 
 
 class Products(Dataset):
@@ -92,8 +92,8 @@ def plain():
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("level", ["O4"])
 def test_data_loader_workers_compute_without_casts(level, method, plain):
-    model, optimizer = cases.prepared(level)
-    cases.train_step(model, optimizer, *cases.batch())
-    assert cases.same(loaded(method), plain)
+    model, optimizer = loops.prepared(level)
+    loops.train_step(model, optimizer, *loops.batch())
+    assert loops.same(loaded(method), plain)
     assert Products()[1].dtype is torch.float32
     assert torch.mm(plain[0], plain[0]).dtype is torch.bfloat16

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
 
 DECAY = 0.75
 
@@ -47,8 +47,8 @@ def averaged_run(level, make_twin):
     twin = make_twin(model, optimizer, level)
     average = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     history = []
-    for x, y in cases.batches(4):
-        cases.train_step(model, optimizer, x, y)
+    for x, y in loops.batches(4):
+        loops.train_step(model, optimizer, x, y)
         twin.load_state_dict(model.state_dict())
         average.update_parameters(twin)
         history.append(exact(model, optimizer))
@@ -64,4 +64,4 @@ def test_the_average_of_a_twin_is_the_fp32_average_of_the_masters(level, make_tw
         for old, new in zip(expected, values, strict=True):
             average_step([old], [new], None)
     found = [*average.module.parameters(), *average.module.buffers()]
-    assert cases.same(expected, [tensor.detach() for tensor in found])
+    assert loops.same(expected, [tensor.detach() for tensor in found])

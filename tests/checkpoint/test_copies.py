@@ -10,30 +10,20 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
+from tests.support.loops import train, trained
 
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
-masters = pytest.mark.parametrize("level", t.WITH_MASTERS)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
 
 def pickled(thing):
     return pickle.loads(pickle.dumps(thing))
 
 
-def trained(level, make_optimizer=t.sgd):
-    pair = t.prepared(level, make_optimizer)
-    train(pair)
-    return pair
-
-
-def train(pair, seed=1):
-    for x, y in t.batches(2, seed=seed):
-        t.train_step(*pair, x, y)
-
-
 def everything(model, optimizer):
     state = copy.deepcopy(optimizer.state_dict()["state"])
-    return t.values(model.parameters()), t.masters(optimizer), state
+    return loops.values(model.parameters()), loops.masters(optimizer), state
 
 
 # -- copies ----------------------------------------------------------------------------------
@@ -41,47 +31,47 @@ def everything(model, optimizer):
 
 @levels
 def test_a_deep_copy_shares_nothing_with_the_original(level):
-    original = trained(level, t.fused_adamw_of)
-    t.backward(*original, *t.batch())
-    before, grads = everything(*original), t.grads(amp.master_params(original[1]))
+    original = trained(level, loops.fused_adamw_of)
+    loops.backward(*original, *loops.batch())
+    before, grads = everything(*original), loops.grads(amp.master_params(original[1]))
     model, optimizer = copied = copy.deepcopy(original)
     model.zero_grad()
     assert all(param.grad is None for param in amp.master_params(optimizer))
-    train(copied)
-    assert not t.same(before[:2], everything(*copied)[:2])
-    state = t.net(seed=4).state_dict()
+    train(*copied, 2)
+    assert not loops.same(before[:2], everything(*copied)[:2])
+    state = loops.net(seed=4).state_dict()
     model.load_state_dict(state)
-    assert t.same(list(state.values()), t.masters(optimizer))
+    assert loops.same(list(state.values()), loops.masters(optimizer))
     amp.restore(*copied)
-    assert t.same(list(state.values()), t.values(model.parameters()))
-    assert t.same(before, everything(*original))
-    assert t.same(grads, t.grads(amp.master_params(original[1])))
+    assert loops.same(list(state.values()), loops.values(model.parameters()))
+    assert loops.same(before, everything(*original))
+    assert loops.same(grads, loops.grads(amp.master_params(original[1])))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 def test_a_copy_has_the_weights_that_were_written_since_the_last_step(copied_by, elsewhere):
     model, optimizer = trained("O5")
-    expected = t.masters(optimizer)
+    expected = loops.masters(optimizer)
     with torch.no_grad():
         model[0].weight.view(-1)[1:] = expected[0].view(-1)[1:] = 0.25
         if elsewhere:
             model[0].weight.data = model[0].weight.detach().clone()
     copied, copied_optimizer = copied_by((model, optimizer))
-    assert t.same(t.masters(copied_optimizer), expected)
-    assert t.same(t.values(copied.parameters()), t.values(model.parameters()))
+    assert loops.same(loops.masters(copied_optimizer), expected)
+    assert loops.same(loops.values(copied.parameters()), loops.values(model.parameters()))
 
 
 def test_a_copy_made_while_weights_are_swapped_leaves_the_masters():
     model, optimizer = trained("O5")
-    own, expected = t.values(model.parameters()), t.masters(optimizer)
-    t.change(model.parameters(), map(torch.zeros_like, own), "copy_")
+    own, expected = loops.values(model.parameters()), loops.masters(optimizer)
+    loops.change(model.parameters(), map(torch.zeros_like, own), "copy_")
     copy.deepcopy((model, optimizer))
-    t.change(model.parameters(), own, "copy_")
+    loops.change(model.parameters(), own, "copy_")
     optimizer.zero_grad()
-    t.loss_of(model, *t.batch()).mul(0).backward()
+    loops.loss_of(model, *loops.batch()).mul(0).backward()
     optimizer.step()
-    assert t.same(t.masters(optimizer), expected)
+    assert loops.same(loops.masters(optimizer), expected)
 
 
 @masters
@@ -94,27 +84,27 @@ def test_in_inference_mode_a_model_is_copied_and_masters_are_not(level):
         found = dict(copied.state_dict())
         with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
             copy.deepcopy((model, optimizer))
-    low = t.LEVELS[level].stored
-    assert t.same(found, {name: value.to(low).float() for name, value in saved.items()})
-    train((model, optimizer))
+    low = loops.LEVELS[level].stored
+    assert loops.same(found, {name: value.to(low).float() for name, value in saved.items()})
+    train(model, optimizer, 2)
 
 
 @levels
 def test_a_deep_copy_with_its_scheduler_trains_equally_and_warns_of_nothing(level):
-    model, optimizer = t.prepared(level, loss_scale="dynamic")
+    model, optimizer = loops.prepared(level, loss_scale="dynamic")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     original = (model, optimizer, scheduler)
-    train(original[:2])
+    train(*original[:2], 2)
     scheduler.step()
     copied = copy.deepcopy(original)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for *pair, own_scheduler in (original, copied):
-            for x, y in t.batches(3, overflow_at={1}):
-                t.train_step(*pair, x, y)
+            for x, y in loops.batches(3, overflow_at={1}):
+                loops.train_step(*pair, x, y)
             own_scheduler.step()
     assert copied[1].param_groups[0]["lr"] == 0.025
-    assert t.same(everything(*original[:2]), everything(*copied[:2]))
+    assert loops.same(everything(*original[:2]), everything(*copied[:2]))
 
 
 @masters
@@ -125,7 +115,7 @@ def test_a_model_copied_alone_has_rounded_weights_and_outlives_the_session(level
     del model, optimizer
     gc.collect()
     assert amp.state_dict() == {}
-    assert t.same(rounded, list(copied.state_dict().values()))
+    assert loops.same(rounded, list(copied.state_dict().values()))
 
 
 # -- whole objects in files ------------------------------------------------------------------
@@ -134,57 +124,57 @@ def test_a_model_copied_alone_has_rounded_weights_and_outlives_the_session(level
 @levels
 def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
     model, _optimizer = trained(level)
-    loaded = t.saved_and_loaded(model)
-    x, _ = t.batch()
-    assert t.same(model(x), loaded(x))
+    loaded = loops.saved_and_loaded(model)
+    x, _ = loops.batch()
+    assert loops.same(model(x), loaded(x))
     # The masters stay with the optimizer: what was saved whole is the rounded weights.
     rounded = {
         name: value.to(loaded.get_parameter(name).dtype).float()
         for name, value in model.state_dict().items()
     }
-    assert t.same(rounded, dict(loaded.state_dict()))
+    assert loops.same(rounded, dict(loaded.state_dict()))
 
 
 @levels
 def test_a_model_saved_whole_is_trained_on_after_restore_with_its_masters_loaded(level):
     model, optimizer = trained(level)
-    loaded = t.saved_and_loaded(model)
+    loaded = loops.saved_and_loaded(model)
     if level != "O1":  # a model that casts no parameters is saved as plain
         amp.restore(loaded)
     loaded.load_state_dict(model.state_dict())
-    resumed = t.prepared(level, model=loaded)
+    resumed = loops.prepared(level, model=loaded)
     for pair in ((model, optimizer), resumed):
-        train(pair, seed=2)
-    assert t.same(dict(model.state_dict()), dict(loaded.state_dict()))
+        train(*pair, 2, seed=2)
+    assert loops.same(dict(model.state_dict()), dict(loaded.state_dict()))
 
 
 @levels
 def test_an_unpickled_pair_keeps_classes_state_and_masters_and_is_restored(level):
-    original = trained(level, t.OPTIMIZERS["Adam"])
+    original = trained(level, loops.OPTIMIZERS["Adam"])
     model, optimizer = pickled(original)
     assert type(optimizer) is type(original[1])
-    assert t.same(everything(*original), everything(model, optimizer))
-    expected = t.masters(optimizer)
+    assert loops.same(everything(*original), everything(model, optimizer))
+    expected = loops.masters(optimizer)
     amp.restore(model, optimizer)
     assert (type(model), type(optimizer)) == (nn.Sequential, torch.optim.Adam)
-    assert t.same(expected, t.values(model.parameters()))
+    assert loops.same(expected, loops.values(model.parameters()))
     params = optimizer.param_groups[0]["params"]
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_an_unpickled_pair_trains_on_with_a_plain_backward(level):
-    original = trained(level, t.OPTIMIZERS["Adam"])
+    original = trained(level, loops.OPTIMIZERS["Adam"])
     model, optimizer = pickled(original)
     optimizer.zero_grad()
-    t.loss_of(model, *t.batch(2)).backward()
+    loops.loss_of(model, *loops.batch(2)).backward()
     optimizer.step()
-    t.train_step(*original, *t.batch(2))
-    assert t.same(everything(*original), everything(model, optimizer))
+    loops.train_step(*original, *loops.batch(2))
+    assert loops.same(everything(*original), everything(model, optimizer))
 
 
 def test_an_unpickled_optimizer_is_refused_by_scale_loss():
-    alive = t.prepared("O1")
+    alive = loops.prepared("O1")
     model, optimizer = pickled(alive)
     with pytest.raises(RuntimeError, match="unpickled"):
-        t.backward(model, optimizer, *t.batch())
+        loops.backward(model, optimizer, *loops.batch())

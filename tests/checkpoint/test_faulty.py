@@ -7,23 +7,18 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
+from tests.support.loops import trained
 
 
 def adam(params):
     return torch.optim.Adam(params, lr=1e-2, eps=1e-4)
 
 
-def trained(level, **options):
-    model, optimizer = cases.prepared(level, adam, **options)
-    cases.train_step(model, optimizer, *cases.batch())
-    return model, optimizer
-
-
 def held(model, optimizer):
     return {
-        "weights": cases.values(model.parameters()),
-        "masters": cases.masters(optimizer),
+        "weights": loops.values(model.parameters()),
+        "masters": loops.masters(optimizer),
         "groups": copy.deepcopy(optimizer.state_dict()["param_groups"]),
         "state": copy.deepcopy(optimizer.state_dict()["state"]),
         "scales": dict(amp.state_dict()),
@@ -40,31 +35,31 @@ class Other(nn.Sequential):
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_weights_of_another_model_or_cut_short_are_refused_and_masters_follow_what_fits(level, cut):
-    model, optimizer = trained(level)
+    model, optimizer = trained(level, adam, steps=1)
     before = held(model, optimizer)
-    state = cases.net(seed=3).state_dict() if cut else Other().state_dict()
+    state = loops.net(seed=3).state_dict() if cut else Other().state_dict()
     if cut:
         del state["2.weight"], state["2.bias"]
     words = r"Missing key\(s\).*\"2\.weight\"" if cut else r"size mismatch for 2\.weight"
     with pytest.raises(RuntimeError, match=words):
         model.load_state_dict(state)
     # torch loads what fits before it raises; the rest, and all else, is as it was.
-    masters = cases.masters(optimizer)
+    masters = loops.masters(optimizer)
     assert torch.equal(masters[0], state["0.weight"])
     after = held(model, optimizer)
     for name in ("masters", "weights"):
-        assert cases.same(after[name][2:], before[name][2:])
-    assert cases.same(after["state"], before["state"])
+        assert loops.same(after[name][2:], before[name][2:])
+    assert loops.same(after["state"], before["state"])
     for _ in range(2):
         pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
         assert all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
-        cases.train_step(model, optimizer, *cases.batch())
+        loops.train_step(model, optimizer, *loops.batch())
 
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_optimizer_state_of_another_model_or_cut_short_changes_nothing(level, cut):
-    model, optimizer = trained(level)
+    model, optimizer = trained(level, adam, steps=1)
     before = held(model, optimizer)
     state = adam(nn.Linear(2, 2).parameters()).state_dict()
     words = "doesn't match the size of optimizer's group"
@@ -72,4 +67,4 @@ def test_an_optimizer_state_of_another_model_or_cut_short_changes_nothing(level,
         state, words = {"param_groups": optimizer.state_dict()["param_groups"]}, "state"
     with pytest.raises((KeyError, ValueError), match=words):
         optimizer.load_state_dict(state)
-    assert cases.same(held(model, optimizer), before)
+    assert loops.same(held(model, optimizer), before)

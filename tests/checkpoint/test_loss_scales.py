@@ -1,24 +1,13 @@
 """``amp.state_dict`` and ``amp.load_state_dict``: apex's format, before and after initialize."""
 
-import io
 import re
 from collections import OrderedDict
 
 import pytest
-import torch
 
 from apex import amp
-from tests.support.steps import (
-    DYNAMIC,
-    LEVELS,
-    Net,
-    overflow,
-    prepared,
-    scale,
-    sgd,
-    train,
-    unskipped,
-)
+from tests.support import loops
+from tests.support.loops import unskipped
 
 
 def entry(loss_scale, unskipped):
@@ -34,33 +23,36 @@ def states(*values):
 
 
 def found(count):
-    return [(scale(index), unskipped(index)) for index in range(count)]
+    return [(loops.scale(index), unskipped(index)) for index in range(count)]
 
 
 # -- saving ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", loops.LEVELS)
 def test_an_entry_has_apexs_two_numbers_and_says_whether_the_scale_is_static(level):
-    model, optimizer = prepared(level)
-    train(model, optimizer, steps=2)
+    model, optimizer = loops.prepared(level)
+    loops.train(model, optimizer, data=loops.small_batches(2))
     state = amp.state_dict()
     assert type(state) is OrderedDict
-    assert state == {"loss_scaler0": entry(2.0**16, 2) if level in DYNAMIC else static(1.0, 2)}
+    assert state == {
+        "loss_scaler0": entry(2.0**16, 2) if level in loops.DYNAMIC else static(1.0, 2)
+    }
     assert [*map(type, state["loss_scaler0"].values())][:2] == [float, int]
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    overflow(model, optimizer)
-    assert torch.load(file, weights_only=True) == state
+    loaded = loops.saved_and_loaded(state, weights_only=True)
+    loops.overflow(model, optimizer)
+    assert loaded == state
 
 
 def test_it_has_the_scalers_of_all_live_sessions_in_order():
     assert amp.state_dict() == OrderedDict()
-    first, second = prepared("O2", num_losses=11), prepared("O2", loss_scale=4.0, num_losses=2)
-    overflow(*first, loss_id=10)
+    first, second = (
+        loops.prepared("O2", num_losses=11),
+        loops.prepared("O2", loss_scale=4.0, num_losses=2),
+    )
+    loops.overflow(*first, loss_id=10)
     assert [*amp.state_dict()] == [f"loss_scaler{index}" for index in range(13)]
-    assert [scale(10), scale(11), scale(0)] == [2.0**15, 4.0, 2.0**16]
+    assert [loops.scale(10), loops.scale(11), loops.scale(0)] == [2.0**15, 4.0, 2.0**16]
     del first
     assert [value["loss_scale"] for value in amp.state_dict().values()] == [4.0, 4.0]
     del second
@@ -71,7 +63,7 @@ def test_it_has_the_scalers_of_all_live_sessions_in_order():
 
 
 def test_loading_goes_by_number():
-    keep = prepared("O2", num_losses=11)
+    keep = loops.prepared("O2", num_losses=11)
     values = [(2.0**index, index) for index in range(11)]
     amp.load_state_dict(dict(sorted(states(*values).items(), reverse=True)))
     assert found(11) == values
@@ -79,10 +71,10 @@ def test_loading_goes_by_number():
 
 
 def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_step():
-    model, optimizer = prepared("O5", loss_scale="dynamic", growth_interval=5)
-    later = {"apex_amp_v2": [1], "apex_amp_v1": {"new": 1}}  # unknown keys are ignored
-    amp.load_state_dict({"loss_scaler0": {**entry(8.0, 1000), **later}})
-    train(model, optimizer, steps=1)
+    model, optimizer = loops.prepared("O5", loss_scale="dynamic", growth_interval=5)
+    others = {"other": [1], "apex_amp_v1": {"new": 1}}  # unknown keys are ignored
+    amp.load_state_dict({"loss_scaler0": {**entry(8.0, 1000.0), **others}})
+    loops.train(model, optimizer, data=loops.small_batches(1))
     assert found(1) == [(16.0, 0)]
 
 
@@ -103,9 +95,9 @@ def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_st
 def test_a_scale_of_another_kind_is_not_loaded_and_said_unless_one_scales_nothing(
     present, saved, after, words, caplog
 ):
-    keep = prepared("O5", loss_scale=present)
+    keep = loops.prepared("O5", loss_scale=present)
     amp.load_state_dict({"loss_scaler0": saved})
-    assert scale() == after
+    assert loops.scale() == after
     if words is None:
         assert not caplog.records
     else:
@@ -115,7 +107,7 @@ def test_a_scale_of_another_kind_is_not_loaded_and_said_unless_one_scales_nothin
 
 @pytest.mark.parametrize(("saved", "present"), [(3, 1), (1, 3)])
 def test_another_number_of_scalers_warns_and_loads_what_fits(saved, present):
-    keep = prepared("O2", num_losses=present)
+    keep = loops.prepared("O2", num_losses=present)
     words = f"got {saved} loss scalers, but amp has {present}.*same num_losses"
     with pytest.warns(UserWarning, match=words):
         amp.load_state_dict(states(*((2.0**index, index) for index in range(saved))))
@@ -126,7 +118,7 @@ def test_another_number_of_scalers_warns_and_loads_what_fits(saved, present):
 
 
 def test_with_two_sessions_as_many_entries_as_the_newest_has_go_to_it():
-    first, second = prepared("O2"), prepared("O1", num_losses=2)
+    first, second = loops.prepared("O2"), loops.prepared("O1", num_losses=2)
     amp.load_state_dict(states((1.0, 0), (2.0, 1)))
     assert found(3) == [(2.0**16, 0), (1.0, 0), (2.0, 1)]
     amp.load_state_dict(states((4.0, 0), (8.0, 1), (16.0, 2)))
@@ -146,13 +138,18 @@ def test_with_two_sessions_as_many_entries_as_the_newest_has_go_to_it():
         ({"loss_scaler1": entry(float("nan"), 0)}, "is nan; it must"),
         ({"loss_scaler1": entry(10**400, 0)}, "it must be a number from"),
         ({"loss_scaler1": entry(1.0, -1)}, r"\['unskipped'\] is -1"),
+        ({"loss_scaler1": entry(8.0, 1.5)}, r"'unskipped'\] is 1.5; it must be a whole number"),
+        (
+            {"loss_scaler1": {**entry(8.0, 1), "apex_amp_v2": {}}},
+            "loss_scaler1 has 'apex_amp_v2', which a later release.*Load the checkpoint with that",
+        ),
         ({"loss_scaler1": entry(True, 0)}, r"loss_scaler1\['loss_scale'\] is True"),
         ({"loss_scaler2": entry(1.0, 0)}, "'loss_scaler1' is missing; the keys are loss_scaler0"),
         (None, r"accepts the dict that amp\.state_dict"),
     ],
 )
 def test_a_bad_state_is_refused_by_name_and_changes_nothing(bad, words):
-    keep = prepared("O2", num_losses=2)
+    keep = loops.prepared("O2", num_losses=2)
     before = amp.state_dict()
     with pytest.raises(RuntimeError, match=words):
         amp.load_state_dict(bad if bad is None else {"loss_scaler0": entry(8.0, 1), **bad})
@@ -167,9 +164,9 @@ def test_a_state_loaded_before_initialize_is_taken_in_order_and_once(caplog):
     amp.load_state_dict(states((4.0, 7)))
     amp.load_state_dict(states((1.0, 0), (2.0, 1), (4.0, 2)))  # replaces the first
     assert amp.state_dict() == {}
-    first = prepared("O2")
+    first = loops.prepared("O2")
     assert "the next amp.initialize call takes the remaining states" in caplog.text
-    second, third = prepared("O2"), prepared("O2", num_losses=2)
+    second, third = loops.prepared("O2"), loops.prepared("O2", num_losses=2)
     assert found(4) == [(1.0, 0), (2.0, 1), (4.0, 2), (2.0**16, 0)]
     assert re.search("made 2 loss scalers; the checkpoint has 1", caplog.text)
     del first, second, third
@@ -184,11 +181,11 @@ def test_what_waits_outlives_mistakes_and_disabled_calls(caplog, capsys):
     with pytest.raises(RuntimeError, match="must be a number"):
         amp.load_state_dict(states((0.0, 7)))
     with pytest.raises(RuntimeError, match="on the meta device"):
-        amp.initialize(Net().to("meta"), opt_level="O2", verbosity=0)
-    model = Net()
-    amp.initialize(model, sgd(model), enabled=False)
+        amp.initialize(loops.Net().to("meta"), opt_level="O2", verbosity=0)
+    model = loops.Net()
+    amp.initialize(model, loops.sgd(model.parameters()), enabled=False)
     amp.load_state_dict(states((2.0, 7)))  # nothing to load into
     assert (not caplog.records, capsys.readouterr()) == (True, ("", ""))
-    keep = prepared("O2")
-    assert scale() == 512.0
+    keep = loops.prepared("O2")
+    assert loops.scale() == 512.0
     del keep

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
 
 OFF = "off"
 LEVELS = ("O1", "O2", "O5")
@@ -27,10 +27,10 @@ def prepare(level, model, optimizer, **options):
 
 
 def save_at(level, name):
-    model = cases.net()
+    model = loops.net()
     model, optimizer = prepare(level, model, OPTIMIZERS[name](model.parameters()))
-    for x, y in cases.batches(3, overflow_at={1} if level in DYNAMIC else ()):
-        cases.train_step(model, optimizer, x, y)
+    for x, y in loops.batches(3, overflow_at={1} if level in DYNAMIC else ()):
+        loops.train_step(model, optimizer, x, y)
     return [part.state_dict() for part in (model, optimizer, amp)]
 
 
@@ -41,7 +41,7 @@ def saved():
 
 
 def resume_at(level, name, states, *, load_first):
-    model = cases.net(seed=5)
+    model = loops.net(seed=5)
     optimizer = OPTIMIZERS[name](model.parameters())
     parts = (model, optimizer, amp)
     if not load_first:
@@ -64,22 +64,21 @@ def test_weights_state_and_a_scale_of_the_same_kind_go_on_in_the_dtypes_of_the_l
     model, optimizer = resume_at(now, name, states, load_first=before < now)
     stepped = [param for group in optimizer.param_groups for param in group["params"]]
     assert {p.dtype for p in stepped} == {torch.float32}
-    assert cases.same(list(model_state.values()), cases.values(stepped))
+    assert loops.same(list(model_state.values()), loops.values(stepped))
     for param, value in zip(model.parameters(), model_state.values(), strict=True):
         assert torch.equal(param, value.to(param.dtype))
-    assert cases.same(optimizer.state_dict()["state"], optimizer_state["state"])
+    assert loops.same(optimizer.state_dict()["state"], optimizer_state["state"])
     if OFF not in (before, now):
         same_kind = (before in DYNAMIC) is (now in DYNAMIC)
         fresh = 2.0**16 if now in DYNAMIC else 1.0
-        assert cases.loss_scale() == (scales["loss_scaler0"]["loss_scale"] if same_kind else fresh)
+        assert loops.loss_scale() == (scales["loss_scaler0"]["loss_scale"] if same_kind else fresh)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for x, y in cases.batches(2, seed=3):
-            cases.train_step(model, optimizer, x, y)
-    end = cases.values(model.parameters())
+        loops.train(model, optimizer, 2, seed=3)
+    end = loops.values(model.parameters())
     assert all(value.isfinite().all() for value in end)
-    assert not cases.same(list(model_state.values()), end)
+    assert not loops.same(list(model_state.values()), end)
 
 
 def test_there_and_back_by_a_level_with_masters_loses_nothing(saved):
@@ -89,5 +88,5 @@ def test_there_and_back_by_a_level_with_masters_loses_nothing(saved):
         states = [model.state_dict(), optimizer.state_dict(), {}]
         del model, optimizer
     first = saved["O1", "fused AdamW"]
-    assert cases.same(dict(first[0]), dict(states[0]))
-    assert cases.same(first[1]["state"], states[1]["state"])
+    assert loops.same(dict(first[0]), dict(states[0]))
+    assert loops.same(first[1]["state"], states[1]["state"])

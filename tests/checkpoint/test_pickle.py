@@ -13,7 +13,7 @@ from torch import nn
 
 from apex import RNN, _pickle, amp, normalization
 from apex.amp import _amp_state
-from tests.support import training as cases
+from tests.support import loops
 
 PLAIN = ("O0", "O1", "O4")
 """Levels that cast no parameters."""
@@ -61,10 +61,9 @@ class Custom(nn.Module):
 def trained(level):
     model = Custom()
     options = {"fp32_modules": ["norm", nn.BatchNorm1d]} if level not in PLAIN else {}
-    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"], model, **options)
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model, **options)
     loss = model(torch.ones(2, 4)).float().sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer)
     optimizer.step()
     return model, optimizer
 
@@ -130,7 +129,7 @@ def run(script, file, *, blocked=()):
 
 @pytest.mark.slow
 def test_models_whose_parameters_are_not_cast_load_without_apex():
-    models = [cases.prepared(level)[0] for level in PLAIN]
+    models = [loops.prepared(level)[0] for level in PLAIN]
     script = """
         import pickle, torch
         for model in pickle.load(sys.stdin.buffer):
@@ -138,7 +137,7 @@ def test_models_whose_parameters_are_not_cast_load_without_apex():
             print(type(model).__name__, model(torch.ones(1, 4)).tolist())
         """
     with amp.disable_casts():
-        expected = f"Sequential {cases.net()(torch.ones(1, 4)).tolist()}\n"
+        expected = f"Sequential {loops.net()(torch.ones(1, 4)).tolist()}\n"
     assert run(script, pickle.dumps(models), blocked=["apex"]) == 3 * expected
 
 
@@ -199,12 +198,12 @@ LOADING = """
 
 @pytest.mark.slow
 def test_loading_registers_nothing_and_the_optimizer_steps():
-    file = pickle.dumps([cases.prepared(level) for level in ("O1", "O2", "O5")])
+    file = pickle.dumps([loops.prepared(level) for level in ("O1", "O2", "O5")])
     assert run(LOADING, file) == 3 * "True torch.float32 torch.float32 ['after']\n"
 
 
 def test_a_pickled_scaler_goes_on_by_itself():
-    _, optimizer = cases.prepared("O2")
+    _, optimizer = loops.prepared("O2")
     scaler = _amp_state.loss_scalers[0]
     scaler._loss_scale, scaler._unskipped, scaler._scale_seq_len = 64.0, 7, 100
     for loaded in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):

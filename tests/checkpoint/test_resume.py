@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
 OPTIMIZERS = {
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True),
@@ -27,7 +27,7 @@ def run(level, name, *, saved=None, order=(0, 1, 2), before=0):
 
     Returns the state dicts, weights and masters after it, and the objects.
     """
-    model = t.net(0 if saved is None else 5)
+    model = loops.net(0 if saved is None else 5)
     optimizer = OPTIMIZERS[name](model.parameters())
     parts = (model, optimizer, amp)
     for index in order[:before]:
@@ -43,13 +43,13 @@ def run(level, name, *, saved=None, order=(0, 1, 2), before=0):
 
 def train(model, optimizer, *, first):
     """Returns all that a run holds after its first four steps, or after its last three."""
-    for x, y in t.batches(4, overflow_at={3}) if first else t.batches(3, seed=2):
+    for x, y in loops.batches(4, overflow_at={3}) if first else loops.batches(3, seed=2):
 
         def evaluate(x=x, y=y):
             optimizer.zero_grad()
             # An overflow is in the second loss alone, so that the scales part.
             for loss_id, given in enumerate((x.nan_to_num(posinf=0.5), x)):
-                loss = t.backward(model, optimizer, given, y, loss_id=loss_id)
+                loss = loops.backward(model, optimizer, given, y, loss_id=loss_id)
             return loss
 
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -58,13 +58,15 @@ def train(model, optimizer, *, first):
             evaluate()
             optimizer.step()
     states = [dict(part.state_dict()) for part in (model, optimizer, amp)]
-    return t.saved_and_loaded([*states, t.values(model.parameters()), t.masters(optimizer)])
+    return loops.saved_and_loaded(
+        [*states, loops.values(model.parameters()), loops.masters(optimizer)]
+    )
 
 
 @pytest.mark.slow
 def test_runs_resumed_in_a_new_process_are_the_uninterrupted_ones_bit_for_bit(tmp_path):
     runs = {}
-    for config in itertools.product(t.LEVELS_SHORT, OPTIMIZERS):
+    for config in itertools.product(loops.LEVELS_SHORT, OPTIMIZERS):
         pair, saved = run(*config)
         runs[config] = saved, (expected := train(*pair, first=False))
         # What makes the comparison worth its name:
@@ -85,6 +87,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for config, (saved, expected) in torch.load(sys.argv[1], weights_only=False).items():
         for order, before in WAYS:
-            copied = t.saved_and_loaded(saved)
+            copied = loops.saved_and_loaded(saved)
             found = run(*config, saved=copied, order=order, before=before)[1]
-            assert t.same(expected, found), (config, order, before)
+            assert loops.same(expected, found), (config, order, before)

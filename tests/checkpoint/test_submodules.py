@@ -5,15 +5,11 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
 
 
-def trained(level):
-    inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-    model, optimizer = cases.prepared(level, model=nn.Sequential(inner, nn.Linear(8, 2)))
-    for x, y in cases.batches(2):
-        cases.train_step(model, optimizer, x, y)
-    return model, optimizer
+def nested():
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
 
 
 def random_like(state):
@@ -23,56 +19,56 @@ def random_like(state):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_every_part_is_saved_as_in_the_whole(level):
-    model, _ = trained(level)
+    model, _ = loops.trained(level, model=nested())
     whole = model.state_dict()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         part = module.state_dict(prefix=prefix)
-        assert cases.same({key: whole[key] for key in part}, dict(part))
+        assert loops.same({key: whole[key] for key in part}, dict(part))
         assert all(value.dtype is torch.float32 for value in part.values())
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 @pytest.mark.parametrize("part", ["0", "0.0"])
 def test_a_loaded_part_reaches_its_masters_to_the_last_bit_and_no_other(level, part):
-    model, optimizer = trained(level)
+    model, optimizer = loops.trained(level, model=nested())
     module = model.get_submodule(part)
-    new, before = random_like(module.state_dict()), cases.masters(optimizer)
+    new, before = random_like(module.state_dict()), loops.masters(optimizer)
     module.load_state_dict(new)
-    after = cases.masters(optimizer)
-    assert cases.same(list(new.values()), after[:2])
-    assert cases.same(before[2:], after[2:])
-    assert cases.same(list(module.state_dict().values()), list(new.values()))
+    after = loops.masters(optimizer)
+    assert loops.same(list(new.values()), after[:2])
+    assert loops.same(before[2:], after[2:])
+    assert loops.same(list(module.state_dict().values()), list(new.values()))
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_parent_with_two_prepared_models_saves_and_loads_both(level):
-    pairs = [trained(level) for _ in range(2)]
+    pairs = [loops.trained(level, model=nested()) for _ in range(2)]
     parent = nn.ModuleDict({"first": pairs[0][0], "second": pairs[1][0]})
     new = random_like(parent.state_dict())
     parent.load_state_dict(new)
-    assert cases.same(dict(parent.state_dict()), new)
-    masters = [master for _, optimizer in pairs for master in cases.masters(optimizer)]
-    assert cases.same(masters, list(new.values()))
+    assert loops.same(dict(parent.state_dict()), new)
+    masters = [master for _, optimizer in pairs for master in loops.masters(optimizer)]
+    assert loops.same(masters, list(new.values()))
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_part_that_loads_in_part_keeps_the_masters_of_the_rest(level):
-    model, optimizer = trained(level)
-    before = cases.masters(optimizer)
+    model, optimizer = loops.trained(level, model=nested())
+    before = loops.masters(optimizer)
     weight = torch.rand(8, 4)
     with pytest.raises(RuntimeError, match="size mismatch"):
         model[0].load_state_dict({"0.weight": weight, "0.bias": torch.zeros(3)})
-    assert cases.same([weight, *before[1:]], cases.masters(optimizer))
+    assert loops.same([weight, *before[1:]], loops.masters(optimizer))
     model[1].load_state_dict({"bias": torch.full((2,), 1 / 3)}, strict=False)
-    assert cases.same([weight, *before[1:3], torch.full((2,), 1 / 3)], cases.masters(optimizer))
+    assert loops.same([weight, *before[1:3], torch.full((2,), 1 / 3)], loops.masters(optimizer))
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_loaded_buffer_is_saved_and_restored_to_the_last_bit(level):
-    model = cases.net()
+    model = loops.net()
     model[0].register_buffer("shift", torch.rand(3))
-    model, optimizer = cases.prepared(level, model=model)
+    model, optimizer = loops.prepared(level, model=model)
     new = random_like(model.state_dict())
     model.load_state_dict(new)
     assert torch.equal(model.state_dict()["0.shift"], new["0.shift"])
@@ -87,15 +83,15 @@ def load_as_mmcv(module, state, prefix=""):
         load_as_mmcv(child, state, f"{prefix}{name}.")
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_loader_of_another_library_sets_the_masters_to_the_last_bit(level):
-    model, optimizer = trained(level)
+    model, optimizer = loops.trained(level, model=nested())
     new = random_like(model.state_dict())
     load_as_mmcv(model, new)
-    assert cases.same(dict(model.state_dict()), new)
+    assert loops.same(dict(model.state_dict()), new)
     optimizer.zero_grad()
-    cases.backward(model, optimizer, *cases.batch(3))
-    assert cases.same(cases.masters(optimizer), list(new.values()))
+    loops.backward(model, optimizer, *loops.batch(3))
+    assert loops.same(loops.masters(optimizer), list(new.values()))
 
 
 @pytest.fixture
@@ -106,16 +102,16 @@ def swaps():
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@pytest.mark.parametrize("level", cases.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_loading_by_swapping_parameters_sets_the_masters(level, swaps):
-    model, optimizer = cases.prepared(level, loss_scale=1.0)
-    cases.train_step(model, optimizer, *cases.batch())
+    model, optimizer = loops.prepared(level, loss_scale=1.0)
+    loops.train_step(model, optimizer, *loops.batch())
     weights = {n: torch.randn_like(value) for n, value in model.state_dict().items()}
     optimizer.zero_grad()
     model.load_state_dict(weights)
-    assert cases.same(model.state_dict(), weights)
-    assert cases.same(cases.masters(optimizer), list(weights.values()))
-    cases.train_step(model, optimizer, *cases.batch())
-    rounded = [value.to(cases.LEVELS[level].stored) for value in cases.masters(optimizer)]
-    assert cases.same(list(model.parameters()), rounded)
-    assert not cases.same(cases.masters(optimizer), list(weights.values()))
+    assert loops.same(model.state_dict(), weights)
+    assert loops.same(loops.masters(optimizer), list(weights.values()))
+    loops.train_step(model, optimizer, *loops.batch())
+    rounded = [value.to(loops.LEVELS[level].stored) for value in loops.masters(optimizer)]
+    assert loops.same(list(model.parameters()), rounded)
+    assert not loops.same(loops.masters(optimizer), list(weights.values()))

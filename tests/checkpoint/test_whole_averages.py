@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from apex import amp
-from tests.support.training import same
+from tests.support.loops import same, scaled_backward
 
 SOURCE = Path(__file__).parent / "detector.py"
 
@@ -52,8 +52,7 @@ def trained(detector):
     values = copy.deepcopy(ema.ema.state_dict())
     for images, targets in batches(3):
         loss = F.mse_loss(model(images).float(), targets)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         ema.update(model)

@@ -9,7 +9,7 @@ from torch import nn
 from apex import amp
 from apex.parallel import LARC, SyncBatchNorm
 from tests.clients.libraries import need
-from tests.support.training import same
+from tests.support.loops import same
 
 kinetics = need("torchvision.datasets.kinetics")
 # classy_vision 0.6 imports a name that torchvision has dropped; nothing here uses it.

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from apex import amp
 from tests.clients.classes import LEVELS, batch
 from tests.clients.libraries import need, of_its_time
-from tests.support.training import values
+from tests.support.loops import values
 
 data_parallel = need("fairscale.experimental.nn.data_parallel")
 

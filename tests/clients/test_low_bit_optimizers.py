@@ -11,7 +11,7 @@ from torch import nn
 
 from apex import amp
 from tests.clients.libraries import need
-from tests.support.training import same, saved_and_loaded
+from tests.support.loops import same, saved_and_loaded
 
 pytestmark = [
     pytest.mark.clients,

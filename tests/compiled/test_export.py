@@ -9,7 +9,7 @@ from torch import nn
 
 from apex import amp
 from tests.compiled.cases import LEVELS
-from tests.support.training import prepared, same
+from tests.support.loops import prepared, same
 
 # torch.jit is deprecated, and torch.export uses what is.
 pytestmark = pytest.mark.filterwarnings(

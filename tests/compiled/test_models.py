@@ -20,22 +20,14 @@ from tests.compiled.cases import (
     net_and_optimizer,
     no_recompilation,
 )
-from tests.support.training import (
-    WITH_MASTERS,
-    grads,
-    net,
-    prepared,
-    same,
-    train_step,
-)
+from tests.support import loops
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of inductor
 
 
 def backward(model, optimizer, loss):
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    gradients = grads(amp.master_params(optimizer))
+    loops.scaled_backward(loss, optimizer)
+    gradients = loops.grads(amp.master_params(optimizer))
     optimizer.zero_grad()
     return gradients
 
@@ -57,31 +49,33 @@ def test_compiled_model_and_loss_give_dtypes_values_and_gradients_of_eager(level
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_is_compiled_after_the_second_iteration(level):
-    model, optimizer = prepared(level)
+    model, optimizer = loops.prepared(level)
     run, graphs = compiled(model)
     batches = [(torch.randn(size, 4), torch.randn(size, 2)) for size in (3, 5, 4, 7, 3)]
     for batch in batches[:2]:  # torch makes the batch size dynamic at the second
-        train_step(run, optimizer, *batch)
+        loops.train_step(run, optimizer, *batch)
     with no_recompilation():
         for batch in batches[2:]:
-            train_step(run, optimizer, *batch)
+            loops.train_step(run, optimizer, *batch)
     assert graphs.frame_count == 2
 
 
 @pytest.mark.parametrize("compile_model", ["torch.compile first", "model.compile first", "after"])
 @pytest.mark.parametrize("level", ["O2", "O4"])
 def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model):
-    model = net()
+    model = loops.net()
     if compile_model == "torch.compile first":
         model, graphs = compiled(model)
     if compile_model == "model.compile first":
         model.compile(backend="aot_eager", fullgraph=True)
-    model, optimizer = prepared(level, model=model)
+    model, optimizer = loops.prepared(level, model=model)
     if compile_model == "after":
         model, graphs = compiled(model)
-    reference = prepared(level)
+    reference = loops.prepared(level)
     for batch in [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)]:
-        assert same(train_step(model, optimizer, *batch), train_step(*reference, *batch))
+        assert loops.same(
+            loops.train_step(model, optimizer, *batch), loops.train_step(*reference, *batch)
+        )
     if compile_model != "model.compile first":
         assert graphs.frame_count == 1
 
@@ -91,10 +85,10 @@ def summed_by(model):
 
 
 @pytest.mark.parametrize("of", ["torch.compile", "model.compile", "model and loss"])
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_that_a_script_writes_reach_compiled_code_by_apexs_call(level, of):
     for _ in range(2):  # the second model runs code that was traced for the first
-        model, optimizer = prepared(level)
+        model, optimizer = loops.prepared(level)
         run = model
         if of == "model.compile":
             model.compile(backend="aot_eager", fullgraph=True)
@@ -124,7 +118,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("level", MIXED)
 def test_nested_inputs_and_outputs_are_cast_as_in_eager(level):
-    model, _ = prepared(level, model=Nested())
+    model, _ = loops.prepared(level, model=Nested())
     batch = {"pair": (torch.randn(3, 2), torch.ones(3, 2)), "extra": torch.arange(3)}
     run, graphs = compiled(model)
     ours, theirs = run(batch, scale=2.0), model(batch, scale=2.0)
@@ -152,7 +146,7 @@ class PartlyOff(nn.Module):
 @GENERATORS
 @pytest.mark.parametrize("level", MIXED)
 def test_disable_casts_traces(level):
-    inner, optimizer = prepared(level)
+    inner, optimizer = loops.prepared(level)
     model = amp.initialize(PartlyOff(inner), opt_level=level, verbosity=0)
     x = torch.randn(3, 4)
     run, graphs = compiled(model)
@@ -168,11 +162,11 @@ def softmax(x):
 def test_compiled_code_follows_a_changed_op_table():
     x = torch.ones(2, dtype=torch.bfloat16)
     run, _ = compiled(softmax)
-    first, _ = prepared("O4")
+    first, _ = loops.prepared("O4")
     assert run(x).dtype is torch.float32
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     try:
-        second, _ = prepared("O4")
+        second, _ = loops.prepared("O4")
     finally:
         amp.lists.functional_overrides.FP32_FUNCS.append("softmax")
     assert run(x).dtype is softmax(x).dtype
@@ -180,7 +174,7 @@ def test_compiled_code_follows_a_changed_op_table():
 
 
 def test_a_session_that_ends_while_dynamo_traces_leaves_no_casts():
-    model, _ = prepared("O1")
+    model, _ = loops.prepared("O1")
     model.cycle = [model]  # only a garbage collection ends it
     del model, _
 

@@ -12,11 +12,10 @@ from tests.compiled.cases import (
     no_recompilation,
     trained,
 )
-from tests.support.training import OPTIMIZERS, backward, batches, net, prepared, same
+from tests.support.loops import OPTIMIZERS, backward, batches, net, prepared, same
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
-    "ignore::DeprecationWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
 
 ADAMW = {

@@ -6,20 +6,10 @@ from torch._dynamo.utils import counters
 
 from apex import amp
 from tests.compiled.cases import LEVELS, SAME_GRAPHS, assert_close, compiled, graph_breaks, trained
-from tests.support.training import (
-    OPTIMIZERS,
-    batches,
-    loss_of,
-    masters,
-    net,
-    prepared,
-    same,
-    train_step,
-)
+from tests.support import loops
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
-    "ignore::DeprecationWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
 
 OVERFLOWS = {2, 4}
@@ -32,11 +22,11 @@ def overflows(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled_step_trains_as_eager_and_skips_overflows(level):
-    ours, reference = (prepared(level, OPTIMIZERS["SGD"]) for _ in range(2))
-    step, _ = compiled(lambda x, y: train_step(*ours, x, y), fullgraph=False)
-    for x, y in batches(6, overflows(level)):
+    ours, reference = (loops.prepared(level, loops.OPTIMIZERS["SGD"]) for _ in range(2))
+    step, _ = compiled(lambda x, y: loops.train_step(*ours, x, y), fullgraph=False)
+    for x, y in loops.batches(6, overflows(level)):
         loss = step(x, y)
-        assert_close(loss, train_step(*reference, x, y), level)
+        assert_close(loss, loops.train_step(*reference, x, y), level)
     assert_close(trained(ours[1])[0], trained(reference[1])[0], level)
     assert trained(ours[1])[1] == trained(reference[1])[1]
 
@@ -44,9 +34,9 @@ def test_compiled_step_trains_as_eager_and_skips_overflows(level):
 @SAME_GRAPHS
 @pytest.mark.parametrize("optimizer_name", ["SGD", "fused AdamW"])
 def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_name):
-    model, optimizer = prepared("O2", OPTIMIZERS[optimizer_name])
-    step, graphs = compiled(lambda x, y: train_step(model, optimizer, x, y), fullgraph=False)
-    for x, y in batches(5):
+    model, optimizer = loops.prepared("O2", loops.OPTIMIZERS[optimizer_name])
+    step, graphs = compiled(lambda x, y: loops.train_step(model, optimizer, x, y), fullgraph=False)
+    for x, y in loops.batches(5):
         step(x, y)
     # torch's SGD compiles again when its momentum is there; fused steps are kernels already.
     assert graphs.frame_count == {"SGD": 3, "fused AdamW": 1}[optimizer_name]
@@ -54,14 +44,14 @@ def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_
 
 @SAME_GRAPHS
 def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
-    model = net()
-    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    model = loops.net()
+    optimizer = loops.OPTIMIZERS["Adam"](model.parameters())
     scaler = torch.amp.GradScaler("cpu")
 
     def plain(x, y):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, x, y)
+            loss = loops.loss_of(model, x, y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -70,37 +60,38 @@ def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
         torch._dynamo.reset()
         counters.clear()
         step, _ = compiled(fn, fullgraph=False)
-        for x, y in batches(3):
+        for x, y in loops.batches(3):
             step(x, y)
         return graph_breaks()
 
     plain_breaks = breaks(plain)
-    ours = prepared("O4", OPTIMIZERS["Adam"], loss_scale="dynamic")
-    assert breaks(lambda x, y: train_step(*ours, x, y)) <= plain_breaks
+    ours = loops.prepared("O4", loops.OPTIMIZERS["Adam"], loss_scale="dynamic")
+    assert breaks(lambda x, y: loops.train_step(*ours, x, y)) <= plain_breaks
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_accumulating_clipping_and_two_losses_compile(level):
     def step(model, optimizer, x, y):
         for loss_id in range(2):
-            with amp.scale_loss(loss_of(model, x, y), optimizer, loss_id=loss_id) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loops.loss_of(model, x, y), optimizer, loss_id=loss_id)
         norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
         optimizer.step()
         model.zero_grad()
         return norm
 
-    ours, reference = (prepared(level, OPTIMIZERS["Adam"], num_losses=2) for _ in range(2))
+    ours, reference = (
+        loops.prepared(level, loops.OPTIMIZERS["Adam"], num_losses=2) for _ in range(2)
+    )
     run, _ = compiled(step, fullgraph=False)
-    for x, y in batches(4, {1}):
+    for x, y in loops.batches(4, {1}):
         ours_norm, norm = run(*ours, x, y), step(*reference, x, y)
         if norm.isfinite():
             assert_close(ours_norm, norm, level)
-    assert_close(masters(ours[1]), masters(reference[1]), level)
+    assert_close(loops.masters(ours[1]), loops.masters(reference[1]), level)
 
 
 def on_a_gpu(level):
-    model = net().cuda()
+    model = loops.net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
     options = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0}
     return amp.initialize(model, optimizer, **options)
@@ -115,9 +106,8 @@ def captured(model, optimizer, data):
         y.copy_(batch[1])
 
     def step():
-        loss = loss_of(model, x, y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loss = loops.loss_of(model, x, y)
+        loops.scaled_backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -143,14 +133,14 @@ def captured(model, optimizer, data):
 @pytest.mark.parametrize("level", LEVELS)
 def test_whole_step_in_a_cuda_graph_with_dynamic_scaling(level):
     ours, reference = on_a_gpu(level), on_a_gpu(level)
-    data = [(x.cuda(), y.cuda()) for x, y in batches(9, {4, 6})]
+    data = [(x.cuda(), y.cuda()) for x, y in loops.batches(9, {4, 6})]
     replay = captured(*ours, data[:3])
     for batch in data[3:]:
         replay(batch)
     for x, y in data:
-        train_step(*reference, x, y)
-    assert same(masters(ours[1]), masters(reference[1]))
-    scales = [pair[1]._apex_binding.session.scalers[0].read_scale() for pair in (ours, reference)]
+        loops.train_step(*reference, x, y)
+    assert loops.same(loops.masters(ours[1]), loops.masters(reference[1]))
+    scales = [pair[1]._apex_prepared.session.scalers[0].read_scale() for pair in (ours, reference)]
     # Two batches hold inf; in fp16 the second one of the start overflows by itself.
     assert scales == [2.0**14 if level in ("O4", "O5") else 2.0**13] * 2
 
@@ -159,7 +149,7 @@ def test_whole_step_in_a_cuda_graph_with_dynamic_scaling(level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_replays_allocate_nothing(level):
     model, optimizer = on_a_gpu(level)
-    data = [(x.cuda(), y.cuda()) for x, y in batches(6, {4})]
+    data = [(x.cuda(), y.cuda()) for x, y in loops.batches(6, {4})]
     replay = captured(model, optimizer, data[:3])
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for batch in data[3:]:
@@ -185,10 +175,10 @@ class CompilesItsStep(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_compiles_its_own_step():
-    model, optimizer = prepared("O5", CompilesItsStep)
-    plain = prepared("O5", lambda params: torch.optim.SGD(params, lr=0.1))
-    for x, y in batches(3):
-        train_step(model, optimizer, x, y)
-        train_step(*plain, x, y)
+    model, optimizer = loops.prepared("O5", CompilesItsStep)
+    plain = loops.prepared("O5", lambda params: torch.optim.SGD(params, lr=0.1))
+    for x, y in loops.batches(3):
+        loops.train_step(model, optimizer, x, y)
+        loops.train_step(*plain, x, y)
     assert_close(list(amp.master_params(optimizer)), list(amp.master_params(plain[1])), "O5")
     assert all(p.isfinite().all() for p in amp.master_params(optimizer))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from tests.support.loops import scaled_backward
 
 MODES = ("O4", "O5", "autocast", "bf16")
 
@@ -280,8 +281,7 @@ class Training:
         with casts:
             loss = self.loss(self.model(inputs), targets)
         if self.mode.startswith("O"):
-            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, self.optimizer)
         else:
             loss.backward()
         self.optimizer.step()

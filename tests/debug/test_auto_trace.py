@@ -7,22 +7,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from apex import amp
 from apex.debug.watch import arm
-from tests.support import training as cases
-from tests.support.host_reads import HostReads
-from tests.support.steps import Net, backward, loss_of, one_weight, overflow, prepared, sgd
+from tests.support import loops
 
 
 def bad_step(model, optimizer, **options):
     """A whole iteration with an overflow in fp16 (the input times the weights of ``first``)."""
     optimizer.zero_grad()
     x = torch.full((3, 4), 6e4)
-    backward(model(x).float().square().mean(), optimizer, **options)
+    loops.scaled_backward(model(x).float().square().mean(), optimizer, **options)
     optimizer.step()
 
 
 def good_step(model, optimizer, **options):
     optimizer.zero_grad()
-    backward(loss_of(model) * 2.0**-16, optimizer, **options)
+    loops.scaled_backward(loops.small_loss(model) * 2.0**-16, optimizer, **options)
     optimizer.step()
 
 
@@ -31,7 +29,7 @@ def tracing():
 
 
 def pair(level="O1", **options):
-    model, optimizer = prepared(level, **options)
+    model, optimizer = loops.prepared(level, model=loops.Net(), **options)
     nn.init.constant_(model.first.weight, 100.0)
     return model, optimizer
 
@@ -60,14 +58,14 @@ def test_after_consecutive_skips_the_next_step_is_traced_and_reported_once(log, 
 def test_a_clean_traced_step_logs_nothing_and_stays_armed(log):
     model, optimizer = pair()
     handle = arm(optimizer, after_skips=1)
-    overflow(model, optimizer)
+    loops.overflow(model, optimizer)
     assert tracing()
     nn.init.constant_(model.first.weight, 0.1)
     good_step(model, optimizer)
     assert not tracing()
     assert handle.trace.first is None
     assert log() == []
-    overflow(model, optimizer)
+    loops.overflow(model, optimizer)
     assert tracing()
     handle.disarm()
     assert not tracing()
@@ -78,7 +76,7 @@ def test_an_exception_in_the_backward_pass_ends_the_trace():
     arm(optimizer, after_skips=1)
     bad_step(model, optimizer)
     assert tracing()
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model), optimizer):
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loops.small_loss(model), optimizer):
         raise ZeroDivisionError
     assert not tracing()
 
@@ -103,11 +101,11 @@ def test_a_user_s_dispatch_mode_around_each_step_stays_active(log):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_skips_of_a_scale_that_settles_are_silent_and_leave_the_handle_armed(log, level):
     """The gradients fit fp16 below a scale of 2**10."""
-    model, optimizer = one_weight(level)
+    model, optimizer = loops.one_weight(level)
     handle = arm(optimizer, after_skips=2)
     for _ in range(12):
         optimizer.zero_grad()
-        backward((model(torch.ones(1, 1)) * 2.0**6).sum(), optimizer)
+        loops.scaled_backward((model(torch.ones(1, 1)) * 2.0**6).sum(), optimizer)
         optimizer.step()
     assert handle.trace.first.cause == "loss scale"
     assert log() == []
@@ -115,27 +113,12 @@ def test_the_skips_of_a_scale_that_settles_are_silent_and_leave_the_handle_armed
 
 
 def test_bad_arguments_are_refused():
-    _, optimizer = prepared("O1")
+    _, optimizer = loops.prepared("O1")
     with pytest.raises(ValueError, match=r"after_skips is 0; it must be an integer"):
         arm(optimizer, 0)
     with pytest.raises(ValueError, match="has not prepared"):
-        arm(sgd(Net()))
+        arm(loops.sgd(loops.Net().parameters()))
     for level, options in (("O5", {}), ("O2", {"loss_scale": 8.0})):
-        _, static = prepared(level, **options)
+        _, static = loops.prepared(level, model=loops.Net(), **options)
         with pytest.raises(ValueError, match=rf"static loss scale .*\({level}\).*apex trace train"):
             arm(static)
-
-
-def test_an_untraced_step_reads_as_little_on_the_host():
-    def cost(armed):
-        model, optimizer = cases.prepared("O1", lambda p: torch.optim.Adam(p, fused=True))
-        handle = arm(optimizer, after_skips=3) if armed else None
-        data = list(cases.batches(5, overflow_at={3}))
-        for x, y in data[:2]:
-            cases.train_step(model, optimizer, x, y)
-        with HostReads() as reads:
-            for x, y in data[2:]:
-                cases.train_step(model, optimizer, x, y)
-        return reads.count, handle
-
-    assert cost(armed=True)[0] == cost(armed=False)[0]

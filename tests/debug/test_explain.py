@@ -12,7 +12,7 @@ from torch.nn.modules import module as modules
 
 from apex import amp
 from apex.debug import explain
-from tests.support.training import grads, net, prepared, same, train_step
+from tests.support.loops import grads, net, prepared, same, train_step
 
 LOW, FULL = "bfloat16", "float32"
 X = torch.ones(3, 4)

@@ -6,6 +6,7 @@ from torch import nn
 
 from apex import amp
 from apex.debug import frozen_updates
+from tests.support.loops import prepared, scaled_backward
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
@@ -56,10 +57,8 @@ def trained(**options):
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
-    with amp.scale_loss(model(torch.rand(2, 4)).sum(), optimizer) as loss:
-        loss.backward()
+    model, optimizer = prepared("O5", lambda p: torch.optim.SGD(p, lr=1e-4), model, **options)
+    scaled_backward(model(torch.rand(2, 4)).sum(), optimizer)
     return model, optimizer
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
+from tests.support.loops import scaled_backward
 
 INF, NAN = float("inf"), float("nan")
 PROGRAMS = {}
@@ -131,7 +132,6 @@ def test_a_clean_step_of_every_level_has_no_fault(level):
         for _ in range(2):
             optimizer.zero_grad()
             loss = net(x()).float().square().mean()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, optimizer)
             optimizer.step()
     assert trace.first is None, str(trace)

@@ -10,14 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from benchmarks.counting import counted_syncs
-from tests.support.training import (
-    backward,
-    batch,
-    batches,
-    overflowing,
-    prepared,
-    train_step,
-)
+from tests.support import loops
 
 LEVELS = ("O1", "O2", "O5")
 
@@ -29,12 +22,12 @@ def norm_of(optimizer):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_pass_is_recorded_with_the_norm_of_unscaled_gradients(level):
-    model, optimizer = prepared(level, max_loss_scale=2.0**8)
+    model, optimizer = loops.prepared(level, max_loss_scale=2.0**8)
     norms = []
     with amp.debug.History(optimizer) as history:
-        for x, y in batches(3):
+        for x, y in loops.batches(3):
             optimizer.zero_grad()
-            backward(model, optimizer, x, y)
+            loops.backward(model, optimizer, x, y)
             norms.append(norm_of(optimizer))
             optimizer.step()
     assert [item.index for item in history.passes] == [0, 1, 2]
@@ -44,10 +37,10 @@ def test_every_pass_is_recorded_with_the_norm_of_unscaled_gradients(level):
 
 def test_the_plot_shows_scales_and_marks_overflows(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    model, optimizer = prepared("O2")
+    model, optimizer = loops.prepared("O2")
     history = amp.debug.History(optimizer)
-    for x, y in (batch(), overflowing(), batch()):
-        train_step(model, optimizer, x, y)
+    for x, y in (loops.batch(), loops.overflowing(), loops.batch()):
+        loops.train_step(model, optimizer, x, y)
     figure = history.plot()
     scales, norms = figure.axes
     assert list(scales.lines[0].get_ydata()) == [2.0**16, 2.0**15, 2.0**15]
@@ -62,10 +55,10 @@ def test_the_plot_shows_scales_and_marks_overflows(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflows_are_marked_with_the_scale_after_them(level):
-    model, optimizer = prepared(level, max_loss_scale=2.0**8)
+    model, optimizer = loops.prepared(level, max_loss_scale=2.0**8)
     history = amp.debug.History(optimizer)
-    for x, y in (batch(), overflowing(), batch()):
-        train_step(model, optimizer, x, y)
+    for x, y in (loops.batch(), loops.overflowing(), loops.batch()):
+        loops.train_step(model, optimizer, x, y)
     assert [item.overflow for item in history.passes] == [False, True, False]
     assert [item.loss_scale for item in history.passes] == [2.0**8, 2.0**7, 2.0**7]
     assert not math.isfinite(history.passes[1].grad_norm)
@@ -87,12 +80,13 @@ class Seen(TorchDispatchMode):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("tool", [amp.debug.History, amp.debug.arm])
 def test_no_trace_sees_the_operators_of_a_tool(tool, level):
-    model, optimizer = prepared(level)
+    model, optimizer = loops.prepared(level)
 
     def seen():
-        train_step(model, optimizer, *batch())
+        loops.train_step(model, optimizer, *loops.batch())
         with Seen() as found:
-            train_step(model, optimizer, *batch())
+            loops.train_step(model, optimizer, *loops.overflowing())
+            loops.train_step(model, optimizer, *loops.batch())
         return found.names
 
     alone = seen()
@@ -102,10 +96,10 @@ def test_no_trace_sees_the_operators_of_a_tool(tool, level):
 
 
 def test_a_limit_keeps_the_last_passes():
-    model, optimizer = prepared("O4")
+    model, optimizer = loops.prepared("O4")
     history = amp.debug.History(optimizer, limit=2)
     for _ in range(5):
-        backward(model, optimizer, *batch())
+        loops.backward(model, optimizer, *loops.batch())
     assert [item.index for item in history.passes] == [3, 4]
 
 
@@ -114,11 +108,11 @@ def test_recording_never_syncs(level):
     def make(params):
         return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
-    model, optimizer = prepared(level, make)
+    model, optimizer = loops.prepared(level, make)
     history = amp.debug.History(optimizer)
-    train_step(model, optimizer, *batch())
+    loops.train_step(model, optimizer, *loops.batch())
     with counted_syncs() as counts:
-        train_step(model, optimizer, *batch())
+        loops.train_step(model, optimizer, *loops.batch())
     assert not counts
     assert len(history.passes) == 2
 
@@ -128,10 +122,10 @@ def test_recording_never_syncs(level):
 
 @pytest.fixture
 def history():
-    model, optimizer = prepared("O4", loss_scale="dynamic")
+    model, optimizer = loops.prepared("O4", loss_scale="dynamic")
     with amp.debug.History(optimizer) as collected:
-        for x, y in (batch(), overflowing(), batch()):
-            train_step(model, optimizer, x, y)
+        for x, y in (loops.batch(), loops.overflowing(), loops.batch()):
+            loops.train_step(model, optimizer, x, y)
     return collected
 
 
@@ -162,7 +156,7 @@ def test_tensorboard_receives_every_number(history):
 
 @pytest.mark.parametrize("count", [0, 1.5, True])
 def test_a_count_that_is_no_integer_of_at_least_1_is_refused(count):
-    _, optimizer = prepared("O4")
+    _, optimizer = loops.prepared("O4")
     with pytest.raises(ValueError, match=f"limit is {count!r}; it must be an integer"):
         amp.debug.History(optimizer, limit=count)
 
@@ -171,11 +165,11 @@ def test_a_count_that_is_no_integer_of_at_least_1_is_refused(count):
 
 
 def test_the_summary_has_a_part_for_each_loss():
-    model, optimizer = prepared("O4", num_losses=2, loss_scale="dynamic")
+    model, optimizer = loops.prepared("O4", num_losses=2, loss_scale="dynamic")
     history = amp.debug.History(optimizer)
     assert str(history) == "No backward pass recorded yet."
-    for loss_id, (x, y) in ((1, batch()), (0, batch()), (1, overflowing())):
-        backward(model, optimizer, x, y, loss_id=loss_id)
+    for loss_id, (x, y) in ((1, loops.batch()), (0, loops.batch()), (1, loops.overflowing())):
+        loops.backward(model, optimizer, x, y, loss_id=loss_id)
     lines = str(history).splitlines()
     assert lines[:2] == ["Loss 0: 1 backward pass, 0 skipped", "  loss scale     65536 now"]
     assert lines[3:5] == [

@@ -8,8 +8,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from apex import amp
-from tests.support.steps import live_sessions
-from tests.support.training import batch, overflowing, prepared, train_step
+from tests.support.loops import batch, live_sessions, overflowing, prepared, train_step
 
 
 def recorded(model, optimizer):

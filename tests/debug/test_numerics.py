@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support.training import batch, net, prepared, train_step
+from tests.support.loops import batch, net, prepared, train_step
 
 
 def adam(params):

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
-from tests.support import training as cases
+from tests.support import loops
+from tests.support.loops import scaled_backward
 from tests.support.memory import new_memory_holds_nan
-from tests.support.steps import backward
 
 
 class Exp(nn.Module):
@@ -73,12 +73,11 @@ def test_the_named_remedies_fix_the_overflow():
         net = nn.Sequential(nn.Linear(2, 2), Norm())
         nn.init.constant_(net[0].weight, 200.0)
         net, optimizer = amp.initialize(
-            net, cases.sgd(net.parameters()), opt_level=level, verbosity=0, **options
+            net, loops.sgd(net.parameters()), opt_level=level, verbosity=0, **options
         )
         with trace_overflow(net) as trace:
             loss = net(torch.ones(1, 2)).float().mean() * 2.0**-16
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, optimizer)
         return trace.first
 
     module, line, bf16, rate = first_after("O2").remedies[-4:]
@@ -92,16 +91,16 @@ def test_the_named_remedies_fix_the_overflow():
 
 def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     net = nn.Linear(2, 2)
-    net, optimizer = amp.initialize(net, cases.sgd(net.parameters()), opt_level="O1", verbosity=0)
+    net, optimizer = amp.initialize(net, loops.sgd(net.parameters()), opt_level="O1", verbosity=0)
     with trace_overflow(net) as trace:
-        backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
+        scaled_backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
         assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
         assert trace.first.remedies[0].startswith("none with a dynamic scale, ")
-        backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)
+        scaled_backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)
     assert (trace.first.op, trace.first.cause) == ("aten.div", "derivative")
     assert (
         trace.first.source
-        == "backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)"
+        == "scaled_backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)"
     )
 
 
@@ -169,16 +168,16 @@ def test_an_overflow_in_place_keeps_its_input():
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_training_is_the_same_under_the_trace(level):
     def train(traced):
-        model, optimizer = cases.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
-        for x, y in cases.batches(3, overflow_at={1}):
+        model, optimizer = loops.prepared(level, lambda p: torch.optim.Adam(p, fused=True))
+        for x, y in loops.batches(3, overflow_at={1}):
             if traced:
                 with trace_overflow(model):
-                    cases.train_step(model, optimizer, x, y)
+                    loops.train_step(model, optimizer, x, y)
             else:
-                cases.train_step(model, optimizer, x, y)
-        return cases.masters(optimizer)
+                loops.train_step(model, optimizer, x, y)
+        return loops.masters(optimizer)
 
-    assert cases.same(train(True), train(False))
+    assert loops.same(train(True), train(False))
 
 
 # -- what a person at night met --------------------------------------------------------------------

@@ -14,8 +14,8 @@ from apex import amp
 from apex.debug.check import why_skipped
 from apex.debug.overflow import trace_overflow
 from tests.support.features import shards_on_cpu
+from tests.support.loops import prepared, scaled_backward
 from tests.support.memory import new_memory_holds_nan
-from tests.support.steps import backward
 
 pytestmark = pytest.mark.distributed
 
@@ -33,12 +33,11 @@ def net():
 
 def first_under_ddp(rank):
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = prepared("O1", model=model)
     model = DistributedDataParallel(model)
     x = torch.full((1, 2), 1.0 if rank else 0.01)  # overflows on rank 1 only
     with trace_overflow(model) as trace:
-        backward(model(x).float().sum() / 2**10, optimizer)
+        scaled_backward(model(x).float().sum() / 2**10, optimizer)
     first = trace.first
     skipped = [gradient.name for gradient in why_skipped(optimizer)]
     return None if first is None else (first.op, first.module), trace.gradients, skipped
@@ -54,8 +53,7 @@ def test_under_ddp_the_rank_that_overflows_names_it_and_all_see_the_gradients(on
 
 def armed(rank):
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = prepared("O1", model=model)
     called = DistributedDataParallel(model)
     handler = BufferingHandler(capacity=100)
     logging.getLogger("apex").addHandler(handler)
@@ -64,7 +62,7 @@ def armed(rank):
         for _ in range(2):
             optimizer.zero_grad()
             x = torch.full((1, 2), 2.0 if rank else 0.01)
-            backward(called(x).float().sum() / 2**10, optimizer)
+            scaled_backward(called(x).float().sum() / 2**10, optimizer)
             optimizer.step()
     return [record.getMessage() for record in handler.buffer]
 

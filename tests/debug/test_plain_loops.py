@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support.training import batch, net
+from tests.support.loops import batch, net
 
 
 class Plain:

@@ -7,7 +7,7 @@ from torch import nn
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
-from tests.support.steps import backward
+from tests.support.loops import prepared, scaled_backward
 
 FP16 = torch.float16
 INF, NAN = float("inf"), float("nan")
@@ -93,7 +93,7 @@ def loss_scale_too_high():
         net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O1", verbosity=0
     )
     with trace_overflow(net) as trace:
-        backward(net(torch.ones(2, 3)).float().sum() / 2, optimizer)
+        scaled_backward(net(torch.ones(2, 3)).float().sum() / 2, optimizer)
     return trace
 
 
@@ -213,10 +213,9 @@ def loss_in_a_closure():
 @planted("_foreach_copy_", "inf", "update", module="", dtype="float16")
 def masters_that_outgrow_the_model_s_fp16():
     net = Net(nn.Identity())
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e6)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    net, optimizer = prepared("O2", lambda p: torch.optim.SGD(p, lr=1e6), net, loss_scale=1.0)
     with trace_overflow(net) as trace:
-        backward(net(torch.ones(2, 3)).sum(), optimizer)
+        scaled_backward(net(torch.ones(2, 3)).sum(), optimizer)
         optimizer.step()
     return trace
 

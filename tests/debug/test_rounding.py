@@ -11,15 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from tests.debug.rounding_cases import (
-    HEALTHY,
-    MODES,
-    Shift,
-    Training,
-    batch,
-    conv_net,
-    runs,
-)
+from tests.debug.rounding_cases import HEALTHY, MODES, Shift, Training, batch, conv_net, runs
 
 
 def traced(model, x):

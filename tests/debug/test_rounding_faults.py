@@ -8,16 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.debug.rounding_cases import (
-    FAULTS,
-    HEALTHY,
-    MODES,
-    Around,
-    Training,
-    batch,
-    mlp,
-    runs,
-)
+from tests.debug.rounding_cases import FAULTS, HEALTHY, MODES, Around, Training, batch, mlp, runs
 
 KERNELS = {"aten.mkldnn_rnn_layer_backward"}
 """Healthy operators without a verdict: their workspace is of the kernel in 16 bits."""

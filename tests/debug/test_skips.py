@@ -5,7 +5,7 @@ import torch
 
 from apex.amp.report import NonfiniteGradient
 from apex.debug.check import why_skipped
-from tests.support.steps import LEVELS, backward, loss_of, prepared
+from tests.support.loops import LEVELS, Net, prepared, scaled_backward, small_loss
 
 
 def break_two(model, optimizer):
@@ -13,7 +13,7 @@ def break_two(model, optimizer):
         model.first.weight.device
     )
     loss = first.float().sum() + (model.last.bias.float() * torch.nan).sum()
-    backward(loss / 256, optimizer)  # at the first scale a gradient of 1 is too much for fp16
+    scaled_backward(loss / 256, optimizer)  # a gradient of 1 is too much for fp16
 
 
 EXPECTED = [NonfiniteGradient("first.weight", 6, 0, 24), NonfiniteGradient("last.bias", 0, 2, 2)]
@@ -22,7 +22,7 @@ EXPECTED = [NonfiniteGradient("first.weight", 6, 0, 24), NonfiniteGradient("last
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_nonfinite_gradients_are_named_and_counted(level, stepped):
-    model, optimizer = prepared(level)
+    model, optimizer = prepared(level, model=Net())
     break_two(model, optimizer)
     if stepped and level in ("O1", "O2"):
         optimizer.step()
@@ -30,9 +30,9 @@ def test_nonfinite_gradients_are_named_and_counted(level, stepped):
 
 
 def test_finite_or_cleared_gradients_are_not_listed():
-    model, optimizer = prepared("O2")
+    model, optimizer = prepared("O2", model=Net())
     assert why_skipped(optimizer) == []
-    backward(loss_of(model) / 2**16, optimizer)
+    scaled_backward(small_loss(model) / 2**16, optimizer)
     assert why_skipped(optimizer) == []
     break_two(model, optimizer)
     optimizer.zero_grad()

@@ -17,7 +17,7 @@ from tests.debug.rounding_cases import (
     batch,
     cross_entropy,
 )
-from tests.support.steps import live_sessions
+from tests.support.loops import live_sessions
 
 PLANTED = ("shift", "rotary", "sum", "average", "backward")
 

@@ -7,8 +7,8 @@ from torch import nn
 from apex import amp
 from apex.optimizers import FusedLAMB
 from tests.support.features import shards_on_cpu
+from tests.support.loops import batch
 from tests.support.sharding import mesh, net, shard
-from tests.support.training import batch
 
 pytestmark = pytest.mark.distributed
 

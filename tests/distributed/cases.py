@@ -1,20 +1,12 @@
 """Ranks under a wrapper and one process on all their data: nets, batches, what is compared."""
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from apex import amp
-from tests.support.training import LEVELS, masters
+from tests.support.loops import LEVELS, loss_of, masters, net, scaled_backward
 
 START_SCALE = 2.0**8
 EPS = {level: torch.finfo(LEVELS[level].compute).eps for level in LEVELS}
-
-
-def net(seed):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def batch(rank, step):
@@ -35,9 +27,8 @@ def initialized(level, model, optimizer=None, **options):
 
 
 def backward(model, optimizer, x, y, share=1.0, **options):
-    loss = F.mse_loss(model(x).float(), y) * share
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    loss = loss_of(model, x, y) * share
+    scaled_backward(loss, optimizer, **options)
 
 
 def state(model, optimizer):

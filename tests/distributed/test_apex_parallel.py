@@ -12,13 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from apex.parallel import (
-    DistributedDataParallel,
-    Reducer,
-    SyncBatchNorm,
-    reduce_in_fp32,
-)
+from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, reduce_in_fp32
 from apex.parallel import distributed as d
+from tests.support.loops import scaled_backward
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = {"rtol": 2**-20, "atol": 2**-22}
@@ -288,8 +284,7 @@ def averaged(rank, in_fp32):
     wrapped = TorchDDP(model)
     if in_fp32:
         reduce_in_fp32(wrapped)
-    with amp.scale_loss(wrapped(torch.full((1, 4), 2.0**-24)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(wrapped(torch.full((1, 4), 2.0**-24)).sum(), optimizer)
     return [param.grad.tolist() for param in amp.master_params(optimizer)]
 
 

@@ -16,6 +16,7 @@ from apex.amp import _amp_state
 from apex.optimizers import FusedLAMB
 from apex.parallel.distributed import flat_dist_call
 from tests.distributed.cases import EPS, batch, net, state
+from tests.support.loops import scaled_backward
 
 pytestmark = pytest.mark.distributed
 
@@ -98,8 +99,7 @@ def train(rank, level, dtype, put_back):
             loss = F.mse_loss(model(x).float(), y)
             if (rank, step, part) == (1, POISONED, 0):
                 loss = loss * torch.inf
-            with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, optimizer, delay_overflow_check=True)
         scheduler.step()
         skips.append(bool(take_step(model, optimizer, flag, dtype, put_back)))
     return state(model, optimizer), skips

@@ -9,7 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from apex import amp
+from tests.distributed.cases import batch
 from tests.support.features import shards_on_cpu
+from tests.support.loops import loss_of, scaled_backward
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -33,15 +35,6 @@ def sharded(policy, seed=0):
     fully_shard(model[2], mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
     fully_shard(model, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
-
-
-def loss_of(model, x, y):
-    return nn.functional.mse_loss(model(x).float(), y)
 
 
 def whole(model):
@@ -72,8 +65,7 @@ def train(model, optimizer, rank, steps, overflow_at=None):
         loss = loss_of(model, x, y)
         if step == overflow_at and rank == 1:
             loss = loss * torch.inf
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optimizer)
         optimizer.step()
     return whole(model)
 

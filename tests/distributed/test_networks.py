@@ -20,7 +20,7 @@ from tests.distributed.cases import (
     state,
     train_steps,
 )
-from tests.support.training import LEVELS_SHORT, WITH_MASTERS
+from tests.support.loops import LEVELS_SHORT, WITH_MASTERS
 
 pytestmark = pytest.mark.distributed
 

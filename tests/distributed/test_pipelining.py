@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from apex import amp
+from tests.support.loops import prepared
 
 pytestmark = pytest.mark.distributed
 
@@ -32,8 +33,7 @@ def loss_of(output, labels):
 def trained(rank, level):
     """Returns this rank's weights after training its stage."""
     model = stage(rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = prepared(level, lambda p: torch.optim.AdamW(p, lr=1e-2), model)
     own = PipelineStage(model, rank, 2, torch.device("cpu"))
     run = ScheduleGPipe(own, n_microbatches=4, loss_fn=loss_of)
     x, labels = batch()

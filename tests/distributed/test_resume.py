@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from tests.distributed.cases import backward, batch, prepare
-from tests.support import training as t
+from tests.support import loops
 
 pytestmark = pytest.mark.distributed
 
@@ -17,7 +17,7 @@ def step(model, optimizer, x, y, *, has_block):
     if has_block:
         backward(model, optimizer, x, y)
     else:
-        t.loss_of(model, x, y).backward()
+        loops.loss_of(model, x, y).backward()
     if not isinstance(model, DistributedDataParallel):
         for param in amp.master_params(optimizer):
             dist.all_reduce(param.grad)
@@ -36,18 +36,20 @@ def run(rank, level, wraps, has_block, saved=None):
     for index in (0, 1) if saved is None else (2, 3):
         step(parallel, optimizer, *batch(rank, index), has_block=has_block)
     if saved is None:
-        state = t.saved_and_loaded([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
+        state = loops.saved_and_loaded(
+            [model.state_dict(), optimizer.state_dict(), amp.state_dict()]
+        )
         for index in (2, 3):
             step(parallel, optimizer, *batch(rank, index), has_block=has_block)
-        return state, t.masters(optimizer)
-    return t.masters(optimizer)
+        return state, loops.masters(optimizer)
+    return loops.masters(optimizer)
 
 
 def resumed(rank, *config):
     """Whether the resumed run has the masters of the uninterrupted one, and these."""
     saved, expected = run(rank, *config)
     found = run(rank, *config, saved)
-    return t.same(found, expected), [master.tolist() for master in found]
+    return loops.same(found, expected), [master.tolist() for master in found]
 
 
 @pytest.mark.parametrize("wraps", [True, False])
@@ -61,7 +63,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(on_two_ranks, level,
 def one_weight(rank, level):
     """Two passes without a clear, clipped and discarded: the gradients after each."""
     weight = torch.nn.Linear(2, 1, bias=False)
-    model, optimizer = t.prepared(level, model=weight, loss_scale=None if level == "O5" else 8.0)
+    model, optimizer = loops.prepared(
+        level, model=weight, loss_scale=None if level == "O5" else 8.0
+    )
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     found = []
     for factor in (1.0, 2.0):
@@ -79,6 +83,6 @@ def one_weight(rank, level):
     return [*found, next(amp.master_params(optimizer)).grad[0, 0].item()]
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_gradients_outlive_the_bucket_that_they_are_views_of_and_no_clip_does(on_two_ranks, level):
     assert on_two_ranks(one_weight, level) == [[1.0, 3.0, 1.0]] * 2

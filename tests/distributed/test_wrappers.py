@@ -8,18 +8,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from apex import amp
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
-from tests.distributed.cases import (
-    backward,
-    batch,
-    initialized,
-    net,
-    prepare,
-    state,
-    train_steps,
-)
-from tests.support.training import WITH_MASTERS
+from tests.distributed.cases import backward, batch, initialized, net, prepare, state, train_steps
+from tests.support.loops import WITH_MASTERS, prepared, scaled_backward
 
 pytestmark = pytest.mark.distributed
 
@@ -93,8 +84,7 @@ def train_one_optimizer_of_several_wrappers(rank, level):
         x, _ = batch(rank, step)
         for wrapper in wrappers:
             x = torch.tanh(wrapper(x))
-        with amp.scale_loss(x.float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(x.float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return state(nn.ModuleList(models), optimizer)
@@ -127,8 +117,7 @@ def test_gradients_in_buckets_can_be_zeroed_in_place(on_two_ranks, level):
 
 def train_unevenly(rank, level):
     model = net(rank)  # momentum would part: a join does not share it
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = prepared(level, model=model)
     parallel = DistributedDataParallel(model)
     try:
         with parallel.join():

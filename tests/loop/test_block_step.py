@@ -9,10 +9,10 @@ from apex._engine.optimizer import block_step
 from apex.optimizers import FusedAdam, FusedSGD
 from benchmarks.loops import with_amp
 from benchmarks.memory import peak_bytes
-from tests.support import training as t
+from tests.support import loops
 
 KINDS = {
-    "AdamW": t.fused_adamw_of,
+    "AdamW": loops.fused_adamw_of,
     "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, amsgrad=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
@@ -51,21 +51,21 @@ def conv_net():
     ).to(memory_format=torch.channels_last)
 
 
-def trained(name, monkeypatch, *, blocks, net=t.net, clip=False, passes=1, shape=(3, 4)):
+def trained(name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, shape=(3, 4)):
     monkeypatch.setattr(block_step, "least_elements", 1 if blocks else 1e9)
-    model, optimizer = t.prepared("O5", KINDS[name], model=net())
+    model, optimizer = loops.prepared("O5", KINDS[name], model=net())
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(passes):
             x, y = torch.randn(shape, generator=generator), torch.randn(3, 2, generator=generator)
-            t.backward(model, optimizer, x, y)
+            loops.backward(model, optimizer, x, y)
         if clip:
             amp.clip_grad_norm_(optimizer, 0.05)
         optimizer.step()
-        pairs = zip(t.masters(optimizer), model.parameters(), strict=True)
+        pairs = zip(loops.masters(optimizer), model.parameters(), strict=True)
         assert all(torch.equal(master.to(param.dtype), param) for master, param in pairs)
-    return t.masters(optimizer), optimizer.state_dict()["state"]
+    return loops.masters(optimizer), optimizer.state_dict()["state"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -73,7 +73,7 @@ def trained(name, monkeypatch, *, blocks, net=t.net, clip=False, passes=1, shape
 def test_blocks_give_the_bits_of_a_step_over_fp32_gradients(name, clip, counted, monkeypatch):
     by_blocks = trained(name, monkeypatch, blocks=True, clip=clip)
     assert counted == [4, 4, 4]
-    assert t.same(by_blocks, trained(name, monkeypatch, blocks=False, clip=clip))
+    assert loops.same(by_blocks, trained(name, monkeypatch, blocks=False, clip=clip))
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -81,7 +81,7 @@ def test_channels_last_and_batch_norm_go_along(passes, counted, monkeypatch):
     options = {"net": conv_net, "passes": passes, "shape": (3, 3, 4, 4)}
     by_blocks = trained("AdamW", monkeypatch, blocks=True, **options)
     assert bool(counted) == (passes == 1)  # a sum is in fp32
-    assert t.same(by_blocks, trained("AdamW", monkeypatch, blocks=False, **options))
+    assert loops.same(by_blocks, trained("AdamW", monkeypatch, blocks=False, **options))
 
 
 class Clips(torch.optim.AdamW):
@@ -93,26 +93,26 @@ class Clips(torch.optim.AdamW):
 
 
 def test_an_optimizer_with_a_step_of_its_own_gets_fp32_gradients(counted):
-    model, optimizer = t.prepared("O5", lambda p: Clips(p, lr=1e-2, fused=True))
-    t.train_step(model, optimizer, *t.batch())
+    model, optimizer = loops.prepared("O5", lambda p: Clips(p, lr=1e-2, fused=True))
+    loops.train_step(model, optimizer, *loops.batch())
     assert not counted
 
 
 def test_a_pre_hook_that_reads_a_gradient_gets_it_in_fp32(counted):
-    model, optimizer = t.prepared("O5", t.fused_adamw_of)
+    model, optimizer = loops.prepared("O5", loops.fused_adamw_of)
     master = next(iter(amp.master_params(optimizer)))
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(master.grad.clone()))
-    t.train_step(model, optimizer, *t.batch())
+    loops.train_step(model, optimizer, *loops.batch())
     assert seen[0].dtype is torch.float32
     assert seen[0].any()
     assert counted == [3]
 
 
 def test_a_failed_step_leaves_the_gradients(counted):
-    model, optimizer = t.prepared("O5", t.fused_adamw_of)
-    t.backward(model, optimizer, *t.batch())
-    before = t.grads(model.parameters())
+    model, optimizer = loops.prepared("O5", loops.fused_adamw_of)
+    loops.backward(model, optimizer, *loops.batch())
+    before = loops.grads(model.parameters())
 
     def fail(*_):
         raise KeyError
@@ -121,7 +121,7 @@ def test_a_failed_step_leaves_the_gradients(counted):
     with pytest.raises(KeyError):
         optimizer.step()
     handle.remove()
-    assert t.same(before, t.grads(model.parameters()))
+    assert loops.same(before, loops.grads(model.parameters()))
     optimizer.step()
     assert counted == [4]
 
@@ -129,7 +129,7 @@ def test_a_failed_step_leaves_the_gradients(counted):
 @pytest.mark.parametrize(("max_norm", "most"), [(None, 16.3), (0.1, 16.4)])
 def test_the_peak_of_an_iteration(max_norm, most, monkeypatch):
     monkeypatch.undo()
-    task = t.large_task()
+    task = loops.large_task()
     params = sum(param.numel() for param in task.model().parameters())
     peak = peak_bytes(with_amp(task, "O5", max_norm=max_norm), 14 * params) / params
     assert peak <= most + 1.5  # buffers of a block are large beside three layers
@@ -138,14 +138,14 @@ def test_the_peak_of_an_iteration(max_norm, most, monkeypatch):
 def test_an_optimizer_that_clips_by_itself_gets_fp32_gradients(monkeypatch):
     monkeypatch.setitem(KINDS, "clips", lambda p: FusedAdam(p, lr=1e-2, max_grad_norm=0.05))
     by_blocks = trained("clips", monkeypatch, blocks=True)
-    assert t.same(by_blocks, trained("clips", monkeypatch, blocks=False))
+    assert loops.same(by_blocks, trained("clips", monkeypatch, blocks=False))
 
 
 def test_no_hook_sees_a_stand_in():
-    model, optimizer = t.prepared("O5", t.fused_adamw_of)
+    model, optimizer = loops.prepared("O5", loops.fused_adamw_of)
     seen = []
     optimizer.register_step_post_hook(
         lambda *_: seen.extend(master.grad for master in amp.master_params(optimizer))
     )
-    t.train_step(model, optimizer, *t.batch())
+    loops.train_step(model, optimizer, *loops.batch())
     assert seen == [None] * 4

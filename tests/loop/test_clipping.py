@@ -8,15 +8,15 @@ from torch import nn
 
 from apex import amp
 from apex.parallel import LARC
-from tests.support import training as t
+from tests.support import loops
 from tests.support.host_reads import reads_of
 
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 def after_backward(level, name="fused AdamW", **options):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS[name], **options)
-    t.backward(model, optimizer, *t.batch())
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **options)
+    loops.backward(model, optimizer, *loops.batch())
     return model, optimizer
 
 
@@ -30,32 +30,32 @@ def test_it_clips_as_torch_does_the_masters(level, norm_type):
         norm = amp.clip_grad_norm_(optimizer, max_norm, norm_type)
         assert (norm.shape, norm.dtype) == ((), torch.float32)
         torch.testing.assert_close(norm, true.float(), rtol=4 * eps, atol=0.0)
-        found, clipped = (t.grads(amp.master_params(each)) for each in (optimizer, expected))
+        found, clipped = (loops.grads(amp.master_params(each)) for each in (optimizer, expected))
         torch.testing.assert_close(found, clipped, rtol=4 * eps, atol=1e-8)
 
 
-@pytest.mark.parametrize("level", t.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_clipping_twice_and_a_pass_after_it(level):
     model, optimizer = after_backward(level)
-    alone = t.grads(amp.master_params(after_backward(level)[1]))
+    alone = loops.grads(amp.master_params(after_backward(level)[1]))
     assert amp.clip_grad_norm_(optimizer, 0.05) > 0.1
     torch.testing.assert_close(amp.clip_grad_norm_(optimizer, 0.05), torch.tensor(0.05))
-    kept = t.grads(amp.master_params(optimizer))
-    t.backward(model, optimizer, *t.batch())
-    found = t.grads(amp.master_params(optimizer))
+    kept = loops.grads(amp.master_params(optimizer))
+    loops.backward(model, optimizer, *loops.batch())
+    found = loops.grads(amp.master_params(optimizer))
     torch.testing.assert_close(found, list(map(torch.add, kept, alone)))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_gives_a_norm_that_is_not_finite_and_a_skipped_step(level):
-    model, optimizer = t.prepared(level, t.fused_adamw_of)
-    t.backward(model, optimizer, *t.overflowing())
-    before = t.masters(optimizer)
+    model, optimizer = loops.prepared(level, loops.fused_adamw_of)
+    loops.backward(model, optimizer, *loops.overflowing())
+    before = loops.masters(optimizer)
     with pytest.raises(RuntimeError, match="not finite, so they cannot be clipped"):
         amp.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
     assert not amp.clip_grad_norm_(optimizer, 1.0).isfinite()
     optimizer.step()
-    assert t.same(t.masters(optimizer), before)
+    assert loops.same(loops.masters(optimizer), before)
     assert amp.step_was_skipped(optimizer)
 
 
@@ -63,16 +63,16 @@ def test_an_overflow_gives_a_norm_that_is_not_finite_and_a_skipped_step(level):
 def test_it_reads_nothing_on_the_host(level):
     def train(model, optimizer, x, y):
         optimizer.zero_grad()
-        t.backward(model, optimizer, x, y)
+        loops.backward(model, optimizer, x, y)
         amp.clip_grad_norm_(optimizer, 0.05)
         optimizer.step()
 
-    assert reads_of(*t.prepared(level, t.fused_adamw_of), train) == 0
+    assert reads_of(*loops.prepared(level, loops.fused_adamw_of), train) == 0
 
 
 def test_the_norm_of_fp64_gradients_is_torchs():
     model = nn.Linear(3, 2).double()
-    optimizer = t.sgd(model.parameters())
+    optimizer = loops.sgd(model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level="O0", cast_model_type=False)
     for param in model.parameters():
         param.grad = torch.full_like(param, 1e100)
@@ -83,7 +83,7 @@ def test_the_norm_of_fp64_gradients_is_torchs():
 
 
 def test_without_gradients_the_norm_is_zero():
-    _, optimizer = t.prepared("O5")
+    _, optimizer = loops.prepared("O5")
     assert torch.equal(amp.clip_grad_norm_(optimizer, 1.0), torch.tensor(0.0))
 
 
@@ -101,13 +101,13 @@ def test_an_optimizer_inside_larc_and_a_disabled_one_are_clipped():
 
 
 def test_an_unprepared_optimizer_is_refused():
-    _, prepared = t.prepared("O5")
+    _, prepared = loops.prepared("O5")
     with pytest.raises(RuntimeError, match=r"amp.clip_grad_norm_ got no optimizer that amp has"):
-        amp.clip_grad_norm_(t.sgd(t.net().parameters()), 1.0)
+        amp.clip_grad_norm_(loops.sgd(loops.net().parameters()), 1.0)
     with pytest.raises(RuntimeError, match=r"amp.clip_grad_norm_ got an unpickled optimizer"):
         amp.clip_grad_norm_(pickle.loads(pickle.dumps(prepared)), 1.0)
     with pytest.raises(TypeError, match="instead of an optimizer"):
-        amp.clip_grad_norm_(t.net().parameters(), 1.0)
+        amp.clip_grad_norm_(loops.net().parameters(), 1.0)
 
 
 @pytest.mark.parametrize("name", ["max_norm", "norm_type"])
@@ -122,30 +122,29 @@ def test_an_unprepared_optimizer_is_refused():
 )
 def test_a_norm_that_is_none_is_refused(name, error, value, words):
     _, optimizer = after_backward("O5")
-    before = t.grads(amp.master_params(optimizer))
+    before = loops.grads(amp.master_params(optimizer))
     with pytest.raises(error, match=words):
         amp.clip_grad_norm_(optimizer, **{"max_norm": 1.0, name: value})
-    assert t.same(t.grads(amp.master_params(optimizer)), before)
+    assert loops.same(loops.grads(amp.master_params(optimizer)), before)
 
 
 @levels
 def test_gradients_that_are_still_scaled_are_refused(level):
-    model, optimizer = t.prepared(level, loss_scale=128.0)
-    with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer) as scaled_loss:
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
+    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
         scaled_loss.backward()
         with pytest.raises(RuntimeError, match="still scaled"):
             amp.clip_grad_norm_(optimizer, 1.0)
-    t.backward(model, optimizer, *t.batch(), delay_unscale=True)
+    loops.backward(model, optimizer, *loops.batch(), delay_unscale=True)
     with pytest.raises(RuntimeError, match="still scaled"):
         amp.clip_grad_norm_(optimizer, 1.0)
 
 
 def test_a_sparse_gradient_is_refused_before_anything_changes():
     net = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
-    model, optimizer = t.prepared("O5", model=net)
-    with amp.scale_loss(model(torch.arange(3)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    before = t.grads(model[1].parameters())
+    model, optimizer = loops.prepared("O5", model=net)
+    loops.scaled_backward(model(torch.arange(3)).float().sum(), optimizer)
+    before = loops.grads(model[1].parameters())
     with pytest.raises(TypeError, match="sparse gradient"):
         amp.clip_grad_norm_(optimizer, 1e-3)
-    assert t.same(t.grads(model[1].parameters()), before)
+    assert loops.same(loops.grads(model[1].parameters()), before)

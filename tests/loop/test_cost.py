@@ -7,7 +7,7 @@ import torch
 
 from apex import amp
 from benchmarks.memory import storages
-from tests.support import training as cases
+from tests.support import loops
 from tests.support.host_reads import reads_of
 
 FUSED = {
@@ -23,39 +23,39 @@ UNFUSED = {
 
 def plain_step(model, optimizer, x, y):
     optimizer.zero_grad()
-    cases.loss_of(model, x, y).backward()
+    loops.loss_of(model, x, y).backward()
     optimizer.step()
 
 
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("level", cases.MIXED)
+@pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_a_fused_optimizer_has_no_host_read(level, name):
     for loss_scale in (None, "dynamic"):
-        pair = cases.prepared(level, FUSED[name], loss_scale=loss_scale)
-        assert reads_of(*pair, cases.train_step) == 0
+        pair = loops.prepared(level, FUSED[name], loss_scale=loss_scale)
+        assert reads_of(*pair, loops.train_step) == 0
 
 
 @pytest.mark.parametrize("name", UNFUSED)
-@pytest.mark.parametrize("level", cases.MIXED)
+@pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_any_other_optimizer_has_at_most_one_host_read_more(level, name):
-    model = cases.net()
+    model = loops.net()
     own = reads_of(model, UNFUSED[name](model.parameters()), plain_step)
-    pair = cases.prepared(level, UNFUSED[name], loss_scale="dynamic")
-    assert reads_of(*pair, cases.train_step, steps=3) <= own + 3
+    pair = loops.prepared(level, UNFUSED[name], loss_scale="dynamic")
+    assert reads_of(*pair, loops.train_step, steps=3) <= own + 3
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("level", cases.MIXED)
+@pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_a_fused_optimizer_never_waits_for_the_gpu(level, name):
-    model, optimizer = cases.prepared(level, FUSED[name], model=cases.net().cuda())
-    data = [(x.cuda(), y.cuda()) for x, y in cases.batches(5)]
+    model, optimizer = loops.prepared(level, FUSED[name], model=loops.net().cuda())
+    data = [(x.cuda(), y.cuda()) for x, y in loops.batches(5)]
     for x, y in data[:2]:
-        cases.train_step(model, optimizer, x, y)
+        loops.train_step(model, optimizer, x, y)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for x, y in data[2:]:
-            cases.train_step(model, optimizer, x, y)
+            loops.train_step(model, optimizer, x, y)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -74,7 +74,7 @@ def test_stored_bytes_per_parameter_after_step_and_zero_grad(level, expected, cl
     x = torch.randn(2, 100)
     before = live_bytes()
     model = torch.nn.Linear(100, 200, bias=False)
-    model, optimizer = cases.prepared(level, FUSED["AdamW"], model=model)
+    model, optimizer = loops.prepared(level, FUSED["AdamW"], model=model)
     for _ in range(2):
         with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()

@@ -3,18 +3,18 @@
 import torch
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
 
 def plain(level="O2", **options):
-    model = t.net()
-    optimizer = t.sgd(model.parameters())
+    model = loops.net()
+    optimizer = loops.sgd(model.parameters())
     return amp.initialize(model, optimizer, opt_level=level, enabled=False, **options)
 
 
 def test_what_was_given_comes_back_unchanged_and_unchecked(capsys):
-    model = t.net()
-    optimizer = t.sgd(model.parameters())
+    model = loops.net()
+    optimizer = loops.sgd(model.parameters())
     facts = type(model), type(optimizer), set(vars(model)), set(vars(optimizer))
     assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
     assert amp.initialize(model, enabled=False) is model
@@ -28,15 +28,15 @@ def test_what_was_given_comes_back_unchanged_and_unchecked(capsys):
 
 def test_every_call_passes_through_and_it_trains_as_without_amp():
     model, optimizer = plain()
-    other = t.net()
-    steps = t.sgd(other.parameters())
-    for x, y in t.batches(3):
-        t.train_step(model, optimizer, x, y)
+    other = loops.net()
+    steps = loops.sgd(other.parameters())
+    for x, y in loops.batches(3):
+        loops.train_step(model, optimizer, x, y)
         steps.zero_grad()
-        t.loss_of(other, x, y).backward()
+        loops.loss_of(other, x, y).backward()
         steps.step()
-    assert t.same(t.values(model.parameters()), t.values(other.parameters()))
-    loss = t.loss_of(model, *t.batch())
+    assert loops.same(loops.values(model.parameters()), loops.values(other.parameters()))
+    loss = loops.loss_of(model, *loops.batch())
     for given, options in ((optimizer, {}), ([optimizer], {"loss_id": 3}), ([], {})):
         with amp.scale_loss(loss, given, **options) as scaled_loss:
             assert scaled_loss is loss
@@ -52,22 +52,22 @@ def test_every_call_passes_through_and_it_trains_as_without_amp():
 
 
 def test_a_prepared_model_beside_a_disabled_one_works():
-    model, optimizer = t.prepared("O2")
+    model, optimizer = loops.prepared("O2")
     other, disabled = plain()
-    t.backward(model, optimizer, *t.batch())
+    loops.backward(model, optimizer, *loops.batch())
     assert next(amp.master_params(optimizer)).grad is not None
-    loss = t.loss_of(other, *t.batch())
+    loss = loops.loss_of(other, *loops.batch())
     with amp.scale_loss(loss, disabled) as scaled_loss:
         assert scaled_loss is loss
     amp.initialize(other, disabled, opt_level="O5", verbosity=0)
-    t.train_step(other, disabled, *t.batch())
+    loops.train_step(other, disabled, *loops.batch())
     amp.restore(other, disabled)
     assert (type(other), type(disabled)) == (torch.nn.Sequential, torch.optim.SGD)
 
 
 def test_enabled_set_to_false_by_a_script_passes_the_loss_through():
-    model, optimizer = t.prepared("O2")
-    loss = t.loss_of(model, *t.batch())
+    model, optimizer = loops.prepared("O2")
+    loss = loops.loss_of(model, *loops.batch())
     for enabled in (False, True):
         amp._amp_state.opt_properties.enabled = enabled
         with amp.scale_loss(loss, optimizer) as scaled_loss:

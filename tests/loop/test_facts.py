@@ -6,9 +6,9 @@ from torch import nn
 
 import apex.optimizers
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 class Weights(nn.Module):
@@ -29,7 +29,7 @@ def initialize(models, optimizers, level):
     amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
 
 
-def made(level, make_optimizer=t.sgd):
+def made(level, make_optimizer=loops.sgd):
     model = Weights()
     optimizer = make_optimizer(model.parameters())
     initialize(model, optimizer, level)
@@ -69,7 +69,7 @@ DISCARDS = {
     "optimizer": lambda _, optimizer: optimizer.zero_grad(),
 }
 OPTIMIZERS = {
-    "torch's": t.sgd,
+    "torch's": loops.sgd,
     "apex's": lambda params: apex.optimizers.FusedSGD(params, lr=0.1, set_grad_none=True),
     "apex's zeros": lambda params: apex.optimizers.FusedSGD(params, lr=0.1, set_grad_none=False),
 }
@@ -79,7 +79,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("discard", DISCARDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_clip_ends_with_the_gradients_that_it_clipped(name, discard, plain):
-    model, optimizer = t.prepared("O5", OPTIMIZERS[name], Weights())
+    model, optimizer = loops.prepared("O5", OPTIMIZERS[name], Weights())
     block(model(a=3.0, b=4.0), optimizer)
     amp.clip_grad_norm_(optimizer, 0.125)
     DISCARDS[discard](model, optimizer)
@@ -91,7 +91,7 @@ def test_a_clip_ends_with_the_gradients_that_it_clipped(name, discard, plain):
 
 
 def test_a_plain_pass_adds_to_clipped_gradients_and_a_write_keeps_the_clip():
-    model, optimizer = t.prepared("O5", model=Weights())
+    model, optimizer = loops.prepared("O5", model=Weights())
     block(model(a=3.0, b=4.0), optimizer)
     norm = amp.clip_grad_norm_(optimizer, 0.125)
     model.a.grad.mul_(2.0)
@@ -131,7 +131,7 @@ def test_gradients_cleared_inside_a_block_are_gone(level, who, set_to_none):
 @levels
 def test_a_group_added_between_delayed_blocks_is_unscaled_like_the_others(level, first):
     model = Weights()
-    optimizer = t.sgd([model.a])
+    optimizer = loops.sgd([model.a])
     initialize(model, optimizer, level)
     block(model(a=1.0), optimizer, delay_unscale=True)
     optimizer.add_param_group({"params": [model.b]})
@@ -145,7 +145,7 @@ def test_a_group_added_between_delayed_blocks_is_unscaled_like_the_others(level,
 def test_a_parameter_with_a_gradient_is_refused_between_delayed_blocks(level):
     """Nobody can tell whether the gradient is scaled."""
     model = Weights()
-    optimizer = t.sgd([model.a])
+    optimizer = loops.sgd([model.a])
     initialize(model, optimizer, level)
     block(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
     with pytest.raises(ValueError, match=r"has a gradient(?s:.*)Clear it"):
@@ -174,7 +174,11 @@ def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level)
 @levels
 def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(level, overflows):
     model = Weights("abc")
-    optimizers = [t.sgd([model.a, model.b]), t.sgd([model.b, model.c]), t.sgd([model.c])]
+    optimizers = [
+        loops.sgd([model.a, model.b]),
+        loops.sgd([model.b, model.c]),
+        loops.sgd([model.c]),
+    ]
     initialize(model, optimizers, level)
     block(model(a=1.0, b=1.0, c=float("inf") if overflows else 1.0), optimizers[0])
     optimizers[2].step()
@@ -190,7 +194,7 @@ def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(lev
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_gradients_of_another_optimizer_s_block_reach_no_master(level, where, zeros):
     nets = [Weights(), Weights()]
-    first, second = [t.sgd(net.parameters()) for net in nets]
+    first, second = [loops.sgd(net.parameters()) for net in nets]
     amp.initialize(nets, [first, second], opt_level=level, verbosity=0, loss_scale=128.0)
     if where == "before":
         second.zero_grad(set_to_none=not zeros)
@@ -205,10 +209,10 @@ def test_gradients_of_another_optimizer_s_block_reach_no_master(level, where, ze
 # -- an overflow -----------------------------------------------------------------------------
 
 
-def overflowed(level, forgets, make_optimizer=t.sgd):
+def overflowed(level, forgets, make_optimizer=loops.sgd):
     """An optimizer with an overflow, and what might make amp forget it."""
     nets = [Weights(), Weights()]
-    first, second = make_optimizer(nets[0].parameters()), t.sgd(nets[1].parameters())
+    first, second = make_optimizer(nets[0].parameters()), loops.sgd(nets[1].parameters())
     initialize(nets, [first, second], level)
     delays = forgets == "another's pass"
     block(nets[0](a=float("inf"), b=1.0), first, delay_overflow_check=delays)
@@ -234,7 +238,7 @@ def overflowed(level, forgets, make_optimizer=t.sgd):
 )
 @levels
 def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
-    model, optimizer = overflowed(level, forgets, t.OPTIMIZERS[name])
+    model, optimizer = overflowed(level, forgets, loops.OPTIMIZERS[name])
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert weights(model) == [1.0, 1.0]
@@ -285,5 +289,5 @@ def test_a_step_that_raised_in_a_hook_can_be_tried_again(level, clips, hook):
             for param, grad in zip(amp.master_params(optimizer), kept, strict=True):
                 param.grad = grad
         optimizer.step()
-        stepped.append(t.masters(optimizer))
-    assert t.same(*stepped)
+        stepped.append(loops.masters(optimizer))
+    assert loops.same(*stepped)

@@ -11,66 +11,66 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
-masters = pytest.mark.parametrize("level", t.WITH_MASTERS)
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 def expected(level, *data):
     """The exact sum of the gradients of plain passes over rounded weights."""
-    model, _ = t.prepared(level, loss_scale=1.0)
+    model, _ = loops.prepared(level, loss_scale=1.0)
     for x, y in data:
-        t.loss_of(model, x, y).backward()
+        loops.loss_of(model, x, y).backward()
     return [param.grad.float() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("passes", [1, 3])
 @masters
 def test_masters_have_the_sum_of_the_passes_in_fp32(level, passes):
-    model, optimizer = t.prepared(level, loss_scale=1.0)
-    data = list(t.batches(passes))
+    model, optimizer = loops.prepared(level, loss_scale=1.0)
+    data = list(loops.batches(passes))
     for x, y in data:
-        t.backward(model, optimizer, x, y)
+        loops.backward(model, optimizer, x, y)
     each = [expected(level, one) for one in data]
     for index, master in enumerate(amp.master_params(optimizer)):
         total = each[0][index]
         for other in each[1:]:
             total = total + other[index]
-        assert t.same(master.grad, total)
+        assert loops.same(master.grad, total)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_after_a_block_with_a_scale_the_model_keeps_its_scaled_gradients(level):
-    x, y = t.batch()
-    scaled, optimizer = t.prepared(level, loss_scale=128.0, master_weights=True)
-    t.backward(scaled, optimizer, x, y)
-    plain, _ = t.prepared(level, loss_scale=1.0, master_weights=True)
-    (t.loss_of(plain, x, y) * 128.0).backward()
+    x, y = loops.batch()
+    scaled, optimizer = loops.prepared(level, loss_scale=128.0, master_weights=True)
+    loops.backward(scaled, optimizer, x, y)
+    plain, _ = loops.prepared(level, loss_scale=1.0, master_weights=True)
+    (loops.loss_of(plain, x, y) * 128.0).backward()
     wanted = [param.grad for param in plain.parameters()]
     kept = [param.grad for param in scaled.parameters()]
-    assert t.same(kept, wanted)
+    assert loops.same(kept, wanted)
     optimizer.step()
     assert all(param.grad is grad for param, grad in zip(scaled.parameters(), kept, strict=True))
-    t.backward(scaled, optimizer, x, y)
+    loops.backward(scaled, optimizer, x, y)
     assert not any(p.grad is grad for p, grad in zip(scaled.parameters(), kept, strict=True))
 
 
 def test_without_a_scale_the_gradient_stays_on_the_model_until_it_is_read():
-    model, optimizer = t.prepared("O5")
-    wanted = expected("O5", t.batch())
-    t.backward(model, optimizer, *t.batch())
+    model, optimizer = loops.prepared("O5")
+    wanted = expected("O5", loops.batch())
+    loops.backward(model, optimizer, *loops.batch())
     assert all(param.grad.dtype is torch.bfloat16 for param in model.parameters())
-    assert t.same([master.grad for master in amp.master_params(optimizer)], wanted)
+    assert loops.same([master.grad for master in amp.master_params(optimizer)], wanted)
     assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
 @masters
 def test_gradients_are_plain_tensors_and_those_of_masters_end_with_the_step(level, scale):
-    model, optimizer = t.prepared(level, loss_scale=scale)
-    for data in (t.batch(), t.overflowing()):
-        t.backward(model, optimizer, *data)
+    model, optimizer = loops.prepared(level, loss_scale=scale)
+    for data in (loops.batch(), loops.overflowing()):
+        loops.backward(model, optimizer, *data)
         assert all(type(param.grad) is torch.Tensor for param in model.parameters())
         assert all(type(master.grad) is torch.Tensor for master in amp.master_params(optimizer))
         optimizer.step()
@@ -79,12 +79,12 @@ def test_gradients_are_plain_tensors_and_those_of_masters_end_with_the_step(leve
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4"])
 def test_scale_one_without_masters_leaves_gradients_alone(level):
-    model, optimizer = t.prepared(level)
-    x, y = t.batch()
-    t.loss_of(model, x, y).backward()
+    model, optimizer = loops.prepared(level)
+    x, y = loops.batch()
+    loops.loss_of(model, x, y).backward()
     grads = [param.grad for param in model.parameters()]
-    once = t.values(grads)
-    t.backward(model, optimizer, x, y)
+    once = loops.values(grads)
+    loops.backward(model, optimizer, x, y)
     for param, grad, value in zip(model.parameters(), grads, once, strict=True):
         assert param.grad is grad
         assert torch.equal(grad, 2 * value)
@@ -92,9 +92,9 @@ def test_scale_one_without_masters_leaves_gradients_alone(level):
 
 @masters
 def test_clipping_the_model_works_without_a_scale_alone(level):
-    model, optimizer = t.prepared(level)
-    before = t.masters(optimizer)
-    t.backward(model, optimizer, *(0.01 * each for each in t.batch()))
+    model, optimizer = loops.prepared(level)
+    before = loops.masters(optimizer)
+    loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
     nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
     with (
         pytest.warns(match=r"ignores them(?s:.*)amp\.master_params")
@@ -102,7 +102,7 @@ def test_clipping_the_model_works_without_a_scale_alone(level):
         else nullcontext()
     ):
         optimizer.step()
-    moved = [(a - b).flatten() for a, b in zip(t.masters(optimizer), before, strict=True)]
+    moved = [(a - b).flatten() for a, b in zip(loops.masters(optimizer), before, strict=True)]
     assert bool(torch.cat(moved).norm() < 2e-5) is (level == "O5")
 
 
@@ -110,8 +110,8 @@ def test_clipping_the_model_works_without_a_scale_alone(level):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @levels
 def test_zero_grad_clears_both_sides(level, clear, set_to_none):
-    model, optimizer = t.prepared(level, loss_scale=8.0)
-    t.backward(model, optimizer, *t.batch())
+    model, optimizer = loops.prepared(level, loss_scale=8.0)
+    loops.backward(model, optimizer, *loops.batch())
     (optimizer if clear == "optimizer" else model).zero_grad(set_to_none=set_to_none)
     for param in (*model.parameters(), *amp.master_params(optimizer)):
         assert param.grad is None or not (set_to_none or param.grad.any())
@@ -121,28 +121,30 @@ def test_zero_grad_clears_both_sides(level, clear, set_to_none):
 
 
 def after_step(level, train, **options):
-    model, optimizer = t.prepared(level, **options)
+    model, optimizer = loops.prepared(level, **options)
     stepped = train(model, optimizer)
     if not stepped:
         optimizer.step()
-    return t.masters(optimizer)
+    return loops.masters(optimizer)
 
 
 def one_block(model, optimizer):
-    t.backward(model, optimizer, *t.batch())
+    loops.backward(model, optimizer, *loops.batch())
 
 
 def without_a_block(model, optimizer):
-    t.loss_of(model, *t.batch()).backward()
+    loops.loss_of(model, *loops.batch()).backward()
 
 
 def delayed(model, optimizer):
-    t.backward(model, optimizer, *t.batch(), delay_unscale=True)
+    loops.backward(model, optimizer, *loops.batch(), delay_unscale=True)
     assert optimizer._amp_stash.params_have_scaled_gradients is True
 
 
 def stepped_while_delayed(model, optimizer):
-    with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer, delay_unscale=True) as scaled_loss:
+    with amp.scale_loss(
+        loops.loss_of(model, *loops.batch()), optimizer, delay_unscale=True
+    ) as scaled_loss:
         scaled_loss.backward()
         optimizer.step()
     assert optimizer._amp_stash.params_have_scaled_gradients is False
@@ -150,7 +152,7 @@ def stepped_while_delayed(model, optimizer):
 
 
 def stepped_in_the_block(model, optimizer):
-    with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer) as scaled_loss:
+    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
         optimizer.zero_grad()
         scaled_loss.backward()
         optimizer.step()
@@ -161,31 +163,30 @@ def stepped_in_the_block(model, optimizer):
 @levels
 def test_a_step_finds_unscaled_gradients_wherever_it_is(level, train):
     options = {"loss_scale": 64.0}
-    assert t.same(after_step(level, one_block, **options), after_step(level, train, **options))
+    assert loops.same(after_step(level, one_block, **options), after_step(level, train, **options))
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O4", "O5"])
 def test_a_pass_without_a_block_trains_as_one_with_it(level):
     found = after_step(level, without_a_block, loss_scale=1.0)
-    assert t.same(found, after_step(level, one_block, loss_scale=1.0))
+    assert loops.same(found, after_step(level, one_block, loss_scale=1.0))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_delayed_pass_leaves_scaled_gradients_until_the_next(level):
-    model, optimizer = t.prepared(level, loss_scale=8.0)
-    t.backward(model, optimizer, *t.batch(), delay_unscale=True)
-    scaled = t.grads(model.parameters())
-    with amp.scale_loss(0 * t.loss_of(model, *t.batch()), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    true = t.grads(amp.master_params(optimizer))
-    assert t.same([grad.float() / 8.0 for grad in scaled], true)
+    model, optimizer = loops.prepared(level, loss_scale=8.0)
+    loops.backward(model, optimizer, *loops.batch(), delay_unscale=True)
+    scaled = loops.grads(model.parameters())
+    loops.scaled_backward(0 * loops.loss_of(model, *loops.batch()), optimizer)
+    true = loops.grads(amp.master_params(optimizer))
+    assert loops.same([grad.float() / 8.0 for grad in scaled], true)
 
 
 @masters
 def test_a_plain_pass_before_a_block_adds_to_it(level):
-    model, optimizer = t.prepared(level, loss_scale=1.0)
-    first, second = t.batches(2)
-    t.loss_of(model, *first).backward()
-    t.backward(model, optimizer, *second)
+    model, optimizer = loops.prepared(level, loss_scale=1.0)
+    first, second = loops.batches(2)
+    loops.loss_of(model, *first).backward()
+    loops.backward(model, optimizer, *second)
     wanted = map(torch.add, expected(level, first), expected(level, second))
-    assert t.same(t.grads(amp.master_params(optimizer)), list(wanted))
+    assert loops.same(loops.grads(amp.master_params(optimizer)), list(wanted))

@@ -5,9 +5,10 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
+from tests.support.loops import trained
 
-masters = pytest.mark.parametrize("level", t.WITH_MASTERS)
+masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
 
 class Rates(Optimizer):
@@ -44,17 +45,10 @@ class Container(Optimizer):
         ]
 
 
-def trained(make, level, **options):
-    model, optimizer = t.prepared(level, make, **options)
-    for x, y in t.batches(3):
-        t.train_step(model, optimizer, x, y)
-    return model, optimizer
-
-
 @masters
 def test_masters_have_the_attributes_of_their_parameters(level):
-    model, optimizer = trained(Rates, level, loss_scale=128.0)
-    expected, _ = trained(Rates, "O0")
+    model, optimizer = trained(level, Rates, steps=3, loss_scale=128.0)
+    expected, _ = trained("O0", Rates, steps=3)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0.0, atol=4e-3)
     amp.restore(model, optimizer)
     assert [param.times for param in model.parameters()] == [0, 1, 2, 3]
@@ -62,15 +56,15 @@ def test_masters_have_the_attributes_of_their_parameters(level):
 
 @masters
 def test_optimizers_inside_another_step_masters_and_skip(level):
-    model, optimizer = t.prepared(level, Container, loss_scale="dynamic")
-    before = t.masters(optimizer)
-    t.train_step(model, optimizer, *t.overflowing())
-    assert t.same(t.masters(optimizer), before)
+    model, optimizer = loops.prepared(level, Container, loss_scale="dynamic")
+    before = loops.masters(optimizer)
+    loops.train_step(model, optimizer, *loops.overflowing())
+    assert loops.same(loops.masters(optimizer), before)
     assert not any(each.state for each in optimizer.optimizers)
-    t.train_step(model, optimizer, *t.batch())
-    other = t.prepared(level, lambda p: SGD(p, lr=0.1, momentum=0.9))
-    t.train_step(*other, *t.batch())
-    assert t.same(dict(model.state_dict()), dict(other[0].state_dict()))
+    loops.train_step(model, optimizer, *loops.batch())
+    other = loops.prepared(level, lambda p: SGD(p, lr=0.1, momentum=0.9))
+    loops.train_step(*other, *loops.batch())
+    assert loops.same(dict(model.state_dict()), dict(other[0].state_dict()))
     assert all(a is b for a, b in zip(optimizer.inner(), amp.master_params(optimizer), strict=True))
     amp.restore(model, optimizer)
     assert all(a is b for a, b in zip(optimizer.inner(), model.parameters(), strict=True))
@@ -80,18 +74,18 @@ def test_optimizers_inside_another_step_masters_and_skip(level):
 @pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_optimizers_inside_another_continue_from_their_state(level, arrives):
     pairs = []
-    for make in (lambda p: Container(p, lambda own: Adam(own, lr=0.01)), t.OPTIMIZERS["Adam"]):
-        model = t.net().to(arrives)
+    for make in (lambda p: Container(p, lambda own: Adam(own, lr=0.01)), loops.OPTIMIZERS["Adam"]):
+        model = loops.net().to(arrives)
         optimizer = make(model.parameters())
-        for x, y in t.batches(2):
+        for x, y in loops.batches(2):
             model.zero_grad()
-            t.loss_of(model, x.to(arrives), y).backward()
+            loops.loss_of(model, x.to(arrives), y).backward()
             optimizer.step()
         pairs.append((model, optimizer))
     for pair in pairs:
         amp.initialize(*pair, opt_level=level, verbosity=0)
-        t.train_step(*pair, *t.batch(seed=3))
-    assert t.same(*(dict(model.state_dict()) for model, _ in pairs))
+        loops.train_step(*pair, *loops.batch(seed=3))
+    assert loops.same(*(dict(model.state_dict()) for model, _ in pairs))
 
 
 @masters
@@ -105,5 +99,8 @@ def test_an_optimizer_around_the_groups_of_another_steps_the_masters(level):
         def step(self, closure=None):
             return self.inner.step(closure)
 
-    runs = [trained(make, level, loss_scale=8.0)[0] for make in (lambda p: Around(t.sgd(p)), t.sgd)]
-    assert t.same(*(dict(model.state_dict()) for model in runs))
+    runs = [
+        trained(level, make, steps=3, loss_scale=8.0)[0]
+        for make in (lambda p: Around(loops.sgd(p)), loops.sgd)
+    ]
+    assert loops.same(*(dict(model.state_dict()) for model in runs))

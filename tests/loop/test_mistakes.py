@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
 fp16 = pytest.mark.parametrize("level", ["O1", "O2"])
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 NOT_FROM_SCALED = r"did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(\)"
 LATE = r"after the end of its amp\.scale_loss block(?s:.*)Call it inside"
@@ -32,7 +32,7 @@ UNPREPARED = r"amp has not prepared(?s:.*)amp\.initialize"
 def block(model, optimizer, x, y, inside):
     """One iteration, whose block does as ``inside`` says."""
     optimizer.zero_grad()
-    loss = t.loss_of(model, x, y)
+    loss = loops.loss_of(model, x, y)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         inside(loss, scaled_loss)
     optimizer.step()
@@ -44,7 +44,7 @@ def unscaled(model, optimizer, x, y):
 
 def after_the_block(model, optimizer, x, y):
     optimizer.zero_grad()
-    with amp.scale_loss(t.loss_of(model, x, y), optimizer) as scaled_loss:
+    with amp.scale_loss(loops.loss_of(model, x, y), optimizer) as scaled_loss:
         pass
     scaled_loss.backward()
     optimizer.step()
@@ -60,7 +60,7 @@ def clipped_inside(model, optimizer, x, y):
 
 def clipped_by_value_inside(model, optimizer, x, y):
     optimizer.zero_grad()
-    with amp.scale_loss(t.loss_of(model, x, y), optimizer, delay_unscale=True) as scaled_loss:
+    with amp.scale_loss(loops.loss_of(model, x, y), optimizer, delay_unscale=True) as scaled_loss:
         scaled_loss.backward()
         nn.utils.clip_grad_value_(model.parameters(), 1.0)
     optimizer.zero_grad()
@@ -76,14 +76,14 @@ def masters_inside(model, optimizer, x, y):
 
 def plain(model, optimizer, x, y):
     optimizer.zero_grad()
-    t.loss_of(model, x, y).backward()
+    loops.loss_of(model, x, y).backward()
     optimizer.step()
 
 
 def plain_closure(model, optimizer, x, y):
     def closure():
         optimizer.zero_grad()
-        loss = t.loss_of(model, x, y)
+        loss = loops.loss_of(model, x, y)
         loss.backward()
         return loss
 
@@ -93,20 +93,20 @@ def plain_closure(model, optimizer, x, y):
 def swapped(model, optimizer, x, y):
     optimizer.zero_grad()
     optimizer.step()
-    t.backward(model, optimizer, x, y)
+    loops.backward(model, optimizer, x, y)
 
 
 def second_backward(model, optimizer, x, y):
     def inside(loss, scaled_loss):
         scaled_loss.backward()
-        t.loss_of(model, x, y).backward()
+        loops.loss_of(model, x, y).backward()
 
     block(model, optimizer, x, y, inside)
 
 
 def clipped_after_delayed(model, optimizer, x, y, *, of_model=False):
     optimizer.zero_grad()
-    t.backward(model, optimizer, x, y, delay_unscale=True)
+    loops.backward(model, optimizer, x, y, delay_unscale=True)
     params = model.parameters() if of_model else amp.master_params(optimizer)
     nn.utils.clip_grad_norm_(params, 1e-3)
     optimizer.step()
@@ -118,28 +118,28 @@ def clipped_model_after_delayed(model, optimizer, x, y):
 
 def clipped_between_delayed(model, optimizer, x, y):
     optimizer.zero_grad()
-    t.backward(model, optimizer, x, y, delay_unscale=True)
+    loops.backward(model, optimizer, x, y, delay_unscale=True)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    t.backward(model, optimizer, x, y)
+    loops.backward(model, optimizer, x, y)
     optimizer.step()
 
 
 def clipped_model(model, optimizer, x, y):
     optimizer.zero_grad()
-    t.backward(model, optimizer, x, y)
+    loops.backward(model, optimizer, x, y)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
 
 
 def plain_after_blocks(model, optimizer, x, y):
-    t.train_step(model, optimizer, x, y)
+    loops.train_step(model, optimizer, x, y)
     plain(model, optimizer, x, y)
 
 
 def plain_before_a_block(model, optimizer, x, y):
     optimizer.zero_grad()
-    t.loss_of(model, x, y).backward()
-    t.backward(model, optimizer, x, y)
+    loops.loss_of(model, x, y).backward()
+    loops.backward(model, optimizer, x, y)
     optimizer.step()
 
 
@@ -156,7 +156,7 @@ def cleared_inside(model, optimizer, x, y):
 
 
 def of_a_copy(model, optimizer, x, y):
-    t.backward(copy.deepcopy(model), optimizer, x, y)
+    loops.backward(copy.deepcopy(model), optimizer, x, y)
     optimizer.step()
 
 
@@ -170,13 +170,13 @@ def messages(train, *given):
 
 
 def train_all(train, pair):
-    for x, y in t.batches(3):
+    for x, y in loops.batches(3):
         train(*pair, 0.01 * x, 0.01 * y)
 
 
 def assert_warns_once(level, train, message, optimizer="SGD", **options):
     """Three iterations warn once."""
-    pair = t.prepared(level, t.OPTIMIZERS[optimizer], **options)
+    pair = loops.prepared(level, loops.OPTIMIZERS[optimizer], **options)
     (found,) = messages(train_all, train, pair)
     assert re.search(message, found)
 
@@ -236,23 +236,23 @@ def test_clipping_inside_the_block_is_warned_of_on_every_rank(on_two_ranks):
 def test_a_mistake_does_not_change_what_the_step_does():
     stepped = []
     for show in ("ignore", "error"):
-        model, optimizer = t.prepared("O1", loss_scale=128.0)
+        model, optimizer = loops.prepared("O1", loss_scale=128.0)
         with warnings.catch_warnings():
             warnings.simplefilter(show)
             try:
-                unscaled(model, optimizer, *t.batch())
+                unscaled(model, optimizer, *loops.batch())
             except UserWarning:
                 optimizer.step()
-        stepped.append(t.values(model.parameters()))
-    assert t.same(*stepped)
-    assert not t.same(stepped[0], t.values(t.net().parameters()))
+        stepped.append(loops.values(model.parameters()))
+    assert loops.same(*stepped)
+    assert not loops.same(stepped[0], loops.values(loops.net().parameters()))
 
 
 @fp16
 def test_inspection_ends(level):
-    model, optimizer = t.prepared(level, loss_scale=128.0)
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
     for _ in range(40):
-        with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer) as scaled_loss:
+        with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
             observed = scaled_loss._backward_hooks
             scaled_loss.backward()
         assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
@@ -263,8 +263,8 @@ def test_inspection_ends(level):
 
 
 def two(level, **options):
-    nets = [t.net(), t.net()]
-    optimizers = [t.sgd(net.parameters(), lr=1e-9) for net in nets]
+    nets = [loops.net(), loops.net()]
+    optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
     amp.initialize(nets, optimizers, opt_level=level, verbosity=0, **options)
     return nets, optimizers
 
@@ -273,8 +273,8 @@ def two(level, **options):
 @pytest.mark.parametrize("order", ["fresh", "held", "zeros", "step between"])
 def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(order, sessions):
     """As in a GAN that does not clear the gradients that the generator's pass leaves."""
-    nets = [t.net(), t.net()]
-    optimizers = [t.sgd(net.parameters(), lr=1e-9) for net in nets]
+    nets = [loops.net(), loops.net()]
+    optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
     if sessions == 1:
         amp.initialize(nets, optimizers, opt_level="O1", verbosity=0)
     else:
@@ -283,12 +283,12 @@ def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(ord
     first, second = optimizers
 
     def train():
-        for x, y in t.batches(3):
+        for x, y in loops.batches(3):
             if order == "held":
-                t.backward(nets[1], second, x, y)
+                loops.backward(nets[1], second, x, y)
             elif order == "zeros":
                 second.zero_grad(set_to_none=False)
-            loss = sum(t.loss_of(net, 0.01 * x, y) for net in nets)
+            loss = sum(loops.loss_of(net, 0.01 * x, y) for net in nets)
             with amp.scale_loss(loss, first) as scaled_loss:
                 scaled_loss.backward()
             if order == "step between":
@@ -296,7 +296,7 @@ def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(ord
             if order == "held":
                 second.step()
                 continue
-            t.backward(nets[1], second, x, y)
+            loops.backward(nets[1], second, x, y)
             second.step()
 
     assert [FORGOTTEN in message for message in messages(train)] == [True]
@@ -309,15 +309,14 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
     first, second = optimizers
 
     def train():
-        for x, y in t.batches(3):
-            loss = sum(t.loss_of(net, x, y) for net in nets)
-            with amp.scale_loss(loss, optimizers if way == "given" else first) as scaled_loss:
-                scaled_loss.backward()
+        for x, y in loops.batches(3):
+            loss = sum(loops.loss_of(net, x, y) for net in nets)
+            loops.scaled_backward(loss, optimizers if way == "given" else first)
             first.step()
             if way in ("cleared", "own pass"):
                 second.zero_grad(set_to_none=way != "cleared")
             if way == "own pass":
-                t.backward(nets[1], second, x, y)
+                loops.backward(nets[1], second, x, y)
             second.step()
             first.zero_grad()
             second.zero_grad()
@@ -329,15 +328,14 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
 @pytest.mark.parametrize("clears", [False, True])
 @levels
 def test_a_step_with_gradients_of_a_loss_that_was_only_scaled_is_warned_of(level, clears):
-    model, optimizer = t.prepared(level, loss_scale=128.0)
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
 
     def train():
-        for x, y in t.batches(2):
-            with amp.scale_loss(t.loss_of(model, x, y), []) as scaled_loss:
-                scaled_loss.backward()
+        for x, y in loops.batches(2):
+            loops.scaled_backward(loops.loss_of(model, x, y), [])
             if clears:  # as after an attack on the inputs
                 optimizer.zero_grad()
-                t.backward(model, optimizer, x, y)
+                loops.backward(model, optimizer, x, y)
             optimizer.step()
 
     assert [FORGOTTEN in message for message in messages(train)] == [True] * (not clears)
@@ -345,18 +343,18 @@ def test_a_step_with_gradients_of_a_loss_that_was_only_scaled_is_warned_of(level
 
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
 @pytest.mark.parametrize("with_masters", [True, False])
-@pytest.mark.parametrize("level", t.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, with_masters, name):
     """With masters it changes nothing; without, small updates round to nothing."""
-    model = t.net()
-    optimizer = t.sgd(model.parameters()) if with_masters else None
+    model = loops.net()
+    optimizer = loops.sgd(model.parameters()) if with_masters else None
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     if with_masters:
-        t.train_step(model, optimizer, *t.batch())
-    other = t.OPTIMIZERS[name](model.parameters())
+        loops.train_step(model, optimizer, *loops.batch())
+    other = loops.OPTIMIZERS[name](model.parameters())
 
     def train():
-        for x, y in t.batches(2):
+        for x, y in loops.batches(2):
             plain(model, other, x, y)
 
     (message,) = messages(train)
@@ -374,29 +372,31 @@ def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, 
 def test_torch_s_grad_scaler_is_refused_where_it_would_not_unscale_masters(name, unscale):
     """Batch norm's fp32 gradients, which it does unscale, made it accept the others."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model, optimizer = t.prepared("O2", t.OPTIMIZERS[name], model=net)
+    model, optimizer = loops.prepared("O2", loops.OPTIMIZERS[name], model=net)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = t.masters(optimizer)
+    before = loops.masters(optimizer)
     scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
     if unscale:
         scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"Remove the GradScaler(?s:.*)with amp\.scale_loss"):
         scaler.step(optimizer)
-    assert t.same(t.masters(optimizer), before)
+    assert loops.same(loops.masters(optimizer), before)
 
 
 @levels
 def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(level):
     stepped = []
     for enabled in (False, True):
-        model, optimizer = t.prepared(level, loss_scale=2.0)
+        model, optimizer = loops.prepared(level, loss_scale=2.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
-        with amp.scale_loss(scaler.scale(t.loss_of(model, *t.batch())), optimizer) as scaled_loss:
+        with amp.scale_loss(
+            scaler.scale(loops.loss_of(model, *loops.batch())), optimizer
+        ) as scaled_loss:
             scaled_loss.backward()
         with pytest.warns(match="both scales") if enabled else nullcontext():
             scaler.step(optimizer)
-        stepped.append(t.masters(optimizer))
-    assert t.same(*stepped)
+        stepped.append(loops.masters(optimizer))
+    assert loops.same(*stepped)
 
 
 # -- what is no mistake ----------------------------------------------------------------------
@@ -405,17 +405,17 @@ def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(leve
 @pytest.mark.parametrize("level", ["O4", "O5"])
 @pytest.mark.parametrize("train", [unscaled, after_the_block, clipped_inside, plain, plain_closure])
 def test_the_same_at_a_scale_of_1_is_no_mistake(level, train):
-    train_all(train, t.prepared(level))
+    train_all(train, loops.prepared(level))
 
 
-@pytest.mark.parametrize("level", t.MIXED)
+@pytest.mark.parametrize("level", loops.MIXED)
 def test_usual_loops_are_silent(level):
     """Among them a GAN whose generator's pass reaches a discriminator that steps afterwards."""
-    nets = [t.net(), nn.Linear(4, 4)]
-    optimizers = [t.sgd(net.parameters(), lr=1e-9) for net in nets]
+    nets = [loops.net(), nn.Linear(4, 4)]
+    optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
     amp.initialize(nets, optimizers, opt_level=level, num_losses=2, verbosity=0)
     late = level == "O2"  # where the masters' gradients are those of the own pass
-    for x, _ in t.batches(6):
+    for x, _ in loops.batches(6):
         for optimizer in optimizers:
             optimizer.zero_grad()
         for delays in (True, False):
@@ -455,20 +455,20 @@ def one_changed(model, scaled_loss):
 )
 @fp16
 def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):
-    model, optimizer = t.prepared(level, loss_scale=128.0)
-    block(model, optimizer, *t.batch(), lambda _, scaled_loss: backward(model, scaled_loss))
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
+    block(model, optimizer, *loops.batch(), lambda _, scaled_loss: backward(model, scaled_loss))
 
 
 @fp16
 def test_a_block_without_a_backward_pass_is_no_mistake(level):
-    model, optimizer = t.prepared(level, loss_scale=128.0)
-    with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer):
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
+    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer):
         pass
 
 
 @fp16
 def test_a_step_that_only_makes_optimizer_state_is_no_mistake(level):
-    _, optimizer = t.prepared(level, lambda params: t.sgd(params, lr=0.0))
+    _, optimizer = loops.prepared(level, lambda params: loops.sgd(params, lr=0.0))
     for param in amp.master_params(optimizer):
         param.grad = torch.zeros_like(param)
     optimizer.step()
@@ -476,11 +476,10 @@ def test_a_step_that_only_makes_optimizer_state_is_no_mistake(level):
 
 @levels
 def test_one_of_two_optimizers_without_a_gradient_is_no_mistake(level):
-    model = t.net()
-    optimizers = [t.sgd(part.parameters()) for part in (model[:2], model[2:])]
+    model = loops.net()
+    optimizers = [loops.sgd(part.parameters()) for part in (model[:2], model[2:])]
     amp.initialize(model, optimizers, opt_level=level, verbosity=0)
-    with amp.scale_loss(model[0].weight.float().pow(2).mean(), optimizers) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(model[0].weight.float().pow(2).mean(), optimizers)
     for optimizer in reversed(optimizers):
         optimizer.step()
 
@@ -499,38 +498,38 @@ class Preconditioner(torch.optim.Optimizer):
 
 @levels
 def test_optimizers_of_other_weights_or_of_gradients_alone_are_no_mistake(level):
-    model, optimizer = t.prepared(level, loss_scale=1.0)
-    other = t.net()
-    plain(other, t.sgd(other.parameters()), *t.batch())
+    model, optimizer = loops.prepared(level, loss_scale=1.0)
+    other = loops.net()
+    plain(other, loops.sgd(other.parameters()), *loops.batch())
     preconditioner = Preconditioner(model.parameters())
-    t.loss_of(model, *t.batch()).backward()
+    loops.loss_of(model, *loops.batch()).backward()
     preconditioner.step()
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", t.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
     """Finite differences."""
-    model, optimizer = t.prepared(level)
-    for x, y in t.batches(4):
+    model, optimizer = loops.prepared(level)
+    for x, y in loops.batches(4):
         for share in (0.01, -0.02, 0.01):
             for param in model.parameters():
                 param.data.add_(share)
-        t.train_step(model, optimizer, x, y)
+        loops.train_step(model, optimizer, x, y)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("level", ["O1", "O4", "O5"])
 def test_a_step_after_steps_in_hooks_is_no_mistake(level, scaled):
-    model, optimizer = t.prepared(level, loss_scale=1.0)
+    model, optimizer = loops.prepared(level, loss_scale=1.0)
 
     def step_now(_):
         optimizer.step()
         optimizer.zero_grad()
 
     handles = [p.register_post_accumulate_grad_hook(step_now) for p in model.parameters()]
-    for x, y in t.batches(2):
-        loss = t.loss_of(model, x, y)
+    for x, y in loops.batches(2):
+        loss = loops.loss_of(model, x, y)
         with amp.scale_loss(loss, optimizer) if scaled else nullcontext(loss) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()  # pytest makes warnings errors

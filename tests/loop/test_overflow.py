@@ -7,118 +7,103 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 from tests.support.host_reads import HostReads
 from tests.support.wrapping_optimizers import SAM, Lookahead
 
 DYNAMIC = {"loss_scale": "dynamic"}
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 def held(model, optimizer):
-    return t.values(model.parameters()), t.masters(optimizer)
+    return loops.values(model.parameters()), loops.masters(optimizer)
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "Adam", "SGD", "fused SGD"])
 @levels
 def test_a_skipped_step_leaves_weights_and_state(level, name):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS[name], **DYNAMIC)
-    for x, y in t.batches(2):
-        t.train_step(model, optimizer, x, y)
-    state = t.saved_and_loaded(optimizer.state_dict()["state"])
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
+    loops.train(model, optimizer, 2)
+    state = loops.saved_and_loaded(optimizer.state_dict()["state"])
     before = held(model, optimizer)
-    t.train_step(model, optimizer, *t.overflowing())
-    assert t.same(before, held(model, optimizer))
+    loops.train_step(model, optimizer, *loops.overflowing())
+    assert loops.same(before, held(model, optimizer))
     if name != "fused AdamW":  # whose kernel takes its step count back
-        assert t.same(state, optimizer.state_dict()["state"])
+        assert loops.same(state, optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
 @levels
 def test_clearing_gradients_does_not_take_an_overflow_back(level, clear):
-    model, optimizer = t.prepared(level, **DYNAMIC)
-    before = t.masters(optimizer)
-    t.backward(model, optimizer, *t.overflowing())
+    model, optimizer = loops.prepared(level, **DYNAMIC)
+    before = loops.masters(optimizer)
+    loops.backward(model, optimizer, *loops.overflowing())
     if clear == "by hand":
         for param in (*model.parameters(), *amp.master_params(optimizer)):
             param.grad = None
     else:
         (optimizer if clear == "optimizer" else model).zero_grad()
-    t.backward(model, optimizer, *(0.01 * each for each in t.batch()))
+    loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
     optimizer.step()
-    assert t.same(before, t.masters(optimizer))
+    assert loops.same(before, loops.masters(optimizer))
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
 @pytest.mark.parametrize("where", [0, 1])
 @levels
 def test_an_overflow_in_any_pass_skips_the_step(level, name, where):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS[name], **DYNAMIC)
-    before = t.masters(optimizer)
-    for x, y in t.batches(2, overflow_at={where}):
-        t.backward(model, optimizer, x, y)
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
+    before = loops.masters(optimizer)
+    for x, y in loops.batches(2, overflow_at={where}):
+        loops.backward(model, optimizer, x, y)
     optimizer.step()
-    assert t.same(before, t.masters(optimizer))
+    assert loops.same(before, loops.masters(optimizer))
 
 
 @pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
 @levels
 def test_a_delayed_overflow_moves_the_scale_with_the_next_pass_and_skips(level, option):
-    model, optimizer = t.prepared(level, **DYNAMIC)
-    before = t.masters(optimizer)
-    t.backward(model, optimizer, *t.overflowing(), **{option: True})
-    assert t.loss_scale() == 2.0**16
-    t.backward(model, optimizer, *t.batch())
-    assert t.loss_scale() == 2.0**15
+    model, optimizer = loops.prepared(level, **DYNAMIC)
+    before = loops.masters(optimizer)
+    loops.backward(model, optimizer, *loops.overflowing(), **{option: True})
+    assert loops.loss_scale() == 2.0**16
+    loops.backward(model, optimizer, *loops.batch())
+    assert loops.loss_scale() == 2.0**15
     optimizer.step()
-    assert t.same(before, t.masters(optimizer))
+    assert loops.same(before, loops.masters(optimizer))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_inside_the_block_is_skipped_and_moves_the_scale_once(level):
-    model, optimizer = t.prepared(level)
-    before = t.masters(optimizer)
-    with amp.scale_loss(t.loss_of(model, *t.overflowing()), optimizer) as scaled_loss:
+    model, optimizer = loops.prepared(level)
+    before = loops.masters(optimizer)
+    with amp.scale_loss(loops.loss_of(model, *loops.overflowing()), optimizer) as scaled_loss:
         scaled_loss.backward()
         optimizer.step()
-    assert t.same(before, t.masters(optimizer))
-    assert t.loss_scale() == 2.0**15
+    assert loops.same(before, loops.masters(optimizer))
+    assert loops.loss_scale() == 2.0**15
 
 
 @levels
 def test_an_overflow_of_one_loss_skips_the_optimizers_given_with_it(level):
-    models = [t.net(0), t.net(1), t.net(2)]
-    optimizers = [t.sgd(model.parameters()) for model in models]
+    models = [loops.net(0), loops.net(1), loops.net(2)]
+    optimizers = [loops.sgd(model.parameters()) for model in models]
     models, optimizers = amp.initialize(
         models, optimizers, opt_level=level, verbosity=0, num_losses=2, **DYNAMIC
     )
-    before = [t.masters(each) for each in optimizers]
-    x, y = t.overflowing()
-    with amp.scale_loss(t.loss_of(models[0], x, y), optimizers[:2], loss_id=0) as scaled:
-        scaled.backward()
-    with amp.scale_loss(t.loss_of(models[2], *t.batch()), optimizers[2], loss_id=1) as scaled:
+    before = [loops.masters(each) for each in optimizers]
+    x, y = loops.overflowing()
+    loops.scaled_backward(loops.loss_of(models[0], x, y), optimizers[:2], loss_id=0)
+    with amp.scale_loss(
+        loops.loss_of(models[2], *loops.batch()), optimizers[2], loss_id=1
+    ) as scaled:
         (scaled / 256).backward()
     for optimizer in optimizers:
         optimizer.step()
-    after = [t.masters(each) for each in optimizers]
-    same = [t.same(one, other) for one, other in zip(before, after, strict=True)]
+    after = [loops.masters(each) for each in optimizers]
+    same = [loops.same(one, other) for one, other in zip(before, after, strict=True)]
     assert same == [True, True, False]
-    assert [t.loss_scale(0), t.loss_scale(1)] == [2.0**15, 2.0**16]
-
-
-@levels
-def test_each_overflow_is_printed_once_for_each_optimizer(level, capsys):
-    model = t.net()
-    optimizer = t.sgd(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=1, **DYNAMIC)
-    capsys.readouterr()
-    for x, y in (t.overflowing(), t.overflowing(), t.batch()):
-        t.train_step(model, optimizer, x, y)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "Gradient overflow" in line]
-    assert lines == [
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0",
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0",
-    ]
+    assert [loops.loss_scale(0), loops.loss_scale(1)] == [2.0**15, 2.0**16]
 
 
 # -- closures, hooks and schedulers ----------------------------------------------------------
@@ -127,21 +112,21 @@ def test_each_overflow_is_printed_once_for_each_optimizer(level, capsys):
 @pytest.mark.parametrize("at", [0, 1])
 @levels
 def test_an_evaluation_of_lbfgs_that_overflows_puts_everything_back(level, at):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS["LBFGS closure"], **DYNAMIC)
-    t.train_step_with_closure(model, optimizer, *t.batch())
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["LBFGS closure"], **DYNAMIC)
+    loops.train_step_with_closure(model, optimizer, *loops.batch())
     before = held(model, optimizer)
     evaluations = []
 
     def closure():
         optimizer.zero_grad()
-        evaluations.append(t.overflowing() if len(evaluations) == at else t.batch())
-        return t.backward(model, optimizer, *evaluations[-1])
+        evaluations.append(loops.overflowing() if len(evaluations) == at else loops.batch())
+        return loops.backward(model, optimizer, *evaluations[-1])
 
     optimizer.step(closure)
     assert len(evaluations) == at + 1
-    assert t.same(before, held(model, optimizer))
-    t.train_step_with_closure(model, optimizer, *t.batch())
-    assert not t.same(before, held(model, optimizer))
+    assert loops.same(before, held(model, optimizer))
+    loops.train_step_with_closure(model, optimizer, *loops.batch())
+    assert not loops.same(before, held(model, optimizer))
 
 
 @pytest.mark.parametrize("overflows_at", [1, 2])
@@ -151,31 +136,31 @@ def test_an_overflow_skips_the_step_of_the_optimizer_inside_a_sam(level, base, o
     """In the form with two calls, which ``SAM.step`` does not see."""
 
     def make(params):
-        return SAM(params, t.OPTIMIZERS[base])
+        return SAM(params, loops.OPTIMIZERS[base])
 
     def train(first, second):
-        t.backward(model, optimizer, *first)
+        loops.backward(model, optimizer, *first)
         optimizer.first_step()
-        t.backward(model, optimizer, *second)
+        loops.backward(model, optimizer, *second)
         optimizer.second_step()
 
-    model, optimizer = t.prepared(level, make, **DYNAMIC)
-    train(t.batch(), t.batch(2))
+    model, optimizer = loops.prepared(level, make, **DYNAMIC)
+    train(loops.batch(), loops.batch(2))
     before = held(model, optimizer)
     state = copy.deepcopy(optimizer.base_optimizer.state_dict()["state"])
-    train(*[t.overflowing() if n == overflows_at else t.batch() for n in (1, 2)])
-    assert t.same(before, held(model, optimizer))
-    assert t.same(state, optimizer.base_optimizer.state_dict()["state"])
-    train(t.batch(), t.batch())
-    assert not t.same(before[1], t.masters(optimizer))
+    train(*[loops.overflowing() if n == overflows_at else loops.batch() for n in (1, 2)])
+    assert loops.same(before, held(model, optimizer))
+    assert loops.same(state, optimizer.base_optimizer.state_dict()["state"])
+    train(loops.batch(), loops.batch())
+    assert not loops.same(before[1], loops.masters(optimizer))
 
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
 @levels
 def test_a_scheduler_neither_warns_nor_bypasses_the_skip(level, name, early):
-    model = t.net()
-    optimizer = t.OPTIMIZERS[name](model.parameters())
+    model = loops.net()
+    optimizer = loops.OPTIMIZERS[name](model.parameters())
 
     def made():
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -187,22 +172,22 @@ def test_a_scheduler_neither_warns_nor_bypasses_the_skip(level, name, early):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, **DYNAMIC)
         scheduler = scheduler or made()
         before, lr = held(model, optimizer), optimizer.param_groups[0]["lr"]
-        t.train_step(model, optimizer, *t.overflowing())
+        loops.train_step(model, optimizer, *loops.overflowing())
         scheduler.step()
-        assert t.same(before, held(model, optimizer))
-        t.train_step(model, optimizer, *t.batch())
+        assert loops.same(before, held(model, optimizer))
+        loops.train_step(model, optimizer, *loops.batch())
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == lr / 4
-    assert not t.same(before, held(model, optimizer))
+    assert not loops.same(before, held(model, optimizer))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_step_hooks_run_for_taken_steps(level):
-    model, optimizer = t.prepared(level)
+    model, optimizer = loops.prepared(level)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    t.train_step(model, optimizer, *t.batch())
+    loops.train_step(model, optimizer, *loops.batch())
     assert calls == ["before", "after"]
 
 
@@ -247,11 +232,11 @@ class ReadsTheFlag(Scaling):
 @pytest.mark.parametrize("kind", [AsksTheScaler, ReadsTheFlag])
 @levels
 def test_an_optimizer_that_skips_by_itself_gets_the_flag(level, kind):
-    pairs = [t.prepared(level, make, **DYNAMIC) for make in (kind, t.sgd)]
-    for x, y in t.batches(4, overflow_at={1}):
+    pairs = [loops.prepared(level, make, **DYNAMIC) for make in (kind, loops.sgd)]
+    for x, y in loops.batches(4, overflow_at={1}):
         for pair in pairs:
-            t.train_step(*pair, x, y)
-    found, expected = (t.masters(optimizer) for _, optimizer in pairs)
+            loops.train_step(*pair, x, y)
+    found, expected = (loops.masters(optimizer) for _, optimizer in pairs)
     torch.testing.assert_close(found, expected)
     if kind is ReadsTheFlag:
         assert list(map(bool, pairs[0][1].flags)) == [False, True, False, False]
@@ -263,11 +248,11 @@ def test_an_optimizer_that_skips_by_itself_gets_the_flag(level, kind):
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD", "LBFGS closure", "SGD closure"])
 @levels
 def test_step_was_skipped_tells_each_step(level, name):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS[name], **DYNAMIC)
-    train = t.stepper(t, name)
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **DYNAMIC)
+    train = loops.stepper(loops, name)
     assert not amp.step_was_skipped(optimizer)
     answers = []
-    for x, y in t.batches(5, overflow_at={0, 3}):
+    for x, y in loops.batches(5, overflow_at={0, 3}):
         train(model, optimizer, 0.01 * x, 0.01 * y)
         answer = amp.step_was_skipped(optimizer)
         assert (answer.dtype, answer.shape) == (torch.bool, ())
@@ -277,21 +262,21 @@ def test_step_was_skipped_tells_each_step(level, name):
 
 
 def test_nothing_is_skipped_where_amp_is_disabled_or_absent():
-    _, disabled = t.prepared("O1", enabled=False)
-    for optimizer in (disabled, t.sgd(t.net().parameters())):
+    _, disabled = loops.prepared("O1", enabled=False)
+    for optimizer in (disabled, loops.sgd(loops.net().parameters())):
         assert amp.step_was_skipped(optimizer).item() is False
         assert amp.step_was_skipped(optimizer, on_host=True) is False
     with pytest.raises(TypeError, match="instead of an optimizer"):
-        amp.step_was_skipped(t.net())
+        amp.step_was_skipped(loops.net())
 
 
 @levels
 def test_neither_asking_nor_a_wrapper_reads_on_the_host(level):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS["fused AdamW"], **DYNAMIC)
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["fused AdamW"], **DYNAMIC)
     outer = Lookahead(optimizer)
     with HostReads() as reads:
-        for x, y in t.batches(3, overflow_at={2}):
-            t.backward(model, optimizer, x, y)
+        for x, y in loops.batches(3, overflow_at={2}):
+            loops.backward(model, optimizer, x, y)
             outer.step()
             outer.zero_grad()
             skipped = amp.step_was_skipped(optimizer)

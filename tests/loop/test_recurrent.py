@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
 
 pytestmark = pytest.mark.gpu
 IN_PIECES = () if torch.bfloat16 in torch.backends.cudnn.CUDNN_TENSOR_DTYPES else ("O4", "O5")
@@ -46,23 +46,23 @@ def in_one_piece(model):
 def test_weights_are_in_one_piece_and_train_as_on_the_cpu(level, kind):
     here = Tagger(kind)
     there = copy.deepcopy(here).cuda()
-    pairs = [cases.prepared(level, model=model, loss_scale=64.0) for model in (here, there)]
+    pairs = [loops.prepared(level, model=model, loss_scale=64.0) for model in (here, there)]
     assert in_one_piece(there) or (level == "O5" and level in IN_PIECES)
     x, y = batch()
     for _ in range(3):
         losses = [
-            cases.train_step(*pairs[0], x, y),
-            cases.train_step(*pairs[1], x.cuda(), y.cuda()),
+            loops.train_step(*pairs[0], x, y),
+            loops.train_step(*pairs[1], x.cuda(), y.cuda()),
         ]
     assert in_one_piece(there) or (level == "O5" and level in IN_PIECES)
     tolerance = 16 * EPS[level]
     torch.testing.assert_close(losses[1].cpu(), losses[0], rtol=tolerance, atol=tolerance)
-    for one, other in zip(*(cases.masters(optimizer) for _, optimizer in pairs), strict=True):
+    for one, other in zip(*(loops.masters(optimizer) for _, optimizer in pairs), strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=tolerance, atol=tolerance)
 
 
 def test_weights_stay_in_one_piece_whatever_writes_them():
-    model, optimizer = cases.prepared("O2", model=Tagger(nn.LSTM).cuda())
+    model, optimizer = loops.prepared("O2", model=Tagger(nn.LSTM).cuda())
     x = batch()[0].cuda()
     model.load_state_dict(model.state_dict())
     for master in amp.master_params(optimizer):

@@ -6,11 +6,11 @@ from torch import nn
 
 from apex import amp
 from apex.parallel import LARC
-from tests.support import training as t
-from tests.support.steps import live_sessions, nothing_changes
+from tests.support import loops
+from tests.support.loops import live_sessions, nothing_changes
 
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
-masters = pytest.mark.parametrize("level", t.WITH_MASTERS)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
 
 def hooks(model):
@@ -19,17 +19,17 @@ def hooks(model):
 
 def plain_step(model, optimizer):
     optimizer.zero_grad()
-    loss = t.loss_of(model, *t.batch())
+    loss = loops.loss_of(model, *loops.batch())
     loss.backward()
     optimizer.step()
     return loss.item()
 
 
-@pytest.mark.parametrize("level", t.LEVELS)
+@pytest.mark.parametrize("level", loops.LEVELS)
 def test_the_same_objects_come_back_plain(level):
-    model = t.net()
-    optimizer = t.sgd(model.parameters())
-    exact = t.values(model.parameters())
+    model = loops.net()
+    optimizer = loops.sgd(model.parameters())
+    exact = loops.values(model.parameters())
     before = set(vars(model)), set(vars(optimizer)), hooks(model)
     params, group = list(model.parameters()), optimizer.param_groups[0]
     listed = group["params"]
@@ -42,22 +42,22 @@ def test_the_same_objects_come_back_plain(level):
     assert optimizer.param_groups[0] is group
     assert group["params"] is listed
     if level != "O3":
-        assert t.same(exact, t.values(params))
+        assert loops.same(exact, loops.values(params))
     assert (live_sessions(), amp.state_dict()) == (0, {})
     assert not torch.is_autocast_enabled("cpu")
 
 
 @levels
 def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
-    model, optimizer = t.prepared(level)
-    t.train_step(model, optimizer, *t.batch())
-    t.backward(model, optimizer, *t.batch())
-    grads = t.grads(amp.master_params(optimizer))
+    model, optimizer = loops.prepared(level)
+    loops.train_step(model, optimizer, *loops.batch())
+    loops.backward(model, optimizer, *loops.batch())
+    grads = loops.grads(amp.master_params(optimizer))
     amp.restore(model, optimizer)
-    assert t.same(grads, t.grads(model.parameters()))
+    assert loops.same(grads, loops.grads(model.parameters()))
     losses = [plain_step(model, optimizer) for _ in range(2)]
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    losses.append(t.train_step(model, optimizer, *t.batch()).item())
+    losses.append(loops.train_step(model, optimizer, *loops.batch()).item())
     assert losses[0] > losses[1] > losses[2]
 
 
@@ -75,22 +75,22 @@ class Mixed(nn.Module):
 def test_what_was_held_in_fp32_comes_back_to_the_last_bit(level, optimizers, keeps):
     model = Mixed()
     exact = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = t.sgd(model.trained.parameters()) if optimizers else None
+    optimizer = loops.sgd(model.trained.parameters()) if optimizers else None
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32_values=keeps)
     saved = model.state_dict()
     amp.restore(model, optimizer)
     has_masters = optimizers and level != "O3"
     held = {k for k in exact if keeps or k == "table" or (k.startswith("t") and has_masters)}
     for name in held:
-        assert t.same(saved[name], exact[name])
-        assert t.same(model.state_dict()[name], exact[name])
+        assert loops.same(saved[name], exact[name])
+        assert loops.same(model.state_dict()[name], exact[name])
 
 
 @pytest.mark.parametrize("early", [True, False])
 @levels
 def test_a_scheduler_works_on(level, early):
-    model = t.net()
-    optimizer = t.sgd(model.parameters())
+    model = loops.net()
+    optimizer = loops.sgd(model.parameters())
 
     def make():
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -99,10 +99,10 @@ def test_a_scheduler_works_on(level, early):
     larc = LARC(optimizer)
     amp.initialize(model, larc, opt_level=level, verbosity=0)
     scheduler = scheduler or make()
-    t.train_step(model, optimizer, *t.batch())
+    loops.train_step(model, optimizer, *loops.batch())
     scheduler.step()
     assert amp.restore([model], (larc,)) == ([model], (larc,))
-    before = t.values(model.parameters())
+    before = loops.values(model.parameters())
     plain_step(model, optimizer)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.1 / 4
@@ -113,7 +113,7 @@ def test_a_scheduler_works_on(level, early):
 @pytest.mark.parametrize("fails", ["forward", "step"])
 @levels
 def test_the_session_ends_also_while_the_traceback_of_a_failure_lives(level, fails):
-    model, optimizer = t.prepared(level)
+    model, optimizer = loops.prepared(level)
 
     def fail(*given):
         raise ValueError
@@ -121,7 +121,7 @@ def test_the_session_ends_also_while_the_traceback_of_a_failure_lives(level, fai
     owner = model[2] if fails == "forward" else optimizer
     handle = getattr(owner, f"register_{fails}_pre_hook")(fail)
     try:
-        t.train_step(model, optimizer, *t.batch())
+        loops.train_step(model, optimizer, *loops.batch())
     except ValueError:  # falls back to fp32
         handle.remove()
         amp.restore(model, optimizer)
@@ -131,22 +131,22 @@ def test_the_session_ends_also_while_the_traceback_of_a_failure_lives(level, fai
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casts_stay_on_for_a_model_that_is_not_restored(level):
-    models = [t.net(), t.net()]
+    models = [loops.net(), loops.net()]
     amp.initialize(models, opt_level=level, verbosity=0)
     amp.restore(models[0])
     x = torch.ones(2, 4)
-    assert models[1](x).dtype is t.LEVELS[level].compute
+    assert models[1](x).dtype is loops.LEVELS[level].compute
     with amp.disable_casts():
         assert models[0](x).dtype is torch.float32
 
 
 @masters
 def test_a_model_restored_alone_is_fp32_and_its_prepared_optimizer_trains_it_on(level):
-    model, optimizer = t.prepared(level)
-    first = t.train_step(model, optimizer, *t.batch())
+    model, optimizer = loops.prepared(level)
+    first = loops.train_step(model, optimizer, *loops.batch())
     amp.restore(model)
-    assert t.same(t.values(model.parameters()), t.masters(optimizer))
-    assert t.train_step(model, optimizer, *t.batch()) < first
+    assert loops.same(loops.values(model.parameters()), loops.masters(optimizer))
+    assert loops.train_step(model, optimizer, *loops.batch()) < first
 
 
 # -- refusals --------------------------------------------------------------------------------
@@ -162,13 +162,13 @@ def refused(error, words, model, optimizer=None):
 
 @levels
 def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
-    model, optimizer = t.prepared(level)
-    other = t.net()
+    model, optimizer = loops.prepared(level)
+    other = loops.net()
     words = r"model \(Sequential\) that amp has not prepared\. Pass the model that amp\.initialize"
     refused(ValueError, words, other)
     refused(ValueError, words, [model, other], optimizer)
     words = r"optimizer \(SGD\) that amp has not prepared"
-    refused(ValueError, words, model, t.sgd(model.parameters()))
+    refused(ValueError, words, model, loops.sgd(model.parameters()))
     refused(ValueError, "without a wrapper", nn.DataParallel(model))
     refused(ValueError, "same model twice. Pass each model once", [model, model], optimizer)
     refused(TypeError, "got str instead of a model", "net")
@@ -179,7 +179,7 @@ def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
 
 @masters
 def test_an_optimizer_with_masters_is_refused_without_its_model(level):
-    first, second = t.prepared(level), t.prepared(level)
+    first, second = loops.prepared(level), loops.prepared(level)
     words = r"masters of a model that was not passed.*amp\.restore\(model, optimizer\)"
     with nothing_changes(*first, *second), pytest.raises(ValueError, match=words):
         amp.restore(first[0], second[1])

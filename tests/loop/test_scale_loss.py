@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
+from tests.support.loops import nothing_changes, one_weight, slope
 from tests.support.reference.loops import Loop
-from tests.support.steps import nothing_changes, one_weight, slope
 
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
 
@@ -24,15 +24,12 @@ def grads(optimizer):
 
 
 def test_the_arguments_have_apexs_order_and_defaults():
-    parameters = inspect.signature(amp.scale_loss).parameters.values()
-    assert [(p.name, p.default) for p in parameters] == [
-        ("loss", inspect.Parameter.empty),
-        ("optimizers", inspect.Parameter.empty),
-        ("loss_id", 0),
-        ("model", None),
-        ("delay_unscale", False),
-        ("delay_overflow_check", False),
-    ]
+    required, defaults = inspect.Parameter.empty, [0, None, False, False]
+    parameters = inspect.signature(amp.scale_loss).parameters
+    assert (
+        " ".join(parameters) == "loss optimizers loss_id model delay_unscale delay_overflow_check"
+    )
+    assert [p.default for p in parameters.values()] == [required, required, *defaults]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -47,7 +44,7 @@ def test_a_loss_of_any_floating_dtype_is_scaled_in_fp32_at_least(dtype, shape):
     assert grads(optimizer) == [3.0]
 
 
-@pytest.mark.parametrize("level", t.LEVELS)
+@pytest.mark.parametrize("level", loops.LEVELS)
 def test_gradients_are_unscaled_after_the_block_and_of_the_stepped_dtype(level):
     model, optimizer = one_weight(level, loss_scale=8.0)
     with amp.scale_loss(slope(model, 3.0), [optimizer, optimizer]) as scaled_loss:  # counts once
@@ -74,7 +71,7 @@ def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
             scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert (model.weight, t.loss_scale()) == (weight, 2.0**15)
+        assert (model.weight, loops.loss_scale()) == (weight, 2.0**15)
 
 
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
@@ -93,8 +90,8 @@ def test_a_loss_whose_own_backward_scales_it_takes_part_once(level):
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_no_loss_is_kept_after_the_step(delay):
-    model, optimizer = t.prepared("O2")
-    loss = t.loss_of(model, *t.batch())
+    model, optimizer = loops.prepared("O2")
+    loss = loops.loss_of(model, *loops.batch())
     seen = weakref.ref(loss)
     with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
         scaled_loss.backward()
@@ -114,9 +111,9 @@ def test_retain_graph_backs_twice_through_one_graph(level):
     assert grads(optimizer) == [0.5]
 
 
-@pytest.mark.parametrize("level", t.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_loss_on_the_masters_themselves_gives_unscaled_gradients(level):
-    _, optimizer = t.prepared(level, loss_scale=8.0)
+    _, optimizer = loops.prepared(level, loss_scale=8.0)
     master = next(amp.master_params(optimizer))
     with amp.scale_loss(0.5 * master.pow(2).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -129,13 +126,13 @@ def test_a_loss_on_the_masters_themselves_gives_unscaled_gradients(level):
 @casting
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_inside_the_block_casts_are_those_around_it(level, in_thread):
-    low = t.LEVELS[level].compute
-    model, optimizer = t.prepared(level)
-    x, y = t.batch()
+    low = loops.LEVELS[level].compute
+    model, optimizer = loops.prepared(level)
+    x, y = loops.batch()
     dtypes = []
 
     def work():
-        with amp.scale_loss(t.loss_of(model, x, y), optimizer) as scaled_loss:
+        with amp.scale_loss(loops.loss_of(model, x, y), optimizer) as scaled_loss:
             dtypes.append((model(x).dtype, (x @ x.t()).dtype))
             scaled_loss.backward()
             dtypes.append((model(x).dtype, (x @ x.t()).dtype))
@@ -158,8 +155,8 @@ def penalty(model, x):
 @pytest.mark.parametrize("form", ["around", "inside"])
 @levels
 def test_a_gradient_penalty_trains_through_double_backward(level, form):
-    model, optimizer = t.prepared(level, loss_scale=128.0)
-    x = t.batch()[0].requires_grad_()
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
+    x = loops.batch()[0].requires_grad_()
     if form == "around":
         loss = penalty(model, x)
     else:
@@ -169,9 +166,9 @@ def test_a_gradient_penalty_trains_through_double_backward(level, form):
             loss = ((slope / (scaled_loss / output)).norm() - 1).square()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
-    plain = t.net()
+    plain = loops.net()
     penalty(plain, x).backward()
-    eps = 16 * torch.finfo(t.LEVELS[level].compute).eps
+    eps = 16 * torch.finfo(loops.LEVELS[level].compute).eps
     found = next(iter(amp.master_params(optimizer))).grad
     torch.testing.assert_close(found, plain[0].weight.grad, rtol=eps, atol=eps)
 
@@ -180,20 +177,20 @@ def test_a_gradient_penalty_trains_through_double_backward(level, form):
 @pytest.mark.parametrize("scale", [128.0, "dynamic"])
 @levels
 def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, scale):
-    model, optimizer = t.prepared(level, loss_scale=scale, max_loss_scale=128.0)
+    model, optimizer = loops.prepared(level, loss_scale=scale, max_loss_scale=128.0)
     for _ in range(2):
-        with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer) as scaled_loss:
+        with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
             scaled_loss.backward(create_graph=True)
     params = list(amp.master_params(optimizer))
     loss = sum(param.grad.float().square().sum() for param in params)
     optimizer.zero_grad()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
-    plain = t.net()
-    loss = 2 * t.loss_of(plain, *t.batch())
+    plain = loops.net()
+    loss = 2 * loops.loss_of(plain, *loops.batch())
     grads = torch.autograd.grad(loss, list(plain.parameters()), create_graph=True)
     sum(grad.square().sum() for grad in grads).backward()
-    eps = 64 * torch.finfo(t.LEVELS[level].compute).eps
+    eps = 64 * torch.finfo(loops.LEVELS[level].compute).eps
     for stepped, param in zip(params, plain.parameters(), strict=True):
         bound = eps * param.grad.abs().max()
         torch.testing.assert_close(stepped.grad.float(), param.grad, rtol=eps, atol=bound)
@@ -202,7 +199,7 @@ def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, 
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
-        self.net, self.use_reentrant = t.net(), use_reentrant
+        self.net, self.use_reentrant = loops.net(), use_reentrant
 
     def forward(self, x):
         return checkpoint(self.net, x, use_reentrant=self.use_reentrant)
@@ -211,14 +208,14 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @levels
 def test_checkpointed_layers_give_the_gradients_of_plain_ones(level, use_reentrant):
-    x, y = t.batch()
+    x, y = loops.batch()
     x.requires_grad_()
     found = []
-    for net in (t.net(), Checkpointed(use_reentrant)):
-        model, optimizer = t.prepared(level, model=net)
-        t.backward(model, optimizer, x, y)
-        found.append(t.grads(amp.master_params(optimizer)))
-    assert t.same(*found)
+    for net in (loops.net(), Checkpointed(use_reentrant)):
+        model, optimizer = loops.prepared(level, model=net)
+        loops.backward(model, optimizer, x, y)
+        found.append(loops.grads(amp.master_params(optimizer)))
+    assert loops.same(*found)
 
 
 # -- exceptions ------------------------------------------------------------------------------
@@ -228,7 +225,7 @@ def fail(model, optimizer, *, early=False, clears=False, **options):
     """A block that ends with an exception."""
 
     def block():
-        loss = t.loss_of(model, *t.overflowing())
+        loss = loops.loss_of(model, *loops.overflowing())
         with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
             if clears:
                 optimizer.zero_grad()
@@ -243,42 +240,42 @@ def fail(model, optimizer, *, early=False, clears=False, **options):
 @pytest.mark.parametrize("early", [True, False])
 @levels
 def test_after_an_exception_inside_all_goes_on_as_if_nothing_had_happened(level, early):
-    model, optimizer = t.prepared(level, t.OPTIMIZERS["Adam"])
-    loop = Loop(level, t.net().parameters(), t.OPTIMIZERS["Adam"])
-    for first, second in zip(t.batches(3), t.batches(3, seed=2), strict=True):
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
+    loop = Loop(level, loops.net().parameters(), loops.OPTIMIZERS["Adam"])
+    for first, second in zip(loops.batches(3), loops.batches(3, seed=2), strict=True):
         optimizer.zero_grad()
         loop.zero_grad()
         for x, y in (first, second):
-            t.backward(model, optimizer, x, y)
+            loops.backward(model, optimizer, x, y)
             loop.backward(x, y)
             fail(model, optimizer, early=early)
         optimizer.step()
         loop.step()
-    assert t.same(t.masters(optimizer), loop.stepped)
-    assert t.loss_scale() == loop.scale
+    assert loops.same(loops.masters(optimizer), loop.stepped)
+    assert loops.loss_scale() == loop.scale
     if level == "O1":
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
 
 
 @levels
 def test_an_exception_after_zero_grad_inside_the_block_leaves_no_gradients(level):
-    model, optimizer = t.prepared(level, loss_scale=128.0)
-    t.backward(model, optimizer, *t.batch())
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
+    loops.backward(model, optimizer, *loops.batch())
     fail(model, optimizer, clears=True)
-    found = t.grads([*model.parameters(), *amp.master_params(optimizer)])
+    found = loops.grads([*model.parameters(), *amp.master_params(optimizer)])
     assert found == [None] * len(found)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_the_step(level):
-    pairs = [t.prepared(level, loss_scale=8.0) for _ in range(2)]
+    pairs = [loops.prepared(level, loss_scale=8.0) for _ in range(2)]
     for pair in pairs:
-        t.backward(*pair, *t.batch(), delay_unscale=True)
+        loops.backward(*pair, *loops.batch(), delay_unscale=True)
     with pytest.warns(match=r"An exception ended"):
         fail(*pairs[0], early=True, delay_unscale=True)
     for _, optimizer in pairs:
         optimizer.step()
-    assert t.same(*(t.masters(optimizer) for _, optimizer in pairs))
+    assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))
 
 
 # -- refusals --------------------------------------------------------------------------------
@@ -287,10 +284,10 @@ def test_an_exception_in_the_second_of_two_delayed_passes_leaves_the_first_to_th
 @pytest.mark.parametrize("after_delay", [False, True])
 @levels
 def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_delay):
-    model, optimizer = t.prepared(level)
+    model, optimizer = loops.prepared(level)
     if after_delay:
-        t.backward(model, optimizer, *t.batch(), delay_unscale=True)
-    loss = t.loss_of(model, *t.batch())
+        loops.backward(model, optimizer, *loops.batch(), delay_unscale=True)
+    loss = loops.loss_of(model, *loops.batch())
     inner = amp.scale_loss(loss, optimizer)
     with (
         amp.scale_loss(loss, optimizer) as scaled_loss,
@@ -303,8 +300,8 @@ def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_de
 
 
 def test_before_initialize_the_error_shows_the_call():
-    model = t.net()
-    optimizer = t.sgd(model.parameters())
+    model = loops.net()
+    optimizer = loops.sgd(model.parameters())
     words = r"before amp\.initialize.*\n.*model, optimizer = amp\.initialize\(model, optimizer, opt"
     for given in (optimizer, []):
         with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
@@ -313,8 +310,8 @@ def test_before_initialize_the_error_shows_the_call():
 
 @levels
 def test_an_optimizer_that_amp_has_not_prepared_is_refused_with_the_call(level):
-    model, optimizer = t.prepared(level)
-    loss, other = t.loss_of(model, *t.batch()), t.sgd(t.net().parameters())
+    model, optimizer = loops.prepared(level)
+    loss, other = loops.loss_of(model, *loops.batch()), loops.sgd(loops.net().parameters())
     words = rf"no optimizer that amp has prepared\. Pass it(?s:.*)opt_level='{level}'"
     for given in (other, [optimizer, other]):
         with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
@@ -341,7 +338,7 @@ ONE = torch.ones(())
     ],
 )
 def test_bad_arguments_are_refused(error, loss, options, words):
-    model, optimizer = t.prepared("O2", num_losses=2)
+    model, optimizer = loops.prepared("O2", num_losses=2)
     given = {"optimizers": optimizer, **options}
     with nothing_changes(model, optimizer), pytest.raises(error, match=words):
         amp.scale_loss(loss, **given)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 
 import pytest
@@ -11,20 +10,15 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from apex import amp
-from tests.support import training as t
-from tests.support.steps import live_sessions
+from tests.support import loops
+from tests.support.loops import in_a_thread, live_sessions, train
 
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
 
-def train(model, optimizer, steps=3):
-    """Returns the losses."""
-    return [t.train_step(model, optimizer, x, y).item() for x, y in t.batches(steps)]
-
-
 def one_round(level):
-    return train(*t.prepared(level, t.OPTIMIZERS["SGD"])), amp.state_dict()
+    return train(*loops.prepared(level, loops.OPTIMIZERS["SGD"])), amp.state_dict()
 
 
 def alive():
@@ -34,20 +28,20 @@ def alive():
 
 
 def test_rounds_of_all_levels_leave_nothing_alive_and_give_the_same_results():
-    first = [one_round(level) for level in t.LEVELS]
+    first = [one_round(level) for level in loops.LEVELS]
     before = alive()
     for _ in range(3):
-        assert [one_round(level) for level in t.LEVELS] == first
+        assert [one_round(level) for level in loops.LEVELS] == first
     after = alive()
     assert after[1] == before[1]
-    assert after[0] - before[0] < 3 * len(t.LEVELS)  # less than one in each round
+    assert after[0] - before[0] < 3 * len(loops.LEVELS)  # less than one in each round
     assert live_sessions() == 0
 
 
 @levels
 def test_a_session_lives_as_long_as_its_model_or_its_optimizer(level):
     for order in (0, 1):
-        held = [*t.prepared(level)]
+        held = [*loops.prepared(level)]
         train(*held)
         watched = [weakref.ref(each) for each in (*held, *amp.master_params(held[1]))]
         assert live_sessions() == 1
@@ -57,20 +51,22 @@ def test_a_session_lives_as_long_as_its_model_or_its_optimizer(level):
         assert live_sessions() == 0
         assert [each() for each in watched] == [None] * len(watched)
     with pytest.raises(ValueError, match="holds no parameter"):
-        amp.initialize(t.net(), t.sgd(t.net().parameters()), opt_level=level)
+        amp.initialize(loops.net(), loops.sgd(loops.net().parameters()), opt_level=level)
     assert live_sessions() == 0
 
 
 @pytest.mark.parametrize("placeholder", [nn.Identity, list])
 @levels
 def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholder):
-    model = t.net().bfloat16().float()  # the first call has no optimizer, so it keeps no masters
+    model = (
+        loops.net().bfloat16().float()
+    )  # the first call has no optimizer, so it keeps no masters
     twin = copy.deepcopy(model)
     options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
-    twin, optimizer = amp.initialize(twin, t.sgd(twin.parameters()), **options)
+    twin, optimizer = amp.initialize(twin, loops.sgd(twin.parameters()), **options)
     model = amp.initialize(model, opt_level=level, num_losses=0, verbosity=0)
     assert len(amp._amp_state.loss_scalers) == 0
-    _, later = amp.initialize(placeholder(), t.sgd(model.parameters()), **options)
+    _, later = amp.initialize(placeholder(), loops.sgd(model.parameters()), **options)
     train(twin, optimizer)
     train(model, later)
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
@@ -78,13 +74,13 @@ def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholde
 
 def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
     def losses(level, other=None):
-        pair = t.prepared(level)
-        partner = t.prepared(other) if other else None
+        pair = loops.prepared(level)
+        partner = loops.prepared(other) if other else None
         found = []
-        for x, y in t.batches(3):
-            found.append(t.train_step(*pair, x, y).item())
+        for x, y in loops.batches(3):
+            found.append(loops.train_step(*pair, x, y).item())
             if partner:
-                t.train_step(*partner, x, y)
+                loops.train_step(*partner, x, y)
         return found
 
     alone = losses("O4")
@@ -93,8 +89,8 @@ def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
 
 
 def test_each_call_has_its_own_scale():
-    first, second = t.prepared("O2"), t.prepared("O5", loss_scale=2.0)
-    t.train_step(*first, *t.overflowing())
+    first, second = loops.prepared("O2"), loops.prepared("O5", loss_scale=2.0)
+    loops.train_step(*first, *loops.overflowing())
     for pair in (first, second):
         train(*pair, steps=2)
     found = amp.state_dict().values()
@@ -111,14 +107,6 @@ def product():
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
-def in_a_thread(call):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(call()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 @casting
 def test_casts_of_the_thread_end_with_the_session_and_torchs_settings_come_back(level):
     def settings():
@@ -126,11 +114,11 @@ def test_casts_of_the_thread_end_with_the_session_and_torchs_settings_come_back(
         return torch.get_autocast_dtype("cpu"), *enabled
 
     before = settings()
-    held = [t.prepared(level)]
+    held = [loops.prepared(level)]
     model = weakref.proxy(held[0][0])
-    assert product() is t.LEVELS[level].compute
+    assert product() is loops.LEVELS[level].compute
     assert in_a_thread(product) is torch.float32
-    assert in_a_thread(lambda: model(torch.ones(2, 4)).dtype) is t.LEVELS[level].compute
+    assert in_a_thread(lambda: model(torch.ones(2, 4)).dtype) is loops.LEVELS[level].compute
     held.clear()
     gc.collect()
     assert product() is torch.float32
@@ -139,8 +127,8 @@ def test_casts_of_the_thread_end_with_the_session_and_torchs_settings_come_back(
 
 @pytest.mark.parametrize("newest_first", [True, False])
 def test_of_two_sessions_the_newest_living_one_rules(newest_first):
-    held = [t.prepared("O1"), t.prepared("O4")]
-    plain, _ = t.prepared("O0")
+    held = [loops.prepared("O1"), loops.prepared("O4")]
+    plain, _ = loops.prepared("O0")
     assert product() is torch.bfloat16
     assert plain(torch.ones(2, 4)).dtype is torch.float32
     del held[newest_first]
@@ -153,7 +141,7 @@ def test_of_two_sessions_the_newest_living_one_rules(newest_first):
 
 @casting
 def test_objects_may_be_freed_inside_a_backward_pass(level):
-    held = [t.prepared(level)]
+    held = [loops.prepared(level)]
     x = torch.ones(2, requires_grad=True)
 
     def free(grad):  # as a garbage collection may do there
@@ -174,30 +162,30 @@ def test_objects_may_be_freed_inside_a_backward_pass(level):
 
 @pytest.mark.parametrize(("level", "then"), [("O0", "O1"), ("O1", "O1"), ("O4", "O0")])
 def test_the_level_of_the_last_call_counts_and_it_trains_as_after_restore(level, then):
-    model, twin = t.net(), t.net()
+    model, twin = loops.net(), loops.net()
     expected = []
     for each in (level, then):
-        optimizer = t.sgd(twin.parameters())
+        optimizer = loops.sgd(twin.parameters())
         amp.initialize(twin, optimizer, opt_level=each, verbosity=0)
         expected.append(train(twin, optimizer))
         amp.restore(twin, optimizer)
     for each, losses in zip((level, then), expected, strict=True):
-        optimizer = t.sgd(model.parameters())
+        optimizer = loops.sgd(model.parameters())
         amp.initialize(model, optimizer, opt_level=each, verbosity=0)
         assert train(model, optimizer) == losses
     gc.collect()
     assert len(amp.state_dict()) == 1  # the first optimizer goes with its scale
     with pytest.raises(ValueError, match="no parameter of the given models"):
-        amp.initialize(model, t.sgd(t.net().parameters()), opt_level=level)
+        amp.initialize(model, loops.sgd(loops.net().parameters()), opt_level=level)
     with torch.no_grad():
-        assert model(torch.ones(2, 4)).dtype is t.LEVELS[then].compute
+        assert model(torch.ones(2, 4)).dtype is loops.LEVELS[then].compute
     amp.restore(model, optimizer)
     assert (type(model), live_sessions()) == (nn.Sequential, 0)
 
 
 @casting
 def test_a_model_prepared_without_an_optimizer_between_steps_trains_on(level):
-    model, optimizer = t.prepared(level)
+    model, optimizer = loops.prepared(level)
     train(model, optimizer)
     model = amp.initialize(model, opt_level=level, verbosity=0)
     before = [param.detach().clone() for param in model.parameters()]
@@ -208,8 +196,8 @@ def test_a_model_prepared_without_an_optimizer_between_steps_trains_on(level):
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_session_may_end_while_torch_runs_hooks_of_a_step(others):
     """What holds the last reference lets go in a hook, as the garbage collector may."""
-    sessions = [t.prepared("O5") for _ in range(others)]
-    held = [t.prepared("O5")]
+    sessions = [loops.prepared("O5") for _ in range(others)]
+    held = [loops.prepared("O5")]
     handles = [register_optimizer_step_post_hook(lambda *_: held.clear()) for _ in range(2)]
     try:
         weight = nn.Parameter(torch.ones(1))
@@ -219,7 +207,7 @@ def test_a_session_may_end_while_torch_runs_hooks_of_a_step(others):
     finally:
         for handle in handles:
             handle.remove()
-    sessions.append(t.prepared("O5"))
+    sessions.append(loops.prepared("O5"))
     sessions.clear()
     gc.collect()
     assert not _global_optimizer_post_hooks

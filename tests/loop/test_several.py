@@ -7,17 +7,17 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 class Gan:
     """Two nets with an optimizer each, and three losses: real, fake, generator."""
 
     def __init__(self, level):
-        self.d, self.g = t.net(1), nn.Linear(4, 4)
-        self.opt_d, self.opt_g = t.sgd(self.d.parameters()), t.sgd(self.g.parameters())
+        self.d, self.g = loops.net(1), nn.Linear(4, 4)
+        self.opt_d, self.opt_g = loops.sgd(self.d.parameters()), loops.sgd(self.g.parameters())
         amp.initialize(
             [self.d, self.g], [self.opt_d, self.opt_g], opt_level=level, num_losses=3, verbosity=0,
             loss_scale="dynamic",
@@ -26,7 +26,7 @@ class Gan:
     def step(self, overflow=None):
         """One training step; ``overflow`` is the loss whose input holds inf."""
         real, noise, fresh = (
-            (t.overflowing(seed) if index == overflow else t.batch(seed))[0]
+            (loops.overflowing(seed) if index == overflow else loops.batch(seed))[0]
             for index, seed in enumerate((1, 2, 3))
         )
         self.opt_d.zero_grad()
@@ -39,8 +39,7 @@ class Gan:
 
     def backward(self, loss, optimizer, loss_id):
         # Small enough that fp16 holds its gradients times 2**16.
-        with amp.scale_loss(loss / 64, optimizer, loss_id=loss_id) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss / 64, optimizer, loss_id=loss_id)
 
 
 @pytest.mark.parametrize("overflow", [0, 1, 2])
@@ -48,12 +47,14 @@ class Gan:
 def test_an_overflow_in_one_loss_moves_only_its_scale_and_skips_its_optimizer(level, overflow):
     gan = Gan(level)
     optimizers = (gan.opt_d, gan.opt_g)
-    before = list(map(t.masters, optimizers))
+    before = list(map(loops.masters, optimizers))
     gan.step(overflow)
     expected = [2.0**16] * 3
     expected[overflow] = 2.0**15
-    assert [t.loss_scale(loss_id) for loss_id in range(3)] == expected
-    same = [t.same(old, t.masters(new)) for old, new in zip(before, optimizers, strict=True)]
+    assert [loops.loss_scale(loss_id) for loss_id in range(3)] == expected
+    same = [
+        loops.same(old, loops.masters(new)) for old, new in zip(before, optimizers, strict=True)
+    ]
     assert same == [overflow < 2, overflow == 2]
 
 
@@ -63,15 +64,15 @@ def test_blocks_inside_each_other_give_the_gradients_of_blocks_after_each_other(
     level, same_loss_id
 ):
     def gradients(nested):
-        models = [t.net(1), t.net(2)]
-        optimizers = [t.sgd(model.parameters()) for model in models]
+        models = [loops.net(1), loops.net(2)]
+        optimizers = [loops.sgd(model.parameters()) for model in models]
         # The scale grows with every pass, so the outer block ends at another one.
         amp.initialize(
             models, optimizers, opt_level=level, verbosity=0, num_losses=2, loss_scale="dynamic",
             growth_interval=1,
         )  # fmt: skip
         outer, inner = (
-            amp.scale_loss(t.loss_of(model, *t.batch()) / 64, optimizer, loss_id=loss_id)
+            amp.scale_loss(loops.loss_of(model, *loops.batch()) / 64, optimizer, loss_id=loss_id)
             for model, optimizer, loss_id in zip(
                 models, optimizers, (0, 0 if same_loss_id else 1), strict=True
             )
@@ -85,16 +86,16 @@ def test_blocks_inside_each_other_give_the_gradients_of_blocks_after_each_other(
             for block in (outer, inner):
                 with block as scaled_loss:
                     scaled_loss.backward()
-        return [t.grads(amp.master_params(optimizer)) for optimizer in optimizers]
+        return [loops.grads(amp.master_params(optimizer)) for optimizer in optimizers]
 
-    assert t.same(gradients(nested=True), gradients(nested=False))
+    assert loops.same(gradients(nested=True), gradients(nested=False))
 
 
 @levels
 def test_a_second_backward_after_a_step_inside_the_block_works(level):
-    model, optimizer = t.prepared(level, loss_scale="dynamic")
+    model, optimizer = loops.prepared(level, loss_scale="dynamic")
     head = torch.zeros((), requires_grad=True)
-    with amp.scale_loss(t.loss_of(model, *t.batch()) + head, optimizer) as scaled_loss:
+    with amp.scale_loss(loops.loss_of(model, *loops.batch()) + head, optimizer) as scaled_loss:
         scaled_loss.backward(retain_graph=True, inputs=list(model.parameters()))
         optimizer.step()
         scaled_loss.backward(inputs=[head])
@@ -124,9 +125,9 @@ class Training:
     """Weights that no step moves, and the gradients that plain torch would give them."""
 
     def __init__(self, level, owned, **options):
-        self.model, self.owned, self.masters = Weights(), owned, level in t.WITH_MASTERS
+        self.model, self.owned, self.masters = Weights(), owned, level in loops.WITH_MASTERS
         self.optimizers = {
-            name: t.sgd([getattr(self.model, weight) for weight in weights], lr=0.0)
+            name: loops.sgd([getattr(self.model, weight) for weight in weights], lr=0.0)
             for name, weights in owned.items()
         }
         amp.initialize(
@@ -223,20 +224,19 @@ def act(training, choose):
 
 def chained(level, calls, **options):
     """Two nets in a row, prepared by one ``initialize`` call or by one each."""
-    nets = [nn.Linear(4, 4), t.net(1)]
+    nets = [nn.Linear(4, 4), loops.net(1)]
     torch.manual_seed(0)
     for param in nets[0].parameters():
         nn.init.normal_(param, std=0.5)
-    optimizers = [t.sgd(net.parameters()) for net in nets]
+    optimizers = [loops.sgd(net.parameters()) for net in nets]
     for given in [(nets, optimizers)] if calls == 1 else zip(nets, optimizers, strict=True):
         amp.initialize(*given, opt_level=level, verbosity=0, **options)
     return nets, optimizers
 
 
 def joint_step(nets, optimizers, x, y, **options):
-    loss = t.loss_of(nn.Sequential(*nets), x, y) / 64
-    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
-        scaled_loss.backward()
+    loss = loops.loss_of(nn.Sequential(*nets), x, y) / 64
+    loops.scaled_backward(loss, optimizers, **options)
 
 
 @pytest.mark.parametrize("scale", [128.0, "dynamic"])
@@ -246,15 +246,15 @@ def test_optimizers_of_several_calls_train_as_those_of_one(level, scale):
     for calls in (1, 2):
         nets, optimizers = chained(level, calls, loss_scale=scale)
         for step in range(4):
-            make = t.overflowing if step == 1 and scale == "dynamic" else t.batch
-            joint_step(nets, optimizers, *t.batch(10 + step), delay_unscale=True)
+            make = loops.overflowing if step == 1 and scale == "dynamic" else loops.batch
+            joint_step(nets, optimizers, *loops.batch(10 + step), delay_unscale=True)
             joint_step(nets, optimizers, *make(step))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        trained.append([*map(t.masters, optimizers), t.loss_scale()])
+        trained.append([*map(loops.masters, optimizers), loops.loss_scale()])
         del nets, optimizers
-    assert t.same(*trained)
+    assert loops.same(*trained)
     assert trained[0][2] == (2.0**15 if scale == "dynamic" else 128.0)
 
 
@@ -263,19 +263,18 @@ def test_blocks_of_one_and_of_several_sessions_mix(level):
     """The older optimizer's own passes keep their own scale."""
     nets, optimizers = chained(level, 2, loss_scale="dynamic")
     plain, _ = chained("O0", 1)
-    joint_step(nets, optimizers, *t.batch(1))
-    loss = nets[0](t.batch(2)[0]).float().square().mean()
-    with amp.scale_loss(loss, optimizers[0]) as scaled_loss:
-        scaled_loss.backward()
-    (t.loss_of(nn.Sequential(*plain), *t.batch(1)) / 64).backward()
-    plain[0](t.batch(2)[0]).square().mean().backward()
+    joint_step(nets, optimizers, *loops.batch(1))
+    loss = nets[0](loops.batch(2)[0]).float().square().mean()
+    loops.scaled_backward(loss, optimizers[0])
+    (loops.loss_of(nn.Sequential(*plain), *loops.batch(1)) / 64).backward()
+    plain[0](loops.batch(2)[0]).square().mean().backward()
     for optimizer, net in zip(optimizers, plain, strict=True):
         for param, expected in zip(amp.master_params(optimizer), net.parameters(), strict=True):
             torch.testing.assert_close(param.grad.float(), expected.grad, rtol=0.1, atol=1e-2)
 
 
 def test_the_newest_session_of_the_optimizers_scales():
-    optimizers = [t.prepared("O2", loss_scale=scale)[1] for scale in (8.0, 4.0, 2.0)]
+    optimizers = [loops.prepared("O2", loss_scale=scale)[1] for scale in (8.0, 4.0, 2.0)]
     for which, factor in (((0,), 8.0), ((0, 1), 4.0), ((1, 0), 4.0), ((0, 2, 1), 2.0)):
         loss = torch.ones((), requires_grad=True)
         with amp.scale_loss(loss, [optimizers[i] for i in which]) as scaled_loss:
@@ -287,16 +286,16 @@ def test_the_newest_session_of_the_optimizers_scales():
 @pytest.mark.parametrize("delayed", [False, True])
 def test_what_is_cleared_inside_a_block_is_cleared(level, clears, delayed):
     """Two optimizers share the weights; what either clears is gone for both."""
-    model = t.net()
-    pair = [t.sgd(model.parameters()) for _ in range(2)]
+    model = loops.net()
+    pair = [loops.sgd(model.parameters()) for _ in range(2)]
     model, pair = amp.initialize(model, pair, opt_level=level, verbosity=0, loss_scale=8.0)
-    twin, one = t.prepared(level, loss_scale=8.0)
-    first, second = t.batches(2)
-    t.backward(model, pair[0], *first, delay_unscale=delayed)
-    with amp.scale_loss(t.loss_of(model, *second), pair[0]) as scaled_loss:
+    twin, one = loops.prepared(level, loss_scale=8.0)
+    first, second = loops.batches(2)
+    loops.backward(model, pair[0], *first, delay_unscale=delayed)
+    with amp.scale_loss(loops.loss_of(model, *second), pair[0]) as scaled_loss:
         (pair[1] if clears == "other" else model).zero_grad()
         scaled_loss.backward()
-    t.backward(twin, one, *second)
+    loops.backward(twin, one, *second)
     pair[0].step()
     one.step()
-    assert t.same(t.masters(pair[0]), t.masters(one))
+    assert loops.same(loops.masters(pair[0]), loops.masters(one))

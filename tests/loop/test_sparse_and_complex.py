@@ -5,23 +5,22 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.5),
     "SparseAdam": lambda params: torch.optim.SparseAdam(list(params), lr=0.5),
 }
 IDS = torch.tensor([1, 3, 1])
-levels = pytest.mark.parametrize("level", t.LEVELS_SHORT)
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
 def embedding(level, name="SGD", **options):
-    return t.prepared(level, OPTIMIZERS[name], nn.Embedding(5, 4, sparse=True), **options)
+    return loops.prepared(level, OPTIMIZERS[name], nn.Embedding(5, 4, sparse=True), **options)
 
 
 def backward(loss, optimizer):
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer)
 
 
 def squares(model):
@@ -33,7 +32,7 @@ def squares(model):
 @levels
 def test_sparse_gradients_train_like_by_hand(level, name, passes):
     model, optimizer = embedding(level, name, loss_scale=8.0)
-    weight = nn.Parameter(t.masters(optimizer)[0])
+    weight = nn.Parameter(loops.masters(optimizer)[0])
     by_hand = OPTIMIZERS[name]([weight])
     for _ in range(3):
         optimizer.zero_grad()
@@ -41,28 +40,28 @@ def test_sparse_gradients_train_like_by_hand(level, name, passes):
             backward(squares(model), optimizer)
         assert next(amp.master_params(optimizer)).grad.is_sparse
         optimizer.step()
-        low = weight.detach().to(t.LEVELS[level].stored).requires_grad_()
+        low = weight.detach().to(loops.LEVELS[level].stored).requires_grad_()
         out = nn.functional.embedding(IDS, low, sparse=True)
         (out.float().square().sum() * 8.0).backward()
         weight.grad = (passes * low.grad.float().coalesce() / 8.0).coalesce()
         by_hand.step()
-    torch.testing.assert_close(weight.data, t.masters(optimizer)[0])
+    torch.testing.assert_close(weight.data, loops.masters(optimizer)[0])
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_duplicate_rows_are_summed_in_fp32_where_there_are_masters(level):
     """Else their sum overflows."""
     model, optimizer = embedding(level, loss_scale="dynamic")
-    before = t.masters(optimizer)
+    before = loops.masters(optimizer)
     # Each row of 2**15 fits into fp16, their sum of 3 * 2**15 does not.
     backward(0.5 * model(torch.zeros(3, dtype=torch.int64)).float().sum(), optimizer)
     if level == "O3":
         optimizer.step()
-        assert t.same(t.masters(optimizer), before)
+        assert loops.same(loops.masters(optimizer), before)
     else:
         (grad,) = (param.grad for param in amp.master_params(optimizer))
         assert torch.equal(grad.to_dense()[0], torch.full((4,), 1.5))
-    assert t.loss_scale() == (2.0**15 if level == "O3" else 2.0**16)
+    assert loops.loss_scale() == (2.0**15 if level == "O3" else 2.0**16)
 
 
 class Tied(nn.Module):
@@ -79,7 +78,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("dense_first", [True, False])
 @levels
 def test_sparse_and_dense_gradients_of_one_parameter_add_up(level, dense_first):
-    model, optimizer = t.prepared(level, model=Tied(), loss_scale=8.0)
+    model, optimizer = loops.prepared(level, model=Tied(), loss_scale=8.0)
     for multiply in (dense_first, not dense_first):
         backward(model(IDS, multiply).float().sum(), optimizer)
     (grad,) = (param.grad for param in amp.master_params(optimizer))
@@ -104,14 +103,14 @@ class Rotation(nn.Module):
 @pytest.mark.parametrize("passes", [1, 2])
 @levels
 def test_complex_parameters_keep_their_type_and_get_true_gradients(level, passes):
-    model, optimizer = t.prepared(level, model=Rotation(), loss_scale=8.0)
-    twin, _ = t.prepared(level, model=Rotation(), loss_scale=1.0)
+    model, optimizer = loops.prepared(level, model=Rotation(), loss_scale=8.0)
+    twin, _ = loops.prepared(level, model=Rotation(), loss_scale=1.0)
     twin.load_state_dict(model.state_dict())
-    x, _ = t.batch()
+    x, _ = loops.batch()
     for _ in range(passes):
         backward(model(x).float().sum(), optimizer)
         twin(x).float().sum().backward()
-    eps = 8 * torch.finfo(t.LEVELS[level].compute).eps
+    eps = 8 * torch.finfo(loops.LEVELS[level].compute).eps
     assert model.factor.dtype is torch.complex64
     torch.testing.assert_close(model.factor.grad, twin.factor.grad, rtol=eps, atol=eps)
 
@@ -123,10 +122,10 @@ def test_inf_in_such_a_gradient_skips_the_step(level, kind):
         model, optimizer = embedding(level, "SparseAdam", loss_scale="dynamic")
         loss = squares(model)
     else:
-        model, optimizer = t.prepared(level, model=Rotation(), loss_scale="dynamic")
+        model, optimizer = loops.prepared(level, model=Rotation(), loss_scale="dynamic")
         loss = model.factor.abs().sum()
-    before = t.masters(optimizer)
+    before = loops.masters(optimizer)
     backward(loss * float("inf"), optimizer)
     optimizer.step()
-    assert t.same(before, t.masters(optimizer))
-    assert t.loss_scale() == 2.0**15
+    assert loops.same(before, loops.masters(optimizer))
+    assert loops.loss_scale() == 2.0**15

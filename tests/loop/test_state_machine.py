@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
 SEEDS = range(2000 if os.environ.get("STRESS") else 40)
 RATE = 0.125
@@ -59,8 +59,7 @@ class Program:
         loss = self.model(*factors)
         self.forward()
         delays = self.choose.random() < 0.2 and not overflows
-        with amp.scale_loss(loss, self.optimizer, delay_unscale=delays) as scaled:
-            scaled.backward()
+        loops.scaled_backward(loss, self.optimizer, delay_unscale=delays)
         self.grads = [(g or 0.0) + f for g, f in zip(self.grads, factors, strict=True)]
         self.flag = self.flag or overflows
 
@@ -83,7 +82,7 @@ class Program:
         self.masters = [self.number(), self.number()]
         params = list(self.optimizer.param_groups[0]["params"])
         values = [torch.full((2,), value) for value in self.masters]
-        t.change(params, values, self.choose.choice(["data", "copy_", "data.copy_"]))
+        loops.change(params, values, self.choose.choice(["data", "copy_", "data.copy_"]))
         self.master_written = True
 
     def write_weights(self):
@@ -95,16 +94,16 @@ class Program:
             torch.full_like(p, v)
             for p, v in zip(self.model.parameters(), self.weights, strict=True)
         ]
-        t.change(self.model.parameters(), values, self.choose.choice(["data", "copy_"]))
+        loops.change(self.model.parameters(), values, self.choose.choice(["data", "copy_"]))
         self.weight_written = True
 
     def swap(self):
         self.model(0.0, 0.0)
         self.forward()
-        own = t.values(self.model.parameters())
-        t.change(self.model.parameters(), [torch.zeros_like(p) for p in own], "copy_")
+        own = loops.values(self.model.parameters())
+        loops.change(self.model.parameters(), [torch.zeros_like(p) for p in own], "copy_")
         self.model(1.0, 1.0)
-        t.change(self.model.parameters(), own, self.choose.choice(["data", "copy_"]))
+        loops.change(self.model.parameters(), own, self.choose.choice(["data", "copy_"]))
 
     def save(self):
         state = self.model.state_dict()

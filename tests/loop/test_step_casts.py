@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
@@ -28,17 +28,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return loss
 
 
-@pytest.mark.parametrize("step", [t.train_step, t.train_step_with_closure])
+@pytest.mark.parametrize("step", [loops.train_step, loops.train_step_with_closure])
 @casting
 def test_the_step_computes_in_fp32(level, step):
-    model, optimizer = t.prepared(level, MatrixOptimizer)
-    step(model, optimizer, *t.batch())
+    model, optimizer = loops.prepared(level, MatrixOptimizer)
+    step(model, optimizer, *loops.batch())
     assert optimizer.dtypes == [torch.float32]
 
 
 @casting
 def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level):
-    _model, optimizer = t.prepared(level, MatrixOptimizer)
+    _model, optimizer = loops.prepared(level, MatrixOptimizer)
     seen = []
 
     def closure():
@@ -48,5 +48,5 @@ def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level):
     for around in (contextlib.nullcontext, amp.disable_casts):
         with around(), pytest.raises(KeyError):
             optimizer.step(closure)
-    low = t.LEVELS[level].compute
+    low = loops.LEVELS[level].compute
     assert [*seen, product()] == [low, torch.float32, low]

@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
 
 class Averaging(SGD):
@@ -42,7 +42,7 @@ class Averaging(SGD):
 
 
 def in_the_block(model, optimizer, x, y):
-    with amp.scale_loss(t.loss_of(model, x, y), optimizer) as scaled_loss:
+    with amp.scale_loss(loops.loss_of(model, x, y), optimizer) as scaled_loss:
         scaled_loss.backward()
         optimizer.synchronize()
     with optimizer.skip_synchronize():
@@ -50,17 +50,17 @@ def in_the_block(model, optimizer, x, y):
 
 
 def in_the_step(model, optimizer, x, y):
-    t.backward(model, optimizer, x, y)
+    loops.backward(model, optimizer, x, y)
     optimizer.step()
 
 
 def after_a_delayed_pass(model, optimizer, x, y):
-    t.backward(model, optimizer, x, y, delay_unscale=True)
+    loops.backward(model, optimizer, x, y, delay_unscale=True)
     in_the_block(model, optimizer, x, y)
 
 
 def after_a_plain_pass(model, optimizer, x, y):
-    t.loss_of(model, x, y).backward()
+    loops.loss_of(model, x, y).backward()
     optimizer.synchronize()
     with optimizer.skip_synchronize():
         optimizer.step()
@@ -73,34 +73,34 @@ WAYS = [in_the_block, after_a_delayed_pass, after_a_plain_pass]
     ("level", "train"),
     [
         ("O1", in_the_step),  # with masters, inside the block, as in apex
-        *itertools.product(t.LEVELS_SHORT, WAYS),
+        *itertools.product(loops.LEVELS_SHORT, WAYS),
     ],
 )
 def test_the_step_takes_averages(level, train):
     scale = 1.0 if level == "O5" or train is after_a_plain_pass else 128.0
-    model, optimizer = t.prepared(level, Averaging, loss_scale=scale)
-    plain = t.net()
+    model, optimizer = loops.prepared(level, Averaging, loss_scale=scale)
+    plain = loops.net()
     by_hand = SGD(plain.parameters(), lr=0.1, momentum=0.9)
     passes = 2 if train is after_a_delayed_pass else 1
-    for x, y in t.batches(3):
+    for x, y in loops.batches(3):
         optimizer.zero_grad()
         by_hand.zero_grad()
         train(model, optimizer, x, y)
-        (t.loss_of(plain, x, y) * 0.5 * passes).backward()
+        (loops.loss_of(plain, x, y) * 0.5 * passes).backward()
         by_hand.step()
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0.0, atol=4e-3)
     amp.restore(model, optimizer)
-    t.loss_of(model, x, y).backward()
+    loops.loss_of(model, x, y).backward()
     optimizer.step()
 
 
 def test_an_overflow_that_comes_from_another_rank_skips_the_step():
-    model, optimizer = t.prepared("O2", Averaging, loss_scale="dynamic")
-    before = t.masters(optimizer)
-    with amp.scale_loss(t.loss_of(model, *t.batch()), optimizer) as scaled_loss:
+    model, optimizer = loops.prepared("O2", Averaging, loss_scale="dynamic")
+    before = loops.masters(optimizer)
+    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
         scaled_loss.backward()
         optimizer.synchronize()
         model[0].weight.grad.fill_(float("inf"))
     with optimizer.skip_synchronize():
         optimizer.step()
-    assert t.same(t.masters(optimizer), before)
+    assert loops.same(loops.masters(optimizer), before)

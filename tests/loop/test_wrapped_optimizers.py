@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import training as t
+from tests.support import loops
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -41,13 +41,13 @@ def twice(optimizer):
 
 
 @pytest.mark.parametrize("wrap", [Accelerated, Plain, twice])
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_wrapped_optimizer_trains_and_skips_as_the_one_inside(level, wrap):
-    pairs = [t.prepared(level, t.OPTIMIZERS["SGD"], loss_scale="dynamic") for _ in range(2)]
-    for x, y in t.batches(4, overflow_at={2}):
-        t.train_step(*pairs[0], x, y)
-        t.train_step(pairs[1][0], wrap(pairs[1][1]), x, y)
-    assert t.same(*(t.masters(optimizer) for _, optimizer in pairs))
+    pairs = [loops.prepared(level, loops.OPTIMIZERS["SGD"], loss_scale="dynamic") for _ in range(2)]
+    for x, y in loops.batches(4, overflow_at={2}):
+        loops.train_step(*pairs[0], x, y)
+        loops.train_step(pairs[1][0], wrap(pairs[1][1]), x, y)
+    assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))
     first, second = amp.state_dict().values()
     assert first == second
 
@@ -56,26 +56,26 @@ class Unconstructed(torch.optim.Optimizer):
     """An SGD that never calls torch's constructor, as timm's Lookahead of 2021."""
 
     def __init__(self, params):
-        self.base = t.sgd(params)
+        self.base = loops.sgd(params)
         self.param_groups, self.state, self.defaults = self.base.param_groups, {}, {}
 
     def step(self, closure=None):
         return self.base.step(closure)
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_an_optimizer_without_torchs_constructor_trains(level):
-    made = [t.prepared(level, kind) for kind in (t.sgd, Unconstructed)]
-    for x, y in t.batches(3):
+    made = [loops.prepared(level, kind) for kind in (loops.sgd, Unconstructed)]
+    for x, y in loops.batches(3):
         for model, optimizer in made:
-            t.train_step(model, optimizer, x, y)
-    assert t.same(*(t.masters(optimizer) for _, optimizer in made))
+            loops.train_step(model, optimizer, x, y)
+    assert loops.same(*(loops.masters(optimizer) for _, optimizer in made))
 
 
 def test_accelerate_s_own_wrapper_is_looked_through():
     accelerate = pytest.importorskip("accelerate")
-    model, optimizer = t.prepared("O4")
+    model, optimizer = loops.prepared("O4")
     model, wrapped = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
-    before = t.masters(optimizer)
-    t.train_step(model, wrapped, *t.batch())
-    assert not t.same(before, t.masters(optimizer))
+    before = loops.masters(optimizer)
+    loops.train_step(model, wrapped, *loops.batch())
+    assert not loops.same(before, loops.masters(optimizer))

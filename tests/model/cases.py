@@ -2,13 +2,14 @@
 
 import torch
 
-from tests.support import training as cases
+from tests.support import loops
+from tests.support.loops import train as train
 
 LEVELS = ("O1", "O2", "O5")
 CASTS_DOWN = ("O2", "O5")
 EPS = {
     level: 0.0 if rules.compute is torch.float32 else torch.finfo(rules.compute).eps
-    for level, rules in cases.LEVELS.items()
+    for level, rules in loops.LEVELS.items()
 }
 
 # So that no step of fp16 overflows: small steps are compared, and a skipped one would be none.
@@ -16,25 +17,20 @@ SCALE = {"O1": 128.0, "O2": 128.0}
 
 
 def dtype_of(level):
-    return cases.LEVELS[level].stored
+    return loops.LEVELS[level].stored
 
 
-def prepared(level, model=None, make_optimizer=cases.sgd, **options):
+def prepared(level, model=None, make_optimizer=loops.sgd, **options):
     options.setdefault("loss_scale", SCALE.get(level))
-    return cases.prepared(level, make_optimizer, model, **options)
-
-
-def train(model, optimizer, count=3, seed=1):
-    for x, y in cases.batches(count, seed=seed):
-        cases.train_step(model, optimizer, x, y)
+    return loops.prepared(level, make_optimizer, model, **options)
 
 
 def train_plain(model, optimizer, count=3, seed=1):
     """Trains without amp; for a thread in which no level casts operators."""
     assert not torch.is_autocast_enabled("cpu")
-    for x, y in cases.batches(count, seed=seed):
+    for x, y in loops.batches(count, seed=seed):
         optimizer.zero_grad()
-        cases.loss_of(model, x, y).backward()
+        loops.loss_of(model, x, y).backward()
         optimizer.step()
 
 

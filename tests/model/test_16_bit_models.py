@@ -7,27 +7,25 @@ import torch
 from torch import nn
 
 import apex.amp as amp
-from tests.support.steps import Net, backward, loss_of, sgd, train
-from tests.support.training import LEVELS_SHORT, WITH_MASTERS
+from tests.support import loops
 
 
 def partly(dtype):
-    model = Net()
+    model = loops.Net()
     model.last.to(dtype)
     model.norm.running_mean = model.norm.running_mean.to(dtype)
     return model
 
 
 def both(dtype):
-    model = Net()
+    model = loops.Net()
     model.first.to(torch.float16 if dtype is torch.bfloat16 else torch.bfloat16)
     model.last.to(dtype)
     return model
 
 
-every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
+every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-every_kind = pytest.mark.parametrize("make", [lambda dtype: Net().to(dtype), partly, both])
 
 
 def values(model):
@@ -43,34 +41,23 @@ def equal(first, second):
 @every_dtype
 @every_level
 def test_they_get_the_level_s_dtypes_train_and_give_back_the_values_that_arrived(level, dtype):
-    for make in (lambda dtype: Net().to(dtype), partly, both):
-        model, expected = make(dtype), Net()
+    for make in (lambda dtype: loops.Net().to(dtype), partly, both):
+        model, expected = make(dtype), loops.Net()
         before = values(model)
-        model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
-        amp.initialize(expected, sgd(expected), opt_level=level, verbosity=0)
+        model, optimizer = amp.initialize(
+            model, loops.sgd(model.parameters()), opt_level=level, verbosity=0
+        )
+        amp.initialize(expected, loops.sgd(expected.parameters()), opt_level=level, verbosity=0)
         found = {name: t.dtype for name, t in model.state_dict(keep_vars=True).items()}
         assert found == {n: t.dtype for n, t in expected.state_dict(keep_vars=True).items()}
         saved = {name: t for name, t in model.state_dict().items() if t.is_floating_point()}
         assert all(tensor.dtype is torch.float32 for tensor in saved.values())
         assert equal({name: tensor.double() for name, tensor in saved.items()}, before)
-        losses = train(model, optimizer)
+        losses = loops.train(model, optimizer, data=loops.small_batches(3))
         assert losses[-1] < losses[0]
         del expected
         amp.restore(model, optimizer)
         assert all(param.dtype is torch.float32 for param in model.parameters())
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-@every_dtype
-@every_kind
-def test_masters_are_the_values_as_they_are_whatever_the_model_s_dtype_becomes(level, dtype, make):
-    model = make(dtype)
-    before = [param.detach().float() for param in model.parameters()]
-    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
-    masters = list(amp.master_params(optimizer))
-    assert all(map(torch.equal, masters, before))
-    for param, master in zip(model.parameters(), masters, strict=True):
-        assert torch.equal(param, master.to(param.dtype))
 
 
 # -- training goes on ------------------------------------------------------------------------
@@ -83,7 +70,7 @@ def adam(model, **options):
 MAKERS = {
     "Adam": adam,
     "fused Adam": lambda model: adam(model, fused=True),
-    "SGD": lambda model: sgd(model, momentum=0.9),
+    "SGD": lambda model: loops.sgd(model.parameters(), momentum=0.9),
     "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.0625, max_iter=2),
 }
 
@@ -102,7 +89,7 @@ def stepped(model, make_optimizer):
 
 def widened(model, optimizer, make_optimizer):
     """An fp32 model with the same values, and its optimizer with the same state in fp32."""
-    wide = Net()
+    wide = loops.Net()
     wide.load_state_dict(model.state_dict())
     other = make_optimizer(wide)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # casts to fp32
@@ -111,12 +98,12 @@ def widened(model, optimizer, make_optimizer):
 
 def train_with(model, optimizer):
     if not isinstance(optimizer, torch.optim.LBFGS):
-        return train(model, optimizer)
+        return loops.train(model, optimizer, data=loops.small_batches(3))
 
     def closure():
         optimizer.zero_grad()
-        loss = loss_of(model)
-        backward(loss, optimizer)
+        loss = loops.small_loss(model)
+        loops.scaled_backward(loss, optimizer)
         return loss
 
     return [optimizer.step(closure).item() for _ in range(3)]
@@ -125,7 +112,7 @@ def train_with(model, optimizer):
 @every_level
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_optimizer_with_16_bit_state_goes_on_as_one_with_that_state_in_fp32(level, name):
-    make, model = MAKERS[name], Net().bfloat16()
+    make, model = MAKERS[name], loops.Net().bfloat16()
     if name == "LBFGS":
         optimizer = make(model)  # its first step in 16 bits moves nothing
     else:
@@ -145,17 +132,17 @@ def test_an_optimizer_with_16_bit_state_goes_on_as_one_with_that_state_in_fp32(l
                 assert torch.equal(found[key][entry], tensor)
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_a_frozen_part_stays_in_16_bits_and_trains_on_when_it_is_unfrozen(level):
-    model = Net().bfloat16()
+    model = loops.Net().bfloat16()
     optimizer = stepped(model, adam)
     model.first.requires_grad_(False)
     exact = model.first.weight.detach().float()
     amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
     assert model.first.weight.dtype is not torch.float32
-    train(model, optimizer)
+    loops.train(model, optimizer, data=loops.small_batches(3))
     model.first.requires_grad_(True)
-    train(model, optimizer)
+    loops.train(model, optimizer, data=loops.small_batches(3))
     tensors = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
     assert {t.dtype for t in (*amp.master_params(optimizer), *tensors)} == {torch.float32}
     assert not torch.equal(model.first.weight.float(), exact)
@@ -163,9 +150,11 @@ def test_a_frozen_part_stays_in_16_bits_and_trains_on_when_it_is_unfrozen(level)
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_what_is_added_in_16_bits_later_becomes_fp32_too(level):
-    model = Net().bfloat16()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    model = loops.Net().bfloat16()
+    model, optimizer = amp.initialize(
+        model, loops.sgd(model.parameters()), opt_level=level, verbosity=0
+    )
     model.last = nn.Linear(6, 2).bfloat16()
     optimizer.add_param_group({"params": model.last.parameters()})
     assert model.last.weight.dtype is torch.float32
-    train(model, optimizer)
+    loops.train(model, optimizer, data=loops.small_batches(3))

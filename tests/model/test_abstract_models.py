@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support.steps import TwoLayers
-from tests.support.training import LEVELS_SHORT, saved_and_loaded
+from tests.support import loops
+from tests.support.loops import LEVELS_SHORT, Net, saved_and_loaded, train
 
 T = typing.TypeVar("T")
 
 
-class Abstract(abc.ABC, TwoLayers):
+class Abstract(abc.ABC, Net):
     """As Lightning's modules up to 0.9."""
 
 
-class Generic(typing.Generic[T], TwoLayers):
+class Generic(typing.Generic[T], Net):
     pass
 
 
-class Sized(collections.abc.Sized, TwoLayers):
+class Sized(collections.abc.Sized, Net):
     def __len__(self):
         return 2
 
@@ -39,25 +39,18 @@ every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
 
 def prepared(kind, level):
     torch.manual_seed(0)
-    model = kind()
-    optimizer = AbstractSGD(model.parameters(), lr=0.5)
-    return amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    return loops.prepared(level, lambda p: AbstractSGD(p, lr=0.5), kind(), loss_scale=8.0)
 
 
-def trained(model, optimizer, steps=2):
-    x = torch.linspace(-1, 1, 12).view(4, 3)
-    for _ in range(steps):
-        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def trained(model, optimizer):
+    train(model, optimizer, 2)
     return model.state_dict()
 
 
 @every_kind
 @every_level
 def test_they_train_copy_save_and_are_restored_as_others(kind, level):
-    expected = trained(*prepared(TwoLayers, level))
+    expected = trained(*prepared(Net, level))
     model, optimizer = prepared(kind, level)
     assert isinstance(model, kind)
     twin, other = copy.deepcopy((model, optimizer))
@@ -65,7 +58,7 @@ def test_they_train_copy_save_and_are_restored_as_others(kind, level):
     torch.testing.assert_close(trained(twin, other), expected, rtol=0, atol=0)
     loaded, _ = saved_and_loaded((model, optimizer))
     assert isinstance(loaded, kind)
-    x = torch.ones(1, 3)
+    x = torch.ones(2, 4)
     torch.testing.assert_close(loaded(x), model(x), rtol=0.01, atol=0.01, check_dtype=False)
     nn.utils.parametrizations.weight_norm(model.first)
     del twin, other  # of the same session, whose casts end with the last

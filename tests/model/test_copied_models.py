@@ -11,7 +11,7 @@ from torch import nn
 
 from apex.amp import restore
 from tests.model.nets import LOW, Echo, Net, converted, dtypes_of, x
-from tests.support.training import saved_and_loaded
+from tests.support.loops import saved_and_loaded
 
 COPIES = {
     "deepcopy": copy.deepcopy,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.model.cases import EPS, LEVELS, prepared
-from tests.support import training as cases
+from tests.support import loops
 from tests.support.reference.loops import Loop
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -52,29 +52,29 @@ class DataParallelOnCPU(nn.Module):
 
 @every_level
 def test_without_gpus_the_wrapper_trains_as_its_model(level):
-    model, optimizer = cases.prepared(level)
+    model, optimizer = loops.prepared(level)
     wrapped = nn.DataParallel(model)
-    loop = Loop(level, cases.net().parameters(), cases.sgd)
-    for x, y in cases.batches(3):
-        assert torch.equal(cases.train_step(wrapped, optimizer, x, y), loop.train_step(x, y))
-    assert cases.same(cases.masters(optimizer), loop.stepped)
+    loop = Loop(level, loops.net().parameters(), loops.sgd)
+    for x, y in loops.batches(3):
+        assert torch.equal(loops.train_step(wrapped, optimizer, x, y), loop.train_step(x, y))
+    assert loops.same(loops.masters(optimizer), loop.stepped)
 
 
 @every_level
 def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
     model, optimizer = prepared(level)
-    x = torch.cat([cases.batch(1)[0], cases.batch(2)[0]])
+    x = torch.cat([loops.batch(1)[0], loops.batch(2)[0]])
     wrapped = DataParallelOnCPU(model)
     output = wrapped(x)
     assert output.dtype is model(x).dtype
     assert torch.equal(output, torch.cat([model(half) for half in x.chunk(2)]))
     expected = copy.deepcopy((model, optimizer))
-    for x, y in cases.batches(3):
-        cases.train_step(wrapped, optimizer, x, y)
-        cases.train_step(*expected, x, y)
+    for x, y in loops.batches(3):
+        loops.train_step(wrapped, optimizer, x, y)
+        loops.train_step(*expected, x, y)
     # The halves' gradients are rounded each by itself before they are added.
     for start, after, reference in zip(
-        cases.net().parameters(), cases.masters(optimizer), cases.masters(expected[1]), strict=True
+        loops.net().parameters(), loops.masters(optimizer), loops.masters(expected[1]), strict=True
     ):
         moved = (reference - start).abs().max()
         assert moved > 0
@@ -83,7 +83,7 @@ def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
 
 @every_level
 def test_a_replicas_state_dict_is_that_of_a_plain_replica(level):
-    expected = replicate(cases.net()).state_dict()
+    expected = replicate(loops.net()).state_dict()
     model, _ = prepared(level)
     assert list(replicate(model).state_dict()) == list(expected)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}

@@ -9,14 +9,14 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, LEVELS
-from tests.support import training as cases
+from tests.support import loops
 from tests.support.reference.loops import Loop
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def inference(level, seed=0):
-    return amp.initialize(cases.net(seed), opt_level=level, verbosity=0)
+    return amp.initialize(loops.net(seed), opt_level=level, verbosity=0)
 
 
 def params_of(model):
@@ -25,7 +25,7 @@ def params_of(model):
 
 def by_hand(level):
     """The model as a function of parameters and input, with the level's casts written out."""
-    rules = cases.LEVELS[level]
+    rules = loops.LEVELS[level]
 
     def forward(params, x):
         given = {name: value.to(rules.compute) for name, value in params.items()}
@@ -44,22 +44,21 @@ def sample_loss(forward):
 
 @every_level
 def test_training_by_functional_call_is_training(level):
-    model, optimizer = cases.prepared(level)
-    loop = Loop(level, cases.net().parameters(), cases.sgd)
-    for x, y in cases.batches(3):
+    model, optimizer = loops.prepared(level)
+    loop = Loop(level, loops.net().parameters(), loops.sgd)
+    for x, y in loops.batches(3):
         optimizer.zero_grad()
         params = dict(model.named_parameters())
         loss = F.mse_loss(functional_call(model, params, (x,)).float(), y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss, optimizer)
         optimizer.step()
         loop.train_step(x, y)
-    assert cases.same(cases.masters(optimizer), loop.stepped)
+    assert loops.same(loops.masters(optimizer), loop.stepped)
 
 
 @every_level
 def test_a_state_dict_is_taken_where_parameters_are_fp32_and_else_refused_with_the_remedy(level):
-    model, x = inference(level), cases.batch()[0]
+    model, x = inference(level), loops.batch()[0]
     if level in CASTS_DOWN:
         words = r"0\.weight \(float32\)(.|\n)*value\.to\(param\.dtype"
         with pytest.raises(RuntimeError, match=words):
@@ -72,7 +71,7 @@ def test_a_state_dict_is_taken_where_parameters_are_fp32_and_else_refused_with_t
 @every_level
 def test_gradients_per_sample_are_those_of_explicit_casts(level):
     model = inference(level)
-    x, y = cases.batch()
+    x, y = loops.batch()
     per_sample = (None, 0, 0)
     params = params_of(model)
     got = vmap(grad(sample_loss(lambda p, x: functional_call(model, p, (x,)))), per_sample)(
@@ -81,15 +80,15 @@ def test_gradients_per_sample_are_those_of_explicit_casts(level):
     with amp.disable_casts():
         expected = vmap(grad(sample_loss(by_hand(level))), per_sample)(params, x, y)
     assert got["0.weight"].shape == (3, 8, 4)
-    assert cases.same(got, expected)
+    assert loops.same(got, expected)
 
 
 @every_level
 def test_an_ensemble_by_vmap_gives_what_its_models_give(level):
-    models = amp.initialize([cases.net(seed) for seed in range(3)], opt_level=level, verbosity=0)
+    models = amp.initialize([loops.net(seed) for seed in range(3)], opt_level=level, verbosity=0)
     params, buffers = stack_module_state(models)
     base = copy.deepcopy(models[0]).to("meta")
-    x = cases.batch()[0]
+    x = loops.batch()[0]
     together = vmap(lambda p, b: functional_call(base, (p, b), (x,)))(params, buffers)
     alone = torch.stack([model(x) for model in models])
     torch.testing.assert_close(

@@ -8,8 +8,8 @@ from torch import fx
 
 from apex import amp
 from tests.model.cases import LEVELS, prepared, train
-from tests.support import training as cases
-from tests.support.training import same, saved_and_loaded
+from tests.support import loops
+from tests.support.loops import same, saved_and_loaded
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -27,7 +27,7 @@ class TwoGraphs(fx.GraphModule):
 
 
 def x():
-    return cases.batch()[0]
+    return loops.batch()[0]
 
 
 @every_level
@@ -36,7 +36,7 @@ def test_a_graph_trains_as_the_model_that_it_is_of_and_so_do_its_copies(level):
     train(model, optimizer)
     expected = model(x())
     del model, optimizer
-    model, optimizer = prepared(level, fx.symbolic_trace(cases.net()))
+    model, optimizer = prepared(level, fx.symbolic_trace(loops.net()))
     train(model, optimizer)
     for each in (model, copy.copy(model), copy.deepcopy(model), saved_and_loaded(model)):
         assert torch.equal(each(x()), expected)
@@ -45,7 +45,7 @@ def test_a_graph_trains_as_the_model_that_it_is_of_and_so_do_its_copies(level):
 
 @every_level
 def test_a_graph_compiled_anew_casts_as_before(level):
-    model, optimizer = prepared(level, TwoGraphs(cases.net()))
+    model, optimizer = prepared(level, TwoGraphs(loops.net()))
     train(model, optimizer)
     before = model(x())
     model.eval()

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
+from tests.support.loops import LEVELS_SHORT
 from tests.support.reference.loops import Loop
-from tests.support.training import LEVELS_SHORT
 
 every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
 before_and_after = pytest.mark.parametrize("when", ["before initialize", "after initialize"])
@@ -49,7 +49,7 @@ class Log(list):
 
 
 def use(model, optimizer, backward):
-    x, y = cases.batch()
+    x, y = loops.batch()
     backward(model, optimizer, x.requires_grad_(), y)
     optimizer.step()
     model.load_state_dict(model.state_dict())
@@ -57,12 +57,12 @@ def use(model, optimizer, backward):
 
 
 def plain_backward(model, optimizer, x, y):
-    cases.loss_of(model, x, y).backward()
+    loops.loss_of(model, x, y).backward()
 
 
 def plain_log():
-    log, model = Log(), cases.net()
-    optimizer = cases.sgd(model.parameters())
+    log, model = Log(), loops.net()
+    optimizer = loops.sgd(model.parameters())
     log.attach(model, optimizer)
     use(model, optimizer, plain_backward)
     return log.taken()
@@ -71,15 +71,15 @@ def plain_log():
 @before_and_after
 @every_level
 def test_every_hook_runs_once_in_order_and_in_the_level_s_dtypes_also_after_restore(level, when):
-    rules, expected = cases.LEVELS[level], plain_log()
-    log, model = Log(), cases.net()
-    optimizer = cases.sgd(model.parameters())
+    rules, expected = loops.LEVELS[level], plain_log()
+    log, model = Log(), loops.net()
+    optimizer = loops.sgd(model.parameters())
     if when == "before initialize":
         log.attach(model, optimizer)
     initialized(level, model, optimizer)
     if when == "after initialize":
         log.attach(model, optimizer)
-    use(model, optimizer, cases.backward)
+    use(model, optimizer, loops.backward)
     found = log.taken()
     assert [name for name, *_ in found] == [name for name, *_ in expected]
     seen = {name: set(dtypes) for name, *dtypes in found}
@@ -102,7 +102,7 @@ def stepping():
     handles = []  # a hook that holds its parameter is never collected
 
     def attach(model):
-        optimizers = {param: cases.sgd([param]) for param in model.parameters()}
+        optimizers = {param: loops.sgd([param]) for param in model.parameters()}
 
         def step(param):
             optimizers[param].step()
@@ -119,25 +119,25 @@ def stepping():
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain backward", "scale_loss"])
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_optimizers_may_step_in_the_backward_pass(level, scaled, stepping):
-    model = cases.net()
-    loop = Loop(level, model.parameters(), cases.sgd)
+    model = loops.net()
+    loop = Loop(level, model.parameters(), loops.sgd)
     optimizers = stepping(model)
     initialized(level, model, optimizers)
-    for x, y in cases.batches(3):
+    for x, y in loops.batches(3):
         if scaled:
-            cases.backward(model, optimizers, x, y)
+            loops.backward(model, optimizers, x, y)
         else:
-            cases.loss_of(model, x, y).backward()
+            loops.loss_of(model, x, y).backward()
         loop.train_step(x, y)
-    assert cases.same(cases.values(model.parameters()), cases.values(loop.model))
+    assert loops.same(loops.values(model.parameters()), loops.values(loop.model))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_in_the_backward_pass_of_a_scaled_loss_is_refused(level, stepping):
-    model = cases.net()
+    model = loops.net()
     optimizers = stepping(model)
     initialized(level, model, optimizers)
-    before = cases.values(model.parameters())
+    before = loops.values(model.parameters())
     with pytest.raises(RuntimeError, match="Step after the pass, or use a loss scale of 1"):
-        cases.backward(model, optimizers, *cases.batch())
-    assert cases.same(before, cases.values(model.parameters()))
+        loops.backward(model, optimizers, *loops.batch())
+    assert loops.same(before, loops.values(model.parameters()))

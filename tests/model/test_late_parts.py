@@ -6,7 +6,7 @@ from torch import nn
 
 from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, LEVELS, close, dtype_of, prepared, train, train_plain
-from tests.support import training as cases
+from tests.support import loops
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
@@ -26,8 +26,8 @@ def replace_head(model, optimizer):
 
 @every_level
 def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
-    plain = cases.net()
-    reference = cases.sgd(plain.parameters())
+    plain = loops.net()
+    reference = loops.sgd(plain.parameters())
     train_plain(plain, reference, 1)
     replace_head(plain, reference)
     train_plain(plain, reference, seed=2)
@@ -36,8 +36,8 @@ def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
     replace_head(model, optimizer)
     assert model[2].weight.dtype is dtype_of(level)
     exact = list(new_head().parameters())
-    assert cases.same(list(optimizer.param_groups[1]["params"]), exact)
-    assert cases.same([model.state_dict()[f"2.{k}"] for k in ("weight", "bias")], exact)
+    assert loops.same(list(optimizer.param_groups[1]["params"]), exact)
+    assert loops.same([model.state_dict()[f"2.{k}"] for k in ("weight", "bias")], exact)
     train(model, optimizer, seed=2)
     assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
     amp.restore(model, optimizer)
@@ -84,10 +84,10 @@ def test_what_is_late_or_assigned_and_uncast_is_named_with_the_remedy(level, nam
     CHANGES[name](model)
     words = rf"{name} \(float32\)(.|\n)*value\.to\(param\.dtype(.|\n)*add_param_group"
     with pytest.raises(RuntimeError, match=words):
-        model(cases.batch()[0])
+        model(loops.batch()[0])
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(dtype_of(level))
-    assert model(cases.batch()[0]).dtype is torch.float32
+    assert model(loops.batch()[0]).dtype is torch.float32
 
 
 class Time(nn.Module):
@@ -157,7 +157,7 @@ def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
 def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
     model, _ = prepared(level)
     with pytest.raises(RuntimeError, match=r"but got \w+ and B?\w+$"):
-        model(cases.batch()[0].to(dtype))
+        model(loops.batch()[0].to(dtype))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -171,10 +171,10 @@ def test_a_mask_that_fp16_cannot_hold_is_named_with_the_one_that_it_can(level):
 
     model = amp.initialize(Masked(4, 2), opt_level=level, verbosity=0)
     with pytest.raises(RuntimeError, match=r"without overflow(.|\n)*torch.finfo") as raised:
-        model(cases.batch()[0])
+        model(loops.batch()[0])
     assert "Levels O1" not in str(raised.value)
     Masked.least = None
-    assert model(cases.batch()[0]).isfinite().all()
+    assert model(loops.batch()[0]).isfinite().all()
 
 
 FLOATS = [
@@ -205,14 +205,14 @@ def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level,
     assert type(model) is nn.Sequential
     assert "weights are now torch.float32" in caplog.text
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert cases.same(list(model.state_dict().values()), list(exact.values()))
-    plain = cases.net()
+    assert loops.same(list(model.state_dict().values()), list(exact.values()))
+    plain = loops.net()
     plain.load_state_dict(exact)
-    x = cases.batch()[0]
+    x = loops.batch()[0]
     assert torch.equal(torch.jit.trace(model, x)(x), plain(x))
     train(model, optimizer)
-    assert not cases.same(list(model.parameters()), list(exact.values()))
-    assert cases.same(list(model.parameters()), list(exact_values(model, optimizer).values()))
+    assert not loops.same(list(model.parameters()), list(exact.values()))
+    assert loops.same(list(model.parameters()), list(exact_values(model, optimizer).values()))
     amp.restore(model, optimizer)
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
     train_plain(model, optimizer)
@@ -224,13 +224,12 @@ def test_float_between_backward_and_step_changes_no_step(level):
     expected = prepared(level)
     for each, change in ((model, True), (expected[0], False)):
         own = optimizer if change else expected[1]
-        x, y = cases.batch()
-        with amp.scale_loss((each(x).float() - y).square().mean(), own) as scaled:
-            scaled.backward()
+        x, y = loops.batch()
+        loops.scaled_backward((each(x).float() - y).square().mean(), own)
         if change:
             each.float()
         own.step()
-    assert cases.same(cases.masters(optimizer), cases.masters(expected[1]))
+    assert loops.same(loops.masters(optimizer), loops.masters(expected[1]))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +247,6 @@ def test_an_error_names_parameters_that_were_cast_later(level, part, dtype):
     with pytest.raises(
         RuntimeError, match=f"{dtype}"[6:] + r"\).*cast, added or assigned after amp\.init"
     ):
-        model(cases.batch()[0])
+        model(loops.batch()[0])
     model.float()
-    model(cases.batch()[0])
+    model(loops.batch()[0])

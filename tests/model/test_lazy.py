@@ -5,8 +5,8 @@ from torch import nn
 
 from apex import amp
 from tests.model.cases import prepared, train
-from tests.support import training as cases
-from tests.support.training import LEVELS_SHORT
+from tests.support import loops
+from tests.support.loops import LEVELS_SHORT
 
 every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
 
@@ -22,13 +22,13 @@ def test_a_lazy_buffer_is_refused(level):
 @every_level
 def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(2))
-    model(cases.batch()[0])
+    model(loops.batch()[0])
     eager = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 2))
     eager.load_state_dict(model.state_dict())
     pairs = [prepared(level, each) for each in (model, eager)]
     for pair in pairs:
         train(*pair)
-    assert cases.same(*(cases.masters(optimizer) for _, optimizer in pairs))
+    assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))
 
 
 @every_level
@@ -39,8 +39,8 @@ def test_a_group_of_lazy_parameters_is_refused_until_they_are_materialized(level
     with pytest.raises(ValueError, match="uninitialized parameter"):
         optimizer.add_param_group(dict(group))
     assert len(optimizer.param_groups) == 1
-    model(cases.batch()[0])
+    model(loops.batch()[0])
     optimizer.add_param_group(group)
-    before = cases.masters(optimizer)[-2:]
+    before = loops.masters(optimizer)[-2:]
     train(model, optimizer)
-    assert not cases.same(before, cases.masters(optimizer)[-2:])
+    assert not loops.same(before, loops.masters(optimizer)[-2:])

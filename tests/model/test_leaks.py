@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import training as cases
-from tests.support.steps import live_sessions
+from tests.support import loops
+from tests.support.loops import live_sessions
 
 CYCLES = 50
 MEASUREMENTS = 20
@@ -39,16 +39,14 @@ def grows(act, times):
 
 
 def cycle(level, *, restores):
-    model, optimizer = cases.prepared(level, cases.OPTIMIZERS["Adam"])
-    for x, y in cases.batches(2):
-        cases.train_step(model, optimizer, x, y)
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
+    loops.train(model, optimizer, 2)
     if restores:
         amp.restore(model, optimizer)
 
 
 @pytest.mark.parametrize(
-    ("level", "restores"),
-    [("O2", True), ("O1", True), ("O1", False), ("O5", False)],
+    ("level", "restores"), [("O2", True), ("O1", True), ("O1", False), ("O5", False)]
 )
 def test_50_cycles_leave_no_tensor_and_no_object(level, restores):
     for _ in range(3):
@@ -61,9 +59,9 @@ def test_50_cycles_leave_no_tensor_and_no_object(level, restores):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
 def test_1000_eval_steps_leave_no_tensor_and_no_cached_cast(level):
-    model, _ = cases.prepared(level)
+    model, _ = loops.prepared(level)
     model.eval()
-    x, _ = cases.batch()
+    x, _ = loops.batch()
     with torch.no_grad():
         for _ in range(10):
             model(x)
@@ -72,4 +70,4 @@ def test_1000_eval_steps_leave_no_tensor_and_no_cached_cast(level):
         assert held()[0] <= tensors  # fewer where an earlier test's go in the meantime
         before = model(x)
         model[0].weight.data.zero_()  # a cast of it that was kept would be served now
-        assert not cases.same(model(x), before)
+        assert not loops.same(model(x), before)

@@ -7,8 +7,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, SCALE, close, dtype_of, prepared, train, train_plain
-from tests.support import training as cases
-from tests.support.training import LEVELS_SHORT
+from tests.support import loops
+from tests.support.loops import LEVELS_SHORT
 
 every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
 casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
@@ -35,7 +35,7 @@ every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
 def wrapped(wrap):
-    model = cases.net()
+    model = loops.net()
     torch.manual_seed(3)
     wrap(model[0])
     return model
@@ -44,13 +44,13 @@ def wrapped(wrap):
 def weight_of(model):
     """The weight that the first layer multiplies with, as its next forward pass takes it."""
     model.eval()
-    model(cases.batch()[0])
+    model(loops.batch()[0])
     return model[0].weight.detach().float()
 
 
 def trained_plain(wrap):
     model = wrapped(wrap)
-    optimizer = cases.sgd(model.parameters())
+    optimizer = loops.sgd(model.parameters())
     train_plain(model, optimizer)
     return model, optimizer
 
@@ -68,8 +68,8 @@ def test_a_layer_wrapped_before_initialize_trains_saves_and_loads_as_in_fp32(lev
     other, other_optimizer = prepared(level, wrapped(wrap))
     other.load_state_dict(model.state_dict())
     for pair in ((model, optimizer), (other, other_optimizer)):
-        train(*pair, count=2, seed=2)
-    assert cases.same(cases.masters(optimizer), cases.masters(other_optimizer))
+        train(*pair, 2, seed=2)
+    assert loops.same(loops.masters(optimizer), loops.masters(other_optimizer))
     del plain_optimizer
     model, optimizer = prepared(level, wrapped(wrap))
     train(model, optimizer)
@@ -96,8 +96,8 @@ def test_weight_norm_put_on_after_initialize_trains_by_a_group_of_its_own(level)
         parametrizations.weight_norm(model[0])
         optimizer.add_param_group({"params": list(model[0].parametrizations.parameters())})
 
-    plain = cases.net()
-    plain_optimizer = cases.sgd(plain.parameters())
+    plain = loops.net()
+    plain_optimizer = loops.sgd(plain.parameters())
     put_on(plain, plain_optimizer)
     train_plain(plain, plain_optimizer)
     expected = weight_of(plain)
@@ -141,7 +141,7 @@ def test_of_a_parametrized_root_it_is_taken_off_after_restore(level):
     with pytest.raises(AttributeError):  # torch looks for the class that it made, on top
         parametrize.remove_parametrizations(model, "weight")
     amp.restore(model, optimizer)
-    x = cases.batch()[0]
+    x = loops.batch()[0]
     expected = model(x)
     parametrize.remove_parametrizations(model, "weight")
     assert type(model) is nn.Linear

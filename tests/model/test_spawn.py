@@ -7,7 +7,7 @@ import torch
 import torch.multiprocessing
 
 from tests.model.cases import prepared, train
-from tests.support import training as cases
+from tests.support import loops
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +23,9 @@ def train_there(rank, models):
 
 
 def test_what_is_stepped_there_is_in_the_shared_memory_of_the_plain_model_here():
-    models = [cases.net().share_memory() for _ in LEVELS]
+    models = [loops.net().share_memory() for _ in LEVELS]
     torch.multiprocessing.spawn(train_there, (models,))
     for level, model in zip(LEVELS, models, strict=True):
         own, optimizer = prepared(level)
         train(own, optimizer)
-        assert cases.same(cases.values(model.parameters()), cases.masters(optimizer)), level
+        assert loops.same(loops.values(model.parameters()), loops.masters(optimizer)), level

@@ -9,8 +9,8 @@ from torch import nn
 
 from apex import amp
 from tests.model.cases import EPS, SCALE, close
-from tests.support import training as cases
-from tests.support.training import LEVELS_SHORT
+from tests.support import loops
+from tests.support.loops import LEVELS_SHORT
 
 every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
 TOKENS = torch.tensor([0, 3, 3, 5])
@@ -41,8 +41,7 @@ def train(model, optimizer, *, scaled=True):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(TOKENS).float(), (TOKENS + 1) % 7)
         if scaled:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, optimizer)
         else:
             loss.backward()
         optimizer.step()
@@ -51,14 +50,14 @@ def train(model, optimizer, *, scaled=True):
 @every_level
 def test_a_tied_weight_trains_saves_copies_and_is_restored_as_one(level):
     plain = Tied()
-    train(plain, cases.sgd(plain.parameters()), scaled=False)
+    train(plain, loops.sgd(plain.parameters()), scaled=False)
     model = Tied()
-    optimizer = cases.sgd(model.parameters())
+    optimizer = loops.sgd(model.parameters())
     initialized(level, model, optimizer)
     train(model, optimizer)
     assert len(list(amp.master_params(optimizer))) == 1
     assert close(amp.master_params(optimizer), plain.parameters(), eps=EPS[level])
-    expected = cases.masters(optimizer)
+    expected = loops.masters(optimizer)
     state = model.state_dict()
     assert list(state) == ["embed.weight", "decode.weight"]
     assert state["embed.weight"].data_ptr() == state["decode.weight"].data_ptr()
@@ -67,15 +66,15 @@ def test_a_tied_weight_trains_saves_copies_and_is_restored_as_one(level):
     for pair in ((model, optimizer), (twin, other)):
         train(*pair)
     assert twin.decode.weight is twin.embed.weight
-    assert cases.same(cases.masters(optimizer), cases.masters(other))
+    assert loops.same(loops.masters(optimizer), loops.masters(other))
     model.load_state_dict(state)
-    assert cases.same(expected, cases.masters(optimizer))
+    assert loops.same(expected, loops.masters(optimizer))
     amp.restore(model, optimizer)
     assert model.decode.weight is model.embed.weight is optimizer.param_groups[0]["params"][0]
 
 
 def tied_pair():
-    first, second = cases.net(0), cases.net(1)
+    first, second = loops.net(0), loops.net(1)
     second[0].weight = first[0].weight
     return first, second
 
@@ -83,10 +82,9 @@ def tied_pair():
 def joint_step(models, optimizers, x, y, *, scaled):
     for optimizer in optimizers:
         optimizer.zero_grad()
-    loss = sum(cases.loss_of(model, x, y) for model in models)
+    loss = sum(loops.loss_of(model, x, y) for model in models)
     if scaled:
-        with amp.scale_loss(loss, optimizers) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss, optimizers)
     else:
         loss.backward()
     for optimizer in optimizers:
@@ -99,11 +97,11 @@ def steps_in_turn(models, optimizers, x, y, *, scaled):
 
 
 def of_all(models):
-    return [cases.sgd(list(dict.fromkeys(p for model in models for p in model.parameters())))]
+    return [loops.sgd(list(dict.fromkeys(p for model in models for p in model.parameters())))]
 
 
 def of_each(models):
-    return [cases.sgd(model.parameters()) for model in models]
+    return [loops.sgd(model.parameters()) for model in models]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,7 @@ def test_two_models_that_share_a_weight_train_as_in_fp32(level, make, step):
         optimizers = make(models)
         if scaled:
             initialized(level, models, optimizers)
-        for x, y in cases.batches(3):
+        for x, y in loops.batches(3):
             step(models, optimizers, x, y, scaled=scaled)
         assert models[0][0].weight is models[1][0].weight
         found.append([param for each in optimizers for param in amp.master_params(each)])

@@ -12,7 +12,7 @@ from torch import nn
 
 import apex
 from apex import amp
-from tests.support import training
+from tests.support import loops
 
 THEIRS = "optimizers normalization contrib mlp fused_dense multi_tensor_apply _autocast_utils"
 THEIRS = [*(f"apex.{name}" for name in THEIRS.split()), "amp_C", "apex_C"]
@@ -58,10 +58,9 @@ SGD.__module__, Adam.__module__ = "apex.optimizers.fused_sgd", "apex.optimizers.
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_nvidias_sgd_steps_the_masters_in_its_groups(level):
     make = functools.partial(SGD, lr=0.5)
-    model, optimizer = training.prepared(level, make, nn.Linear(4, 1), loss_scale=8.0)
-    before = training.masters(optimizer)
-    with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled:
-        scaled.backward()
+    model, optimizer = loops.prepared(level, make, nn.Linear(4, 1), loss_scale=8.0)
+    before = loops.masters(optimizer)
+    loops.scaled_backward(model(torch.ones(2, 4)).float().mean(), optimizer)
     optimizer.step()
     for old, new in zip(before, amp.master_params(optimizer), strict=True):
         torch.testing.assert_close(new, old - 0.5)

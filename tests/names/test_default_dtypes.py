@@ -16,8 +16,8 @@ from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.parallel import SyncBatchNorm
 from apex.reparameterization import apply_weight_norm
+from tests.support import loops
 from tests.support import optimizers as cases
-from tests.support import training
 
 FP32 = torch.float32
 others = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
@@ -38,11 +38,11 @@ def assert_same_under(dtype, run):
     expected = run()
     with default(dtype):
         found = run()
-    assert training.same(found, expected)
+    assert loops.same(found, expected)
 
 
 FUSED = {
-    "torch's AdamW": training.fused_adamw_of,
+    "torch's AdamW": loops.fused_adamw_of,
     "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
     "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2),
@@ -50,26 +50,26 @@ FUSED = {
 
 
 @others
-@pytest.mark.parametrize("level", training.LEVELS)
+@pytest.mark.parametrize("level", loops.LEVELS)
 def test_training_at_a_level_is_the_same(level, dtype):
     for make in FUSED.values():
-        model, data = training.net(), list(training.batches(4, overflow_at={1}))
-        start = training.values(model.parameters())
+        model, data = loops.net(), list(loops.batches(4, overflow_at={1}))
+        start = loops.values(model.parameters())
 
         def run(model=model, data=data, start=start, make=make):
-            training.change(model.parameters(), start, "data")
+            loops.change(model.parameters(), start, "data")
             scale = "dynamic" if level in ("O1", "O2") else 8.0
             options = {"opt_level": level, "verbosity": 0, "loss_scale": scale}
             _, optimizer = amp.initialize(model, make(model.parameters()), **options)
             found = []
             for x, y in data:
-                found.append(training.backward(model, optimizer, x, y))
+                found.append(loops.backward(model, optimizer, x, y))
                 found.append(amp.clip_grad_norm_(optimizer, 1.0))
                 optimizer.step()
                 optimizer.zero_grad()
-            found += [amp.step_was_skipped(optimizer), training.masters(optimizer)]
+            found += [amp.step_was_skipped(optimizer), loops.masters(optimizer)]
             found += [optimizer.state_dict()["state"], amp.state_dict()]
-            found.append(training.values(model.parameters()))
+            found.append(loops.values(model.parameters()))
             amp.restore(model, optimizer)
             return found
 
@@ -92,7 +92,7 @@ def test_optimizers_step_alike(name, dtype):
             for each in grads:
                 cases.give(own, each)
                 optimizer.step()
-            found += [*training.values(own), optimizer.state_dict()["state"]]
+            found += [*loops.values(own), optimizer.state_dict()["state"]]
         return found
 
     assert_same_under(dtype, run)

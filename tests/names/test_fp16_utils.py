@@ -6,7 +6,7 @@ from torch import nn
 
 from apex import fp16_utils
 from apex.fp16_utils import DynamicLossScaler, LossScaler
-from tests.support.training import same
+from tests.support.loops import same
 
 HALF = torch.float16
 

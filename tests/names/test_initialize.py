@@ -13,18 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex import amp
 from apex.parallel import LARC
-from tests.support.steps import (
-    LEVELS,
-    LOW,
-    Net,
-    backward,
-    loss_of,
-    nothing_changes,
-    prepared,
-    scale,
-    sgd,
-    train,
-)
+from tests.support import loops
+from tests.support.loops import scale
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EMPTY = inspect.Parameter.empty
@@ -70,14 +60,28 @@ def test_the_fourteen_arguments_have_apexs_order_and_defaults_and_others_are_key
     assert all(f"{name}:" in inspect.getdoc(amp.initialize) for name in parameters)
 
 
+@pytest.mark.parametrize("order", [(FP16,), ()])
+def test_a_dtype_behind_patch_torch_functions_is_the_rocm_forks(order):
+    """Its ``patch_torch_functions_type``; without one, the order is NVIDIA's."""
+    model = loops.net()
+    given = (True, "O4", None, True, *order, None, None, 8.0, FP32, 2, 0, 1.0, 2.0**10)
+    amp.initialize(model, loops.sgd(model.parameters()), *given)
+    properties = amp._amp_state.opt_properties
+    assert properties.patch_torch_functions_type is (FP16 if order else BF16)
+    assert (properties.loss_scale, properties.cast_model_outputs) == (8.0, FP32)
+    assert (len(amp.state_dict()), amp._amp_state.max_loss_scale) == (2, 2.0**10)
+
+
 def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
-    model = Net()
+    model = loops.Net()
     with pytest.warns(UserWarning, match=r"the level is 'O1'\. Pass .*: opt_level='O5'") as caught:
-        model, _ = amp.initialize(model, sgd(model), "O5", verbosity=0)
+        model, _ = amp.initialize(model, loops.sgd(model.parameters()), "O5", verbosity=0)
     assert caught[0].filename == __file__
     assert amp._amp_state.opt_properties.opt_level == "O1"
-    other = Net()
-    amp.initialize(other, sgd(other), "O1", verbosity=0)  # as MadryLab's robustness passes it
+    other = loops.Net()
+    amp.initialize(
+        other, loops.sgd(other.parameters()), "O1", verbosity=0
+    )  # as MadryLab's robustness passes it
 
 
 # -- what comes back -------------------------------------------------------------------------
@@ -86,14 +90,14 @@ def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
 @levels
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_the_same_objects_come_back_as_they_were_given(level, kind):
-    model = Net()
-    optimizer = LARC(sgd(model))
+    model = loops.Net()
+    optimizer = LARC(loops.sgd(model.parameters()))
     assert amp.initialize(model, optimizer, opt_level=level, verbosity=0) == (model, optimizer)
-    alone = Net()
+    alone = loops.Net()
     assert amp.initialize(alone, opt_level=level, verbosity=0) is alone
-    assert amp.initialize(Net(), [], opt_level=level, verbosity=0)[1] == []
-    models = kind([Net(), Net()])
-    optimizers = kind([sgd(each) for each in models])
+    assert amp.initialize(loops.Net(), [], opt_level=level, verbosity=0)[1] == []
+    models = kind([loops.Net(), loops.Net()])
+    optimizers = kind([loops.sgd(each.parameters()) for each in models])
     back = amp.initialize(models, optimizers, opt_level=level, verbosity=0)
     assert back == (models, optimizers)
     assert all(type(each) is kind for each in back)
@@ -108,9 +112,12 @@ class Locked(list):
 
 @pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_an_error_in_the_midst_of_it_leaves_everything_as_it_was(level):
-    model = Net()
-    loss_of(model).backward()  # gradients are there already
-    optimizers = [sgd(model.first, momentum=0.9), sgd(model.last)]
+    model = loops.Net()
+    loops.small_loss(model).backward()  # gradients are there already
+    optimizers = [
+        loops.sgd(model.first.parameters(), momentum=0.9),
+        loops.sgd(model.last.parameters()),
+    ]
     optimizers[0].step()
     if level == "O4":
         amp.register_half_function(str, "upper")  # str takes no attributes
@@ -120,28 +127,32 @@ def test_an_error_in_the_midst_of_it_leaves_everything_as_it_was(level):
     before = copy.deepcopy([model.state_dict(), *(opt.state_dict() for opt in optimizers)])
     grads = [p.grad.clone() for p in model.parameters()]
     words = "immutable type" if level == "O4" else "locked"
-    with nothing_changes(model, *optimizers), pytest.raises(TypeError, match=words):
+    with loops.nothing_changes(model, *optimizers), pytest.raises(TypeError, match=words):
         amp.initialize(model, optimizers, opt_level=level, verbosity=0)
     after = [model.state_dict(), *(opt.state_dict() for opt in optimizers)]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert all(map(torch.equal, (p.grad for p in model.parameters()), grads))
-    optimizer = sgd(model)
-    train(*amp.initialize(model, optimizer, opt_level="O5", verbosity=0))
+    optimizer = loops.sgd(model.parameters())
+    loops.train(
+        *amp.initialize(model, optimizer, opt_level="O5", verbosity=0), data=loops.small_batches(3)
+    )
 
 
 # -- levels ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", loops.LEVELS)
 def test_each_level_has_its_column_of_the_option_table(level):
-    model, optimizer = prepared(level)
+    model, optimizer = loops.prepared(level, model=loops.Net())
     options = amp._amp_state.opt_properties
     assert tuple(getattr(options, name) for name in NAMES) == COLUMNS[level]
     assert (options.enabled, options.opt_level) == (True, level)
     norm = COLUMNS[level][0] if level == "O3" else FP32
     assert model.first.weight.dtype is (COLUMNS[level][0] or FP32)
     assert model.norm.weight.dtype is model.norm.running_mean.dtype is norm
-    assert model(torch.randn(3, 4)).dtype is (LOW[level] if level in ("O1", "O4") else FP32)
+    assert model(torch.randn(3, 4)).dtype is (
+        loops.LEVELS[level].compute if level in ("O1", "O4") else FP32
+    )
     stepped = next(amp.master_params(optimizer))
     assert stepped.dtype is (FP16 if level == "O3" else FP32)
     assert (stepped is model.first.weight) is (level not in ("O2", "O5"))
@@ -150,11 +161,11 @@ def test_each_level_has_its_column_of_the_option_table(level):
 
 @pytest.mark.parametrize("level", ["O6", "", "fp16", 1.5, None, True, b"O1", ["O1"]])
 def test_an_unknown_level_lists_the_levels_and_tells_of_the_letter_o(level):
-    model = Net()
+    model = loops.Net()
     words = re.escape(f"Unexpected optimization level {level!r}")
-    with nothing_changes(model), pytest.raises(RuntimeError, match=words) as e:
+    with loops.nothing_changes(model), pytest.raises(RuntimeError, match=words) as e:
         amp.initialize(model, opt_level=level)
-    assert all(f"'{known}'" in str(e.value) for known in LEVELS)
+    assert all(f"'{known}'" in str(e.value) for known in loops.LEVELS)
     assert "is the letter O, not the number zero" in str(e.value)
 
 
@@ -174,11 +185,11 @@ def test_an_unknown_level_lists_the_levels_and_tells_of_the_letter_o(level):
     ],
 )
 def test_an_accepted_override_changes_that_property_alone_and_trains(level, given, shown):
-    model, optimizer = prepared(level, **given)
+    model, optimizer = loops.prepared(level, model=loops.Net(), **given)
     options = amp._amp_state.opt_properties.options
     expected = {**dict(zip(NAMES, COLUMNS[level], strict=True)), "cast_model_outputs": None}
     assert {name: options[name] for name in expected} == {**expected, **dict.fromkeys(given, shown)}
-    losses = train(model, optimizer, steps=6)
+    losses = loops.train(model, optimizer, data=loops.small_batches(6))
     assert losses[-1] < losses[0]
 
 
@@ -202,14 +213,14 @@ def test_fp32_as_model_type_at_o1_casts_the_models_inputs_and_outputs(given):
 @levels
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32, torch.float64])
 def test_outputs_have_the_dtype_that_is_asked_for(level, dtype):
-    model, _ = prepared(level, cast_model_outputs=dtype)
+    model, _ = loops.prepared(level, model=loops.Net(), cast_model_outputs=dtype)
     assert model(torch.randn(3, 4)).dtype is dtype
 
 
 @pytest.mark.parametrize("given", [128, "128.0", "1.28e2", np.int64(128), np.float32(128.0)])
 def test_a_loss_scale_may_be_a_number_or_a_string_of_one(given):
-    model, optimizer = prepared("O2", loss_scale=given)
-    loss = loss_of(model)
+    model, optimizer = loops.prepared("O2", model=loops.Net(), loss_scale=given)
+    loss = loops.small_loss(model)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss == loss * 128.0
 
@@ -222,14 +233,14 @@ def test_16_bit_parameters_stay_where_scripts_allow_models_that_are_not_fp32(lev
     model[0].weight.data = model[0].weight.data.float()
     before = [p.dtype for p in model.parameters()]
     options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
-    model, optimizer = amp.initialize(model, sgd(model), **options)
-    backward(sum(p.float().sum() for p in model.parameters()), optimizer)
+    model, optimizer = amp.initialize(model, loops.sgd(model.parameters()), **options)
+    loops.scaled_backward(sum(p.float().sum() for p in model.parameters()), optimizer)
     optimizer.step()
     assert [p.dtype for p in model.parameters()] == before
     assert all(p.grad.eq(1.0).all() for p in model.parameters())
     amp.restore(model, optimizer)
     assert [p.dtype for p in model.parameters()] == before
-    double = amp.initialize(Net().double(), opt_level="O1", verbosity=0)
+    double = amp.initialize(loops.Net().double(), opt_level="O1", verbosity=0)
     assert double.first.weight.dtype is torch.float64
 
 
@@ -241,7 +252,7 @@ def refused(error, words, models, optimizers=None, *, level="O5", **kwargs):
     given = [
         each for part in (models, optimizers) for each in (part if type(part) is list else [part])
     ]
-    with nothing_changes(*given), pytest.raises(error, match=words) as e:
+    with loops.nothing_changes(*given), pytest.raises(error, match=words) as e:
         amp.initialize(models, optimizers, opt_level=level, **kwargs)
     assert type(e.value) is error
 
@@ -261,10 +272,10 @@ def test_overrides_without_a_meaning_are_refused_and_warn_under_a_hard_override(
     ((name, value),) = given.items()
     instead = {"O1": "'O2'", "O4": "'O5'"}.get(level, r"'O1' \(fp16\) or 'O4'")
     words = f"{name}={value} has no meaning at {level}.*Leave it None, or use opt_level {instead}"
-    refused(RuntimeError, words, Net(), level=level, **given)
+    refused(RuntimeError, words, loops.Net(), level=level, **given)
     amp._amp_state.hard_override = True
     with pytest.warns(UserWarning, match=f"{name}={value} has no meaning"):
-        prepared(level, **given)
+        loops.prepared(level, model=loops.Net(), **given)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +293,9 @@ def test_overrides_without_a_meaning_are_refused_and_warn_under_a_hard_override(
         (ValueError, {"loss_scale": "abc"}, "positive, finite number.*, or a string with one"),
         (ValueError, {"loss_scale": "nan"}, "positive, finite"),
         (ValueError, {"growth_factor": 1.0}, "growth_factor is 1.0; it must be above 1"),
+        (ValueError, {"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
+        (ValueError, {"backoff_factor": 0.0}, r"in \(0, 1\)"),
+        (ValueError, {"max_loss_scale": -1.0}, "max_loss_scale is -1.0; it must be a positive"),
         (ValueError, {"backoff_factor": 1.0}, r"in \(0, 1\)"),
         (ValueError, {"min_loss_scale": 2.0**25}, "min_loss_scale is 33554432.0; it must be at mo"),
         (ValueError, {"num_losses": -1}, "num_losses is -1; it must be an integer of at least 0"),
@@ -290,68 +304,75 @@ def test_overrides_without_a_meaning_are_refused_and_warn_under_a_hard_override(
 )
 def test_a_bad_value_is_refused_with_what_is_accepted(error, given, words):
     level = "O1" if "patch_torch_functions_type" in given else "O2"
-    refused(error, words, Net(), level=level, **given)
+    refused(error, words, loops.Net(), level=level, **given)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @levels
 def test_bad_models_are_refused(level):
-    model = Net()
+    model = loops.Net()
     words = "wrapped in DataParallel.*Call amp.initialize first, then wrap"
-    refused(RuntimeError, words, DataParallel(model), sgd(model), level=level)
+    refused(RuntimeError, words, DataParallel(model), loops.sgd(model.parameters()), level=level)
     words = r"parameter first\.weight is on the meta device.*to_empty\(device=\.\.\.\)"
-    refused(RuntimeError, words, Net().to("meta"), level=level)
+    refused(RuntimeError, words, loops.Net().to("meta"), level=level)
     words = r"parameter 0\.weight is not initialized yet \(a lazy module\).*one batch"
     refused(RuntimeError, words, nn.Sequential(nn.LazyLinear(2)), level=level)
     refused(ValueError, "same model twice. Pass each model once", [model, model], level=level)
-    refused(TypeError, "got int instead of a model", [Net(), 3], level=level)
+    refused(TypeError, "got int instead of a model", [loops.Net(), 3], level=level)
     refused(TypeError, "got the class Linear instead of a model.*first", nn.Linear, level=level)
     refused(RuntimeError, "scripted model", torch.jit.script(nn.Linear(1, 1)), level=level)
     if level == "O1":
         words = r"parameter last\.weight is float64.*model\.float\(\) first, or use a level"
         model.last.double()
-        refused(RuntimeError, words, model, sgd(model), level=level)
+        refused(RuntimeError, words, model, loops.sgd(model.parameters()), level=level)
     with torch.inference_mode():
-        refused(RuntimeError, "inference_mode.*before the block", Net(), level=level)
+        refused(RuntimeError, "inference_mode.*before the block", loops.Net(), level=level)
     with torch.backends.cudnn.flags(enabled=False):
-        refused(RuntimeError, r"needs torch\.backends\.cudnn\.enabled = True", Net(), level=level)
+        refused(
+            RuntimeError, r"needs torch\.backends\.cudnn\.enabled = True", loops.Net(), level=level
+        )
 
 
 def test_a_distributed_data_parallel_model_is_refused():
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        model = DistributedDataParallel(Net())
-        refused(RuntimeError, "wrapped in DistributedDataParallel.*then wrap", model, sgd(model))
+        model = DistributedDataParallel(loops.Net())
+        refused(
+            RuntimeError,
+            "wrapped in DistributedDataParallel.*then wrap",
+            model,
+            loops.sgd(model.parameters()),
+        )
     finally:
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("first", "level"), [("O2", "O5"), ("O5", "O1"), ("O1", "O2")])
 def test_prepared_models_are_refused_where_a_level_is_16_bit(first, level):
-    model, optimizer = prepared(first)
+    model, optimizer = loops.prepared(first, model=loops.Net())
     words = r"Net, which it has already prepared\..*amp\.restore\(model, optimizer\)"
     refused(RuntimeError, words, model, level=level)
     words = r"optimizer \(SGD\) that it has already prepared.*amp\.restore\(model, optimizer\)"
-    refused(RuntimeError, words, Net(), LARC(optimizer), level=level)
+    refused(RuntimeError, words, loops.Net(), LARC(optimizer), level=level)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_model_that_shares_weights_with_one_of_an_earlier_call_is_refused(level):
-    first, _ = prepared(level)
+    first, _ = loops.prepared(level, model=loops.Net())
     model = nn.Sequential(first.last, nn.Linear(2, 2))
     words = r"parameter 0\.weight belongs to a model of an earlier call.*to one call, as lists"
-    refused(RuntimeError, words, model, sgd(model), level=level)
+    refused(RuntimeError, words, model, loops.sgd(model.parameters()), level=level)
 
 
 @levels
 def test_bad_optimizers_are_refused(level):
-    model = Net()
-    optimizer = sgd(model)
+    model = loops.Net()
+    optimizer = loops.sgd(model.parameters())
     words = "got the class SGD instead of an optimizer.*torch.optim.Optimizer"
     refused(TypeError, words, model, torch.optim.SGD, level=level)
     refused(TypeError, "got NoneType instead of an opt", model, [optimizer, None], level=level)
     words = r"optimizer \(SGD\) that holds no parameter of the given models\. Pass the model that"
-    refused(ValueError, words, model, sgd(Net()), level=level)
+    refused(ValueError, words, model, loops.sgd(loops.Net().parameters()), level=level)
     refused(ValueError, "optimizer twice", model, [optimizer, LARC(optimizer)], level=level)
     for given in (0, 1.5, "2", True, None):
         words = f"num_losses is {given!r}; it must be an integer of at least 1"

@@ -9,11 +9,7 @@ from torch import nn
 
 import fused_layer_norm_cuda as kernels
 from apex import amp, fused_dense
-from apex._autocast_utils import (
-    _cast_if_autocast_enabled,
-    _get_autocast_dtypes,
-    _get_current_dtype,
-)
+from apex._autocast_utils import _cast_if_autocast_enabled, _get_autocast_dtypes, _get_current_dtype
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN, _fast_layer_norm

@@ -5,17 +5,7 @@ import torch
 
 from apex import amp
 from apex.amp.scaler import LossScaler
-from tests.support.steps import (
-    backward,
-    loss_of,
-    one_weight,
-    overflow,
-    prepared,
-    scale,
-    slope,
-    train,
-    unskipped,
-)
+from tests.support import loops
 
 
 def scaler():
@@ -29,55 +19,57 @@ def test_values_read_as_plain_numbers():
     def values():
         return scaler()._loss_scale, scaler()._unskipped, scaler()._has_overflow
 
-    model, optimizer = prepared("O2")
-    train(model, optimizer, steps=2)
+    model, optimizer = loops.prepared("O2")
+    loops.train(model, optimizer, data=loops.small_batches(2))
     assert values() == (2.0**16, 2, False)
-    overflow(model, optimizer)
+    loops.overflow(model, optimizer)
     assert values() == (scaler().loss_scale(), 0, True) == (2.0**15, 0, True)
     assert [*map(type, values())] == [float, int, bool]
     assert scaler()._overflow_buf.tolist() == [1]
     scaler().clear_overflow_state()
     assert (scaler()._has_overflow, scaler()._overflow_buf.item()) == (False, 0)
     optimizer.zero_grad()
-    backward(loss_of(model), optimizer)
+    loops.scaled_backward(loops.small_loss(model), optimizer)
     assert scaler()._has_overflow is False
 
 
 @pytest.mark.parametrize(("given", "dynamic"), [("dynamic", True), (1.0, False), ("128", False)])
 def test_the_scale_and_its_count_can_be_set(given, dynamic):
-    model, optimizer = one_weight("O1", loss_scale=given)
+    model, optimizer = loops.one_weight("O1", loss_scale=given)
     assert scaler().dynamic is dynamic
     scaler()._loss_scale, scaler()._unskipped = 2**20, 7
-    with amp.scale_loss(slope(model, 1.0), optimizer) as scaled_loss:
+    with amp.scale_loss(loops.slope(model, 1.0), optimizer) as scaled_loss:
         assert scaled_loss == 2.0**20
         scaled_loss.backward()
     assert model.weight.grad == 1.0
-    assert (scale(), unskipped()) == (2.0**20, 8)
+    assert (loops.scale(), loops.unskipped()) == (2.0**20, 8)
     for value in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="positive, finite"):
             scaler()._loss_scale = value
-    assert scale() == 2.0**20
+    assert loops.scale() == 2.0**20
 
 
 def test_bounds_and_window_can_be_set():
-    model, optimizer = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20)
+    model, optimizer = loops.prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20)
     assert (scaler()._min_loss_scale, scaler()._max_loss_scale) == (2.0, 2.0**20)
-    train(model, optimizer, steps=3)
+    loops.train(model, optimizer, data=loops.small_batches(3))
     scaler()._scale_seq_len = 2.0  # NVIDIA's GNMT parses it as a float
     scaler()._max_loss_scale = 2.0**17
-    train(model, optimizer, steps=1)  # the count is past the window: grows at once
-    assert (scale(), unskipped()) == (2.0**17, 0)
-    train(model, optimizer, steps=2)
-    assert scale() == 2.0**17
+    loops.train(
+        model, optimizer, data=loops.small_batches(1)
+    )  # the count is past the window: grows at once
+    assert (loops.scale(), loops.unskipped()) == (2.0**17, 0)
+    loops.train(model, optimizer, data=loops.small_batches(2))
+    assert loops.scale() == 2.0**17
     scaler()._min_loss_scale = 2.0**17
-    overflow(model, optimizer)
-    assert scale() == 2.0**17
+    loops.overflow(model, optimizer)
+    assert loops.scale() == 2.0**17
     with pytest.raises(TypeError, match=r"is 2\.5; it must be an integer"):
         scaler()._scale_seq_len = 2.5
 
 
 def test_each_scaler_has_one_view_which_keeps_what_scripts_put_on_it():
-    keep = prepared("O2", num_losses=2)
+    keep = loops.prepared("O2", num_losses=2)
     one, two = amp._amp_state.loss_scalers
     one.mark = 3
     assert scaler() is one is not two
@@ -87,16 +79,15 @@ def test_each_scaler_has_one_view_which_keeps_what_scripts_put_on_it():
 def test_scalers_can_be_exchanged_and_added():
     with pytest.raises(RuntimeError, match=r"set before amp\.initialize"):
         amp._amp_state.loss_scalers = [LossScaler(2.0)]
-    model, optimizer = prepared("O2")
+    model, optimizer = loops.prepared("O2")
     amp._amp_state.loss_scalers = [made := LossScaler(4.0)]
     assert amp._amp_state.loss_scalers == (made,)
-    with amp.scale_loss(model.last.weight.float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert scale() == 4.0
+    loops.scaled_backward(model[2].weight.float().sum(), optimizer)
+    assert loops.scale() == 4.0
     amp._amp_state.loss_scalers = [LossScaler(2.0), *map(LossScaler, ["dynamic", "dynamic"])]
     optimizer.zero_grad()
-    overflow(model, optimizer, loss_id=2)
-    assert [scale(index) for index in range(3)] == [2.0, 2.0**16, 2.0**15]
+    loops.overflow(model, optimizer, loss_id=2)
+    assert [loops.scale(index) for index in range(3)] == [2.0, 2.0**16, 2.0**15]
     assert len(amp.state_dict()) == 3
 
 
@@ -158,14 +149,14 @@ def in_a_subclass(monkeypatch, update):
 @pytest.mark.parametrize("put", [on_the_class, on_one_object, in_a_subclass])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_script_may_share_the_overflow_flag_over_ranks(level, put, update, monkeypatch, capsys):
-    model, optimizer = one_weight(level, loss_scale="dynamic", verbosity=1)
+    model, optimizer = loops.one_weight(level, loss_scale="dynamic", verbosity=1)
     put(monkeypatch, update)
     for elsewhere, expected in ((False, (0.9375, 2.0**16, 1)), (True, (0.9375, 2.0**15, 0))):
         scaler().elsewhere = elsewhere
         optimizer.zero_grad()
-        backward(slope(model, 0.5), optimizer)
+        loops.scaled_backward(loops.slope(model, 0.5), optimizer)
         optimizer.step()
-        assert (model.weight, scale(), unskipped()) == expected
+        assert (model.weight, loops.scale(), loops.unskipped()) == expected
     assert capsys.readouterr().out.count("reducing loss scale to 32768.0") == 1
 
 

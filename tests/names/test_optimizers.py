@@ -1,7 +1,6 @@
 """What scripts, GradScaler and amp do with an optimizer of apex."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 
 from apex import optimizers
 from apex.multi_tensor_apply import multi_tensor_applier
+from tests.support import loops
 from tests.support import optimizers as cases
-from tests.support import training
 from tests.support.host_reads import HostReads
 
 every = pytest.mark.parametrize("name", cases.MAKERS)
@@ -45,7 +44,7 @@ def test_a_set_flag_leaves_all_as_it_is_and_nobody_waits_for_it(name):
             with HostReads() as reads:
                 step(optimizer, params, bad, 2)
             assert reads.count == 0
-            assert training.same(cases.snapshot(optimizer), before)
+            assert loops.same(cases.snapshot(optimizer), before)
         cases.assert_same(params, twins, **EXACT)
 
 
@@ -58,14 +57,14 @@ def scaled(params, scaler, factor=1.0):
 
 @every
 def test_grad_scaler_steps_by_unscaled_gradients(name):
-    for how in ("step", "unscale_", "argument"):
+    for how in ("step", "unscale_", "argument", "idle"):
         params, twins = cases.parameters(), cases.parameters()
         optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaled(params, scaler)
+        scaled(params, scaler if how != "idle" else torch.amp.GradScaler("cpu", enabled=False))
         if how == "unscale_":
             scaler.unscale_(optimizer)
-        if how == "argument":
+        if how in ("argument", "idle"):
             optimizer.step(grad_scaler=scaler)
         else:
             scaler.step(optimizer)
@@ -88,7 +87,7 @@ def test_grad_scaler_skips_without_a_wait_and_warns_of_nothing_under_a_scheduler
             scaler.step(optimizer)
             scaler.update()
         assert not reads.count or index == 0  # dampening asks once, for the start of the momentum
-        assert training.same(cases.snapshot(optimizer), before) is (index == 2)
+        assert loops.same(cases.snapshot(optimizer), before) is (index == 2)
     assert scaler.get_scale() == 32.0
 
 
@@ -104,11 +103,9 @@ def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
         optimizer.found_inf = flag
         torch.optim.lr_scheduler.StepLR(optimizer, 9)
         cases.run(optimizer, params, 2)
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
+        saved = loops.saved_and_loaded(optimizer.state_dict(), weights_only=True)
         loaded = cases.MAKERS[name]([torch.nn.Parameter(p.detach().clone()) for p in params])
-        loaded.load_state_dict(torch.load(file, weights_only=True))
+        loaded.load_state_dict(saved)
         others = [loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
         cases.run(optimizer, params, 3, first=2)
         for other in others:
@@ -171,7 +168,7 @@ def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes,
 def test_closure_scheduler_groups_and_rates(name):
     params = cases.parameters()
     optimizer = cases.MAKERS[name]([{"params": params[:2]}, {"params": params[2:3], "lr": 0.0}])
-    before = training.values(params)
+    before = loops.values(params)
     cases.give(params, cases.gradients(params, 0))
     assert optimizer.step(lambda: 7.0) == 7.0
     moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
@@ -182,7 +179,7 @@ def test_closure_scheduler_groups_and_rates(name):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
     cases.run(optimizer, params, 1)
     scheduler.step()
-    before = training.values(params)
+    before = loops.values(params)
     cases.run(optimizer, params, 1)
     cases.assert_same(params, before, **EXACT)
 
@@ -196,7 +193,7 @@ def test_what_no_rule_steps_is_refused_before_anything_changes(name):
     params[0].grad, params[1].grad = grads[0], grads[1].to_sparse()
     with pytest.raises(RuntimeError, match="not support sparse gradients"):
         optimizer.step()
-    assert training.same(cases.snapshot(optimizer), before)
+    assert loops.same(cases.snapshot(optimizer), before)
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match="complex64"):
@@ -285,14 +282,14 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_without_a_wait(name):
     def make(params):
         return cases.MAKERS[name](list(params))
 
-    model, optimizer = training.prepared("O5", make, loss_scale="dynamic")
-    training.train_step(model, optimizer, *training.batch())
-    before, scale = cases.snapshot(optimizer), training.loss_scale()
+    model, optimizer = loops.prepared("O5", make, loss_scale="dynamic")
+    loops.train_step(model, optimizer, *loops.batch())
+    before, scale = cases.snapshot(optimizer), loops.loss_scale()
     with HostReads() as reads:
-        training.train_step(model, optimizer, *training.overflowing())
+        loops.train_step(model, optimizer, *loops.overflowing())
     assert reads.count == 0
-    assert training.same(cases.snapshot(optimizer), before)
-    assert training.loss_scale() == scale / 2
+    assert loops.same(cases.snapshot(optimizer), before)
+    assert loops.loss_scale() == scale / 2
 
 
 @pytest.mark.gpu

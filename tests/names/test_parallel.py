@@ -20,7 +20,7 @@ from apex.parallel import (
     multiproc,
 )
 from apex.parallel import distributed as d
-from tests.support import training
+from tests.support import loops
 
 LEVELS = ["O1", "O2", "O5"]
 
@@ -85,22 +85,22 @@ def test_larc_steps_the_masters_by_the_trust_ratio_skips_and_takes_closures(leve
     for options in OPTIONS:
         make = functools.partial(lambda own, params: LARC(sgd(params), **own), options)
         scale = {"loss_scale": "dynamic" if level in ("O1", "O2") else 8.0, "max_loss_scale": 8.0}
-        model, optimizer = training.prepared(level, make, **scale)
-        twin, momentum = list(map(nn.Parameter, training.masters(optimizer))), {}
-        for data in training.batches(3):
+        model, optimizer = loops.prepared(level, make, **scale)
+        twin, momentum = list(map(nn.Parameter, loops.masters(optimizer))), {}
+        for data in loops.batches(3):
             optimizer.zero_grad()
-            training.backward(model, optimizer, *data)
+            loops.backward(model, optimizer, *data)
             for param, stepped in zip(twin, amp.master_params(optimizer), strict=True):
                 param.grad = stepped.grad.clone()
             optimizer.step()
             step_by_hand(twin, momentum, **options)
-            masters = training.masters(optimizer)
-            torch.testing.assert_close(masters, training.values(twin), rtol=2**-20, atol=2**-24)
+            masters = loops.masters(optimizer)
+            torch.testing.assert_close(masters, loops.values(twin), rtol=2**-20, atol=2**-24)
         if level in ("O1", "O2"):
-            training.train_step(model, optimizer, *training.overflowing())
-            assert training.same(training.masters(optimizer), masters)
-        training.train_step_with_closure(model, optimizer, *training.batch())
-        assert not any(map(torch.equal, training.masters(optimizer), masters))
+            loops.train_step(model, optimizer, *loops.overflowing())
+            assert loops.same(loops.masters(optimizer), masters)
+        loops.train_step_with_closure(model, optimizer, *loops.batch())
+        assert not any(map(torch.equal, loops.masters(optimizer), masters))
 
 
 def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
@@ -174,10 +174,10 @@ def test_at_every_level_training_is_as_with_plain_batch_norm(level):
         if convert == "after":
             convert_syncbn_model(model)
         for _ in range(2):
-            training.train_step(model, optimizer, x(), torch.ones(5, 2))
-        found.append([list(model.state_dict().values()), training.masters(optimizer)])
-    assert training.same(found[0], found[2])
-    assert training.same(found[1], found[2])
+            loops.train_step(model, optimizer, x(), torch.ones(5, 2))
+        found.append([list(model.state_dict().values()), loops.masters(optimizer)])
+    assert loops.same(found[0], found[2])
+    assert loops.same(found[1], found[2])
 
 
 def test_what_cannot_be_converted_is_refused_and_nothing_changes():

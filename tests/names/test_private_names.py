@@ -12,15 +12,7 @@ import apex.amp as amp
 from apex.amp import _initialize, frontend, handle, opt, scaler
 from apex.amp._amp_state import _amp_state, master_params
 from apex.parallel import LARC
-from tests.support.steps import (
-    LEVELS,
-    Net,
-    one_weight,
-    prepared,
-    sgd,
-    slope,
-    train,
-)
+from tests.support.loops import LEVELS, Net, one_weight, prepared, sgd, slope, small_batches, train
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
@@ -32,10 +24,10 @@ with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 def test_modules_and_names_are_where_apex_had_them():
     for name in (
         *("_amp_state", "_initialize", "amp", "frontend", "handle", "lists", "opt", "scaler"),
-        "__version__",
+        *("compat", "rnn_compat", "utils", "wrap", "__version__"),
     ):
         assert importlib.import_module(f"apex.amp.{name}").__name__ == f"apex.amp.{name}"
-    for name in ("opt", "scaler"):
+    for name in ("opt", "scaler", "compat", "rnn_compat", "utils", "wrap"):
         assert vars(amp)[name].__name__ == f"apex.amp.{name}"
     for name in ("state_dict", "load_state_dict", "initialize", "_amp_state", "lists"):
         assert name in vars(amp)
@@ -52,6 +44,7 @@ def test_modules_and_names_are_where_apex_had_them():
     [
         (_initialize, "_initialize", r"amp\.initialize"),
         (scaler, "scale_check_overflow_python", r"LossScaler\.unscale"),
+        (amp.wrap, "cached_cast", r"amp\.register_half_function"),
     ],
 )
 def test_a_name_that_is_not_here_says_what_to_use(module, name, use):
@@ -59,12 +52,20 @@ def test_a_name_that_is_not_here_says_what_to_use(module, name, use):
         getattr(module, name)
 
 
+def test_helpers_of_casts_that_scripts_import_do_as_in_apex():
+    half = torch.ones(1).half()
+    assert amp.utils.is_fp_tensor([half, (half.float(),)])
+    assert not any(map(amp.utils.is_fp_tensor, (1.0, half.int(), [half, None])))
+    assert amp.compat.filter_attrs(torch.Tensor, ["__matmul__", "no_such"]) == ["__matmul__"]
+    assert amp.rnn_compat.has_old_rnns() is False
+
+
 @every_level
 def test_a_levels_object_sets_the_options_that_initialize_reports(level):
     options = frontend.opt_levels[level](frontend.Properties())
     assert isinstance(frontend.opt_levels[level], getattr(frontend, level))
     assert frontend.opt_levels[level].brief.startswith(f"{level}:  ")
-    keep = prepared(level)
+    keep = prepared(level, model=Net())
     assert options.options == _amp_state.opt_properties.options
     del keep
     unset = frontend.Properties()
@@ -76,7 +77,7 @@ def test_a_levels_object_sets_the_options_that_initialize_reports(level):
 
 def test_opt_properties_read_as_attributes_and_as_options():
     assert not hasattr(_amp_state, "opt_properties")
-    keep = prepared("O5")
+    keep = prepared("O5", model=Net())
     properties = _amp_state.opt_properties
     assert properties.opt_level == properties.options["opt_level"] == "O5"
     with pytest.raises(AttributeError, match=r"no option 'opt_lvl'; the options are enabled,"):
@@ -87,17 +88,30 @@ def test_opt_properties_read_as_attributes_and_as_options():
 
 
 def test_values_can_be_set():
-    keep = prepared("O2", min_loss_scale=2.0, max_loss_scale=2.0**20)
+    keep = prepared("O2", model=Net(), min_loss_scale=2.0, max_loss_scale=2.0**20)
     assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
     assert (_amp_state.verbosity, _amp_state.hard_override) == (0, False)
-    second = prepared("O4")
+    second = prepared("O4", model=Net())
     assert _amp_state.handle.is_active()
     del keep, second
 
 
+def test_models_of_a_deactivated_handle_cast_and_scale_as_a_later_call_says():
+    """As in apex, whose casts and scalers are the newest call's."""
+    first, optimizer = prepared("O1")
+    _amp_state.handle._deactivate()
+    second = prepared("O1", loss_scale=4.0)
+    x = torch.ones(2, 4)
+    assert first(x).dtype is second[0](x).dtype is torch.float16
+    with amp.scale_loss(first(x).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [4.0]
+    assert scaled_loss == 4.0 * first(x).float().sum()
+
+
 @every_level
 def test_the_handle_is_active_where_functions_cast_until_it_is_deactivated(level):
-    model, _ = prepared(level)
+    model, _ = prepared(level, model=Net())
     own, casts = _amp_state.handle, level in ("O1", "O4")
     assert own.is_active() is own._is_active is casts
     own._clear_cache()
@@ -115,7 +129,7 @@ def test_master_params_take_any_optimizer_and_larc():
     model = Net()
     for optimizer in (
         torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1),
-        LARC(sgd(model)),
+        LARC(sgd(model.parameters())),
     ):
         assert all(map(lambda a, b: a is b, amp.master_params(optimizer), model.parameters()))
     for given, words in ((model, "got the model Net"), ([1], "got list")):
@@ -160,7 +174,7 @@ def test_a_replaced_applier_casts_inputs_and_outputs(monkeypatch):
 
 def test_the_stash_is_there_between_initialize_and_restore():
     model = Net()
-    optimizer = sgd(model)
+    optimizer = sgd(model.parameters())
     amp.initialize(model, optimizer, enabled=False)
     assert not hasattr(optimizer, "_amp_stash")
     larc = LARC(optimizer)
@@ -227,21 +241,21 @@ def test_private_methods_do_as_in_apex(level):
     assert model.weight == torch.tensor(0.1).to(model.weight.dtype)
 
 
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=2**-6)
+def adam(params):
+    return torch.optim.Adam(params, lr=2**-6)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_the_resume_idiom_of_bert_scripts_continues_bit_for_bit(level):
-    model, optimizer = prepared(level, optimizer=adam)
-    train(model, optimizer)
+    model, optimizer = prepared(level, adam, Net())
+    train(model, optimizer, data=small_batches(3))
     parts = {"model": model, "optimizer": optimizer, "amp": amp}
     saved = {name: part.state_dict() for name, part in parts.items()}
     saved = copy.deepcopy({**saved, "master params": list(amp.master_params(optimizer))})
-    expected = train(model, optimizer)
+    expected = train(model, optimizer, data=small_batches(3))
     del model, optimizer, parts
 
-    model, optimizer = prepared(level, optimizer=adam)
+    model, optimizer = prepared(level, adam, Net())
     model.load_state_dict(saved["model"])
     optimizer._lazy_init_maybe_master_weights()
     optimizer._amp_stash.lazy_init_called = True
@@ -249,4 +263,4 @@ def test_the_resume_idiom_of_bert_scripts_continues_bit_for_bit(level):
     for param, kept in zip(amp.master_params(optimizer), saved["master params"], strict=True):
         param.data.copy_(kept.data)
     amp.load_state_dict(saved["amp"])
-    assert train(model, optimizer) == expected
+    assert train(model, optimizer, data=small_batches(3)) == expected

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from apex import RNN, amp
+from apex import RNN
 from apex.RNN import GRU, LSTM, ReLU, RNNBackend, Tanh, cells, mLSTM
 from apex.RNN.models import toRNNBackend
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
-from tests.support import training
+from tests.support import loops
 
 KINDS = [LSTM, GRU, ReLU, Tanh, mLSTM]
 TORCHS = {LSTM: nn.LSTM, GRU: nn.GRU, ReLU: nn.RNN, Tanh: nn.RNN}
@@ -103,7 +103,7 @@ def test_states_of_steps_copies_and_checkpoints(kind, bidirectional):
     other.load_state_dict(network.state_dict())
     assert torch.equal(other(x)[0], output)
     assert torch.equal(twin(x)[0], output)
-    before = training.values(network.parameters())
+    before = loops.values(network.parameters())
     network.reset_parameters()
     assert not any(map(torch.equal, before, network.parameters()))
 
@@ -128,19 +128,18 @@ def test_states_carry_over_follow_the_batch_and_are_detached():
     assert all(state.shape[0] == 5 for cell in network.rnns for state in cell.hidden)
 
 
-@pytest.mark.parametrize("level", training.LEVELS_SHORT)
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_train_under_amp(kind, level):
     network, x = kind(FEATURES, HIDDEN, 1), inputs()
     wanted = network(x)[0].detach()
     network.reset_hidden(BATCH)
-    _, optimizer = training.prepared(level, model=network, loss_scale=8.0)
-    output, before = network(x)[0], training.masters(optimizer)
+    _, optimizer = loops.prepared(level, model=network, loss_scale=8.0)
+    output, before = network(x)[0], loops.masters(optimizer)
     torch.testing.assert_close(output.float(), wanted, rtol=0.05, atol=0.02)
-    with amp.scale_loss(output.float().square().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(output.float().square().sum(), optimizer)
     optimizer.step()
-    assert not training.same(training.masters(optimizer), before)
+    assert not loops.same(loops.masters(optimizer), before)
 
 
 def test_the_backend_takes_cells():

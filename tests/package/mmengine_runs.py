@@ -5,7 +5,6 @@ import itertools
 import torch
 
 from tests.clients.libraries import need
-from tests.support.steps import Net
 
 need("mmengine.runner")
 
@@ -13,6 +12,8 @@ from mmengine.config import Config  # noqa: E402 - after the check
 from mmengine.evaluator import BaseMetric  # noqa: E402
 from mmengine.model import BaseModel  # noqa: E402
 from mmengine.runner import Runner  # noqa: E402
+
+from tests.support.loops import Net  # noqa: E402
 
 BASE = """
 model = dict(type="{here}.Regressor")

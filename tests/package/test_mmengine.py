@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from apex import amp
 from tests.clients.libraries import need
-from tests.support.steps import Net
 
 need("mmengine.runner")
 need("apex.integrations.mmengine")
@@ -21,6 +20,7 @@ from mmengine.optim import ApexOptimWrapper as Theirs  # noqa: E402 - after the 
 
 from apex.integrations.mmengine import ApexOptimWrapper as Ours  # noqa: E402
 from tests.package.mmengine_runs import runner, write_configs  # noqa: E402
+from tests.support.loops import Net, scaled_backward  # noqa: E402
 
 LEVELS = ("O1", "O2", "O5")
 EXACT = {"rtol": 0, "atol": 0}
@@ -90,8 +90,7 @@ def trained_by_hand(level, groups, **options):
     for steps in groups:
         for step in steps:
             loss = loss_of(model, batch(step)) / len(steps)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return [param.detach().clone() for param in amp.master_params(optimizer)]
@@ -102,19 +101,12 @@ def trained_by_hand(level, groups, **options):
 
 @both_kinds
 @all_levels
-def test_it_trains_as_the_three_lines_do(kind, level):
-    model, wrapper = wrapped(kind, level)
-    iterate(model, wrapper, range(3))
-    assert_close(values(wrapper), trained_by_hand(level, [[0], [1], [2]]), **EXACT)
-
-
-@both_kinds
-@all_levels
-def test_accumulated_iterations_update_once_and_share_the_loss(kind, level):
-    model, wrapper = wrapped(kind, level, accumulative_counts=2)
+@pytest.mark.parametrize("updates", [[[0], [1], [2], [3]], [[0, 1], [2, 3]]], ids=["", "by 2"])
+def test_it_trains_as_the_three_lines_do_which_share_the_loss(kind, level, updates):
+    model, wrapper = wrapped(kind, level, accumulative_counts=len(updates[0]))
     wrapper.initialize_count_status(model, 0, 4)
     iterate(model, wrapper, range(4))
-    assert_close(values(wrapper), trained_by_hand(level, [[0, 1], [2, 3]]), **EXACT)
+    assert_close(values(wrapper), trained_by_hand(level, updates), **EXACT)
 
 
 @both_kinds

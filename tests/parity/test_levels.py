@@ -2,67 +2,67 @@
 
 import pytest
 
-from tests.support import training as cases
+from tests.support import loops
 from tests.support.reference.loops import Loop
 
 # torch's fused SGD keeps random numbers in an fp16 momentum on CPU, with or without amp (2.13).
 PAIRS = [
     (level, name)
-    for level in cases.LEVELS
-    for name in cases.OPTIMIZERS
+    for level in loops.LEVELS
+    for name in loops.OPTIMIZERS
     if (level, name) != ("O3", "fused SGD")
 ]
 
 
 def train_both(level, name, steps, **options):
-    model, optimizer = cases.prepared(level, cases.OPTIMIZERS[name], **options)
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **options)
     loop = Loop(
         level,
-        cases.net().parameters(),
-        cases.OPTIMIZERS[name],
+        loops.net().parameters(),
+        loops.OPTIMIZERS[name],
         scale=options.get("loss_scale"),
         interval=options.get("growth_interval", 2000),
     )
-    train, train_by_hand = cases.stepper(cases, name), cases.stepper(loop, name)
+    train, train_by_hand = loops.stepper(loops, name), loops.stepper(loop, name)
     for x, y in steps:
         loss, loss_by_hand = train(model, optimizer, x, y), train_by_hand(x, y)
-        assert cases.same(loss, loss_by_hand)
-        assert cases.loss_scale() == loop.scale
-        assert cases.same(list(model.parameters()), loop.model)
-        assert cases.same(cases.masters(optimizer), loop.stepped)
+        assert loops.same(loss, loss_by_hand)
+        assert loops.loss_scale() == loop.scale
+        assert loops.same(list(model.parameters()), loop.model)
+        assert loops.same(loops.masters(optimizer), loop.stepped)
     return model, optimizer, loop
 
 
 @pytest.mark.parametrize(("level", "name"), PAIRS)
 def test_training_at_a_level_equals_the_plain_loop(level, name):
-    _, optimizer, loop = train_both(level, name, cases.batches(6))
-    assert cases.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
+    _, optimizer, loop = train_both(level, name, loops.batches(6))
+    assert loops.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize(("level", "name"), PAIRS)
 def test_training_with_planted_overflows_equals_the_plain_loop(level, name):
-    steps = cases.batches(9, overflow_at={2, 3, 6})
+    steps = loops.batches(9, overflow_at={2, 3, 6})
     _, optimizer, loop = train_both(level, name, steps, loss_scale="dynamic", growth_interval=2)
     assert len(set(loop.scales)) > 2
-    assert cases.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
+    assert loops.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("name", cases.OPTIMIZERS)
+@pytest.mark.parametrize("name", loops.OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_training_whose_first_step_overflows_equals_the_plain_loop(level, name):
-    _, optimizer, loop = train_both(level, name, cases.batches(4, overflow_at={0}))
-    assert cases.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
+    _, optimizer, loop = train_both(level, name, loops.batches(4, overflow_at={0}))
+    assert loops.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("level", cases.LEVELS)
+@pytest.mark.parametrize("level", loops.LEVELS)
 def test_training_at_a_static_scale_equals_the_plain_loop(level):
-    train_both(level, "Adam", cases.batches(4), loss_scale=128.0)
+    train_both(level, "Adam", loops.batches(4), loss_scale=128.0)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
 def test_a_static_scale_lets_inf_reach_the_parameters(level):
-    x, y = cases.overflowing()
-    model, optimizer = cases.prepared(level, loss_scale=8.0)
-    cases.train_step(model, optimizer, x, y)
+    x, y = loops.overflowing()
+    model, optimizer = loops.prepared(level, loss_scale=8.0)
+    loops.train_step(model, optimizer, x, y)
     assert not all(param.isfinite().all() for param in model.parameters())
-    assert cases.loss_scale() == 8.0
+    assert loops.loss_scale() == 8.0

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.support import training as cases
+from tests.support import loops
 from tests.support.reference.loops import Loop
 
 NAMES = ("fused AdamW", "Adam", "SGD", "fused SGD", "RMSprop")
 # torch's fused SGD keeps random numbers in an fp16 momentum on CPU, with or without amp (2.13).
-PAIRS = [(level, name) for level in cases.LEVELS for name in NAMES]
+PAIRS = [(level, name) for level in loops.LEVELS for name in NAMES]
 PAIRS.remove(("O3", "fused SGD"))
 OPTIONS = {"loss_scale": "dynamic", "growth_interval": 3, "max_loss_scale": 2.0**16}
 
@@ -25,8 +25,8 @@ class ByAmp:
     """A training through the public API, with what a program calls."""
 
     def __init__(self, level, name, trains=slice(None)):
-        self.level, self.make = level, cases.OPTIMIZERS[name]
-        self.model = cases.net()
+        self.level, self.make = level, loops.OPTIMIZERS[name]
+        self.model = loops.net()
         self.optimizer = self.make(list(self.model.parameters())[trains])
         self.prepare()
 
@@ -34,7 +34,7 @@ class ByAmp:
         amp.initialize(self.model, self.optimizer, opt_level=self.level, verbosity=0, **OPTIONS)
 
     def backward(self, x, y, **options):
-        cases.backward(self.model, self.optimizer, x, y, **options)
+        loops.backward(self.model, self.optimizer, x, y, **options)
 
     def zero_grad(self):
         self.optimizer.zero_grad()
@@ -58,7 +58,7 @@ class ByAmp:
         parts = (self.model, self.optimizer, amp)
         saved = [pickle.loads(pickle.dumps(part.state_dict())) for part in parts]
         del parts, self.model, self.optimizer
-        self.model = cases.net(seed=5)
+        self.model = loops.net(seed=5)
         self.optimizer = self.make(self.model.parameters())
         early = way == "loaded before initialize"
         if not early:
@@ -73,7 +73,7 @@ class ByAmp:
 class ByHand(Loop):
     def __init__(self, level, name, trains=slice(None)):
         super().__init__(
-            level, cases.net().parameters(), cases.OPTIMIZERS[name], scale="dynamic", interval=3,
+            level, loops.net().parameters(), loops.OPTIMIZERS[name], scale="dynamic", interval=3,
             greatest=2.0**16, trains=trains,
         )  # fmt: skip
 
@@ -87,7 +87,7 @@ class ByHand(Loop):
 
 def data(side, count=4):
     """Batches, of which the second overflows; gradients are cleared before each."""
-    for x, y in cases.batches(count, overflow_at={1}):
+    for x, y in loops.batches(count, overflow_at={1}):
         side.zero_grad()
         yield x, y
 
@@ -100,7 +100,7 @@ def plain(side):
 
 def accumulated(side):
     for first in data(side):
-        for x, y in (first, *cases.batches(2, seed=2)):
+        for x, y in (first, *loops.batches(2, seed=2)):
             side.backward(x, y)
         side.step()
 
@@ -108,7 +108,7 @@ def accumulated(side):
 def delayed(side):
     for x, y in data(side):
         side.backward(x, y, delay_unscale=True)
-        side.backward(*cases.batch(2))
+        side.backward(*loops.batch(2))
         side.step()
 
 
@@ -152,11 +152,11 @@ PROGRAMS = [
 
 
 def assert_equal(ours, by_hand):
-    assert cases.same(ours.params, by_hand.params)
-    assert cases.same(ours.stepped, by_hand.stepped)
+    assert loops.same(ours.params, by_hand.params)
+    assert loops.same(ours.stepped, by_hand.stepped)
     states = [side.optimizer.state_dict()["state"] for side in (ours, by_hand)]
-    assert cases.same(*states)
-    assert cases.loss_scale() == by_hand.scale
+    assert loops.same(*states)
+    assert loops.loss_scale() == by_hand.scale
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -190,13 +190,13 @@ def test_restored_objects_train_on_in_fp32_as_by_hand(level, name):
     for side in (ours, by_hand):
         plain(side)
     amp.restore(ours.model, ours.optimizer)
-    rest = Loop("O0", [p.detach().float() for p in by_hand.stepped], cases.OPTIMIZERS[name])
+    rest = Loop("O0", [p.detach().float() for p in by_hand.stepped], loops.OPTIMIZERS[name])
     rest.optimizer.load_state_dict(by_hand.optimizer.state_dict())
-    for x, y in cases.batches(3, seed=2):
+    for x, y in loops.batches(3, seed=2):
         ours.optimizer.zero_grad()
-        cases.loss_of(ours.model, x, y).backward()
+        loops.loss_of(ours.model, x, y).backward()
         ours.optimizer.step()
         rest.train_step(x, y)
-    assert cases.same(ours.params, rest.stepped)
+    assert loops.same(ours.params, rest.stepped)
     states = [side.optimizer.state_dict()["state"] for side in (ours, rest)]
-    assert cases.same(*states)
+    assert loops.same(*states)

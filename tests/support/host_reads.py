@@ -2,7 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import training as cases
+from tests.support import loops
 
 
 class HostReads(TorchDispatchMode):
@@ -21,7 +21,7 @@ class HostReads(TorchDispatchMode):
 
 def reads_of(model, optimizer, train, steps=3):
     """Host reads of some steady iterations, after two to start with."""
-    data = list(cases.batches(2 + steps))
+    data = list(loops.batches(2 + steps))
     for x, y in data[:2]:
         train(model, optimizer, x, y)
     with HostReads() as reads:

@@ -11,6 +11,7 @@ from apex.tools.compare import run
 from apex.tools.compare.results import LEVELS, to_json
 from apex.tools.compare.target import open_target
 from apex.tools.errors import TargetError
+from tests.support.loops import scaled_backward
 from tests.tools.cases import FAILS_IN_BF16, TARGET, by_name, compared, written
 
 pytestmark = pytest.mark.usefixtures("every_dtype_is_fast")
@@ -40,8 +41,7 @@ def test_a_level_trains_as_a_plain_amp_loop_does(every, level):
         if not prepared:
             prepared.append(amp.initialize(model, optimizer, opt_level=level, verbosity=0))
         loss = experiment.loss(model, batch)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         return loss

@@ -10,7 +10,7 @@ import pytest
 
 from apex._unavailable import INSTEAD
 from apex.cli import BAD_INPUT, FAILED, NOT_WRITTEN, OK, main
-from apex.tools.migrate import (
+from apex.tools.migrate.report import (
     NOTES,
     Name,
     migration_of,
@@ -92,10 +92,7 @@ def test_all_examples_work_with_this_package():
 
 def test_attributes_of_optimizers_are_found_without_an_import():
     program = "self.optimizer._amp_stash.lazy_init_called = True\nopt.clip_master_grads(1.0)\n"
-    assert found(program) == [
-        (1, "optimizer._amp_stash"),
-        (2, "optimizer.clip_master_grads"),
-    ]
+    assert found(program) == [(1, "optimizer._amp_stash"), (2, "optimizer.clip_master_grads")]
 
 
 # -- verdicts ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from apex.tools.compare.timing import CONFIDENCE, Load, Timing, median_interval,
 from tests.tools.cases import comparison_of, result_of
 
 IDLE = Load()
+SOUND_LOSSES = tuple(1.0 / step for step in range(1, 26))
 SLOW_LOSSES = tuple(2.0 / step for step in range(1, 26))
 
 
@@ -65,9 +66,9 @@ def planted(ratio, *, noisy, seed=0, rounds=20):
     return [step(10.0) for _ in range(rounds)], [step(10.0 / ratio) for _ in range(rounds)]
 
 
-def judged(ratio, *, load=IDLE, **planting):
+def judged(ratio, *, load=IDLE, losses=SOUND_LOSSES, **planting):
     base, level = planted(ratio, **planting)
-    results = result_of("O0", samples=base), result_of("O4", samples=level)
+    results = result_of("O0", samples=base), result_of("O4", samples=level, losses=losses)
     return comparison_of(*results, load=load)
 
 
@@ -95,7 +96,9 @@ def test_a_busy_machine_gives_no_verdict_on_speed_whatever_it_measured(load, tol
     )
     assert found.level is None
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
-    assert whys(found)["O4"] == "the machine is busy"
+    assert whys(found)["O4"] == "trains as well as fp32; no speed, as the machine is busy"
+    assert found.reasons == ("Trains as well as fp32: O4.",)
+    assert judged(1.8, noisy=False, load=load, losses=SLOW_LOSSES).recommendation.level == "O0"
 
 
 @pytest.mark.parametrize("load", [Load(), Load(2.9, 2), Load(2.0, 2, waiting=0.05)])
@@ -149,8 +152,7 @@ def test_ties_are_named_and_the_simplest_level_wins(names, ties):
 @pytest.mark.parametrize(("size", "level"), [(10**9, "O4"), (10**6, "O0")])
 def test_much_less_memory_at_the_same_speed_is_a_gain(size, level):
     found = comparison_of(
-        result_of("O0", saved=size),
-        result_of("O4", saved=size // 2),
+        result_of("O0", saved=size), result_of("O4", saved=size // 2)
     ).recommendation
     assert found.level == level
     assert bool(re.search(r"50% less memory \(500 MB\), 1\.00x", found.text)) == (level == "O4")
@@ -169,7 +171,7 @@ def test_an_fp32_loss_that_is_not_finite_is_told_first():
     ("changes", "why"),
     [
         ({"losses": (1.0,) * 24 + (math.nan,)}, "the final loss is not finite."),
-        ({"losses": SLOW_LOSSES}, "final loss 0.08729, against 0.04364 in fp32."),
+        ({"losses": SLOW_LOSSES}, ": 100.0 % higher on the same batches (standard error "),
         ({"frozen": 0.7}, "updates of up to 70% of the weights"),
         ({"loss_scales": tuple(2.0**-i for i in range(26))}, "25 of 25 steps were skipped."),
         ({"emulated": True, "samples": [400.0] * 6}, "bf16 is emulated on this machine: 0.0"),
@@ -186,11 +188,7 @@ def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, wh
 def test_the_reasons_give_time_loss_and_memory():
     masters = Stored(params=100, model=200, masters=400, optimizer=800)
     reasons = advised(result_of("O5", milliseconds=5.0, stored=masters)).reasons
-    assert [reason.partition(":")[0] for reason in reasons] == [
-        "Time",
-        "Final loss",
-        "Stored",
-    ]
+    assert [reason.partition(":")[0] for reason in reasons] == ["Time", "Final loss", "Stored"]
     assert "14.0 bytes per parameter, against 12.0" in reasons[2]
 
 
@@ -220,7 +218,8 @@ def test_levels_take_turns_after_one_step_each_that_is_not_counted(short, monkey
     taken = []
     steps = {name: (lambda name=name: taken.append(name)) for name in ("O0", "O1", "O4")}
     rounds = {"O0": 3, "O1": 1, "O4": 3}
-    found = timing.time_interleaved(steps, rounds, torch.device("cpu"))
+    warm, *_, found = timing.time_interleaved(steps, rounds, torch.device("cpu"))
+    assert warm == {}
     first, turns = ["O0", "O1", "O4"], ["O0", "O1", "O4", "O0", "O4", "O0", "O4"]
     # A short step follows another of the same level.
     assert taken == [*first, *(name for name in turns for _ in range(1 + short))]

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex._core import tree
+
 _params = operator.itemgetter("params")
 
 
@@ -53,6 +55,22 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
             group["params"][:] = [new.get(id(param), param) for param in group["params"]]
         for param in [param for param in each.state if id(param) in new]:
             each.state[new[id(param)]] = each.state.pop(param)
+
+
+def move_state(optimizer: Optimizer) -> None:
+    """Moves the state of parameters to their devices, also in optimizers that it holds.
+
+    As torch does for a loaded state: the count of steps stays on the host if no kernel reads it.
+    """
+    for each in optimizers_in(optimizer):
+        for group in each.param_groups:
+            on_device = group.get("fused") or group.get("capturable")
+            for param in group["params"]:
+                to_device = operator.methodcaller("to", param.device)
+                state = each.state.get(param, {})
+                for key, value in state.items():
+                    if key != "step" or on_device:
+                        state[key] = tree.map_tensors(to_device, value)
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:

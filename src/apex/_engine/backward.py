@@ -23,6 +23,7 @@ from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import MasterPair, fp32_copies, move_grads_to_masters
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake, Mistakes
 from apex._engine.scaler import Scaler, ScaleUpdate
+from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad, without_overrides
 
@@ -229,6 +230,9 @@ class BackwardPass:
         try:
             with without_overrides():
                 self._unscale(prepared_optimizers)
+            if capturing(self._loss.device):
+                for prepared in prepared_optimizers:
+                    prepared.keep_captured()
         except BaseException:
             self._scaler.waits_for_update = waits_for_update
             restore_grads(prepared_optimizers, scaled=self.scaled)

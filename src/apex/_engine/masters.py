@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._core import rounding
+from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
 from apex._torch import foreach, parameters, ranks
 from apex._torch.dynamo import untraced
@@ -249,7 +250,7 @@ def update_model_from_masters(pairs: Sequence[MasterPair]) -> None:
     if not pairs:
         return
     with torch.no_grad():
-        torch._foreach_copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
+        foreach.copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
     mark_synced(pairs)
 
 
@@ -265,14 +266,17 @@ def mark_synced(pairs: Iterable[MasterPair]) -> None:
 
 
 @untraced
-def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool = False) -> None:
+def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool = False) -> bool:
     """Copies written model parameters to their masters, except to masters written as well.
+
+    Masters move to the devices of their model parameters. Returns whether one has moved.
 
     Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
     to the model: autograd may have saved its weights for the backward pass.
 
     Before a step, marks all masters as written: torch's fused kernels count no writes.
     """
+    any_moved = False
     with without_overrides():
         for pair in pairs:
             model = pair.model
@@ -280,14 +284,28 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
                 pair.state is not MasterState.TRAINED
                 or model._version != pair._model_version
                 or model.data_ptr() != pair._address
-            ) and not pair.master_written:
-                _update_master(pair, before_step=before_step)
+            ):
+                if model.device != pair.master.device:
+                    _move_master(pair)
+                    any_moved = True
+                if not pair.master_written:
+                    _update_master(pair, before_step=before_step)
             if before_step:
                 pair._master_version = _WRITTEN
+    return any_moved
+
+
+def _move_master(pair: MasterPair) -> None:
+    """Moves a master to the device of its model parameter, with its gradient."""
+    device = pair.model.device
+    grad = grad_of(pair.master)
+    parameters.set_data(pair.master, pair.master.detach().to(device))
+    if grad is not None:
+        set_grad(pair.master, grad.to(device))
 
 
 def _update_master(pair: MasterPair, *, before_step: bool) -> None:
-    weight = pair.model.detach().to(pair.master.device)
+    weight = pair.model.detach()
     exact = pair.master.detach()
     value = torch.where(exact.to(weight.dtype) == weight, exact, weight)
     if before_step and pair.state is MasterState.FRESH and ranks.world_size() > 1:
@@ -340,10 +358,8 @@ def move_grads_to_masters(pairs: Iterable[MasterPair]) -> None:
         if not moved:
             return
         copies = fp32_copies(grads, masters)  # first, because memory may run out
-        for pair, grad, copy in zip(moved, grads, copies, strict=True):
-            factor = clip_factor(grad)
-            if factor is not None:
-                copy.mul_(factor.to(copy.device))
+        multiply_(copies, [clip_factor(grad) for grad in grads])
+        for pair, copy in zip(moved, copies, strict=True):
             pair.model.grad = None
             set_grad(pair.master, copy)
 

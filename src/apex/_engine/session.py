@@ -139,7 +139,7 @@ class Session:
         self.start()
         self._models.update(models)
         if self.policy.master_weights:
-            unprepared.hook.add(self)
+            unprepared.hooks.add(self)
         match_states(optimizers, old_dtypes)
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
@@ -182,6 +182,7 @@ class Session:
             if self._functions is not None:
                 self._functions.apply()
             self.region.enter_ambient()
+            unprepared.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
 
@@ -196,6 +197,11 @@ class Session:
     def casting(self) -> bool:
         """Whether the session has op casts and has not ended."""
         return self._end is not None and self._end.alive
+
+    @property
+    def deactivated(self) -> bool:
+        """Whether the session's op casts have ended before it."""
+        return self._end is not None and not self._end.alive
 
     def bind(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Binds one more optimizer; ``undo`` receives the inverse."""

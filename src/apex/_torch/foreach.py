@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel
 
 _has_graph = operator.attrgetter("requires_grad")
+_dtype = operator.attrgetter("dtype")
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
@@ -28,11 +29,29 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
     elif grads and grads[0].dtype is torch.bfloat16 and grads[0].device.type != "cpu":
         # Only the CPU kernel accepts bf16 (torch 2.13).
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-        torch._foreach_copy_(wide, grads)
+        copy_(wide, grads)
         torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inverse)
-        torch._foreach_copy_(grads, wide)
+        copy_(grads, wide)
     else:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
+
+
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, in its dtype; autograd records nothing.
+
+    One call takes targets of one dtype, as CUDA's kernel in torch 2.6 to 2.10 writes past others
+    (https://github.com/pytorch/pytorch/pull/173531), and sources of one, as that kernel is for.
+    """
+    if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        same_targets, same_sources = lists.setdefault((target.dtype, source.dtype), ([], []))
+        same_targets.append(target)
+        same_sources.append(source)
+    for same_targets, same_sources in lists.values():
+        torch._foreach_copy_(same_targets, same_sources)
 
 
 def assign_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -41,7 +60,7 @@ def assign_(targets: list[Tensor], sources: list[Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
     else:
-        torch._foreach_copy_(targets, sources)
+        copy_(targets, sources)
 
 
 def _are_recorded(tensors: list[Tensor]) -> bool:

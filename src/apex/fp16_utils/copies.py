@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine.masters import fp32_copies
+from apex._torch import foreach
 from apex._torch.dynamo import untraced
 
 
@@ -16,7 +17,7 @@ from apex._torch.dynamo import untraced
 def copy_to_model(masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
     """Writes each master's rounded value into its model parameter."""
     if masters:
-        torch._foreach_copy_(list(models), list(masters))
+        foreach.copy_(models, masters)
 
 
 def copy_grads(models: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:

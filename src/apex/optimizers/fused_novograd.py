@@ -12,6 +12,7 @@ import amp_C
 from apex._core.arguments import flag
 from apex._core.foreach.norms import stacked
 from apex._core.foreach.novograd import NORMS, NOT_STARTED, novograd_
+from apex._core.foreach.working import store
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 NORM = "exp_avg_sq"
@@ -89,4 +90,4 @@ class FusedNovoGrad(FusedOptimizer):
         lists = [batch.grads, batch.params, *self.buffers(batch.params, "exp_avg")]
         norm_type = batch.group["norm_type"]
         novograd_(lists, norms, rule, batch.step, batch.skip, norm_type=norm_type)
-        torch._foreach_copy_(running, list(norms.unbind()))
+        store(running, norms.unbind())

@@ -11,12 +11,7 @@ REFERENCE = ROOT / "docs/reference"
 LISTED = {"amp": "apex.amp", "debug": "apex.debug"}
 """Pages that name what they show, in an order of their own."""
 
-WHOLE = [
-    "apex.fp16_utils",
-    "apex.normalization",
-    "apex.optimizers",
-    "apex.parallel",
-]
+WHOLE = ["apex.fp16_utils", "apex.normalization", "apex.optimizers", "apex.parallel"]
 # A view for scripts, and modules with pages or parts of their own.
 NO_FUNCTIONS = {"_amp_state", "debug", "lists"}
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from apex import amp
+from tests.support.loops import prepared
 
 TINY = ["--width", "16", "--epochs", "2"]
 FAST = ["--epochs", "8", "--lr", "0.02", "--bptt", "4", "--accumulate", "1"]
@@ -45,8 +46,7 @@ def test_two_accumulated_chunks_step_once_by_their_clipped_mean(example, clip):
     from language_model import LanguageModel
 
     model = LanguageModel("LSTM", 11, 8, 1, 0.0, tied=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    model, optimizer = prepared("O4", lambda p: torch.optim.SGD(p, lr=1.0), model)
     steps = []
     optimizer.register_step_pre_hook(
         lambda *_: steps.append([p.grad.clone() for p in amp.master_params(optimizer)])

@@ -475,9 +475,10 @@ void Call::capture(const OperatorHandle& op) {
 void fallback(const OperatorHandle& op, DispatchKeySet, Stack* stack) {
   Call call(op, stack);
   at::AutoDispatchBelowAutograd guard;
+  bool deferred = call.deferred();  // refuses in a capture what waits
   if (capturing && call.target)
     call.capture(op);
-  else if (!call.deferred())
+  else if (!deferred)
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   call.give_back();
 }
@@ -573,6 +574,27 @@ void fused(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
       TORCH_CHECK(alike, schema.name(), ": tensors of one position must have the same dtype, device and layout");
     }
   fallback(op, keys, stack);
+}
+
+// Kernels over lists arrive whole, as CUDA has them. Targets of several dtypes are an error: up to torch
+// 2.10, CUDA's _foreach_copy_ writes past the smaller ones (pytorch#173531).
+void over_lists(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const auto& schema = op.schema();
+  const auto begin = stack->size() - schema.arguments().size();
+  const auto* alias = schema.arguments()[0].alias_info();
+  if (alias && alias->isWrite()) {
+    auto targets = (*stack)[begin].toTensorVector();
+    for (auto& target : targets)
+      TORCH_CHECK(target.scalar_type() == targets[0].scalar_type(), schema.name(),
+                  " got targets of several dtypes");
+  }
+  std::set<DeviceIndex> devices;
+  for (size_t i = begin; i < stack->size(); ++i)
+    if ((*stack)[i].isTensorList())
+      for (const at::Tensor& t : (*stack)[i].toTensorVector()) devices.insert(t.device().index());
+  if (devices.size() < 2) return fallback(op, keys, stack);
+  at::AutoDispatchBelowAutograd guard;
+  op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);  // torch's slow path: one by one
 }
 
 // The softmaxes of CUDA read half precision and write fp32 in one kernel.
@@ -727,6 +749,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     m.impl(name.c_str(), boxed<&softmax>());
     m.impl((name + "_backward_data").c_str(), boxed<&softmax_backward>());
   }
+  for (auto& op : c10::Dispatcher::singleton().getAllOpNames())
+    if (op.name.rfind("aten::_foreach_", 0) == 0) m.impl(toString(op).c_str(), boxed<&over_lists>());
   m.impl("_amp_foreach_non_finite_check_and_unscale_", boxed<&check_and_unscale>());
   m.impl("_amp_update_scale_", boxed<&update_scale>());
   for (std::string name : {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import optimizers
-from tests.support import training as t
+from tests.support import loops, optimizers
 from tests.support.emulated_cuda import device
 
 pytestmark = pytest.mark.gpu(devices=2)
@@ -20,27 +19,27 @@ def on(place, batches):
 
 def trained(level, place):
     """Masters after four steps of which the second overflows, the scale, and what was skipped."""
-    model, optimizer = t.prepared(
-        level, t.fused_adamw_of, t.net().to(place), loss_scale="dynamic", growth_interval=3
+    model, optimizer = loops.prepared(
+        level, loops.fused_adamw_of, loops.net().to(place), loss_scale="dynamic", growth_interval=3
     )
-    batches, skipped = on(place, t.batches(4, overflow_at={1})), []
+    batches, skipped = on(place, loops.batches(4, overflow_at={1})), []
     torch.cuda.set_sync_debug_mode("error")
     try:
         for x, y in batches:
-            t.train_step(model, optimizer, x, y)
+            loops.train_step(model, optimizer, x, y)
             skipped.append(amp.step_was_skipped(optimizer))
             assert amp.step_was_skipped(optimizer, on_host=True) in (None, True, False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert {flag.device for flag in skipped} == {torch.device(place)}
     return (
-        [master.cpu() for master in t.masters(optimizer)],
-        t.loss_scale(),
+        [master.cpu() for master in loops.masters(optimizer)],
+        loops.loss_scale(),
         list(map(bool, skipped)),
     )
 
 
-@pytest.mark.parametrize("level", t.LEVELS_SHORT)
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_loops_have_the_numbers_of_the_cpu_and_wait_for_nothing(level):
     weights, *rest = trained(level, "cuda:1")
     expected, *expected_rest = trained(level, "cpu")
@@ -97,12 +96,12 @@ def test_a_grad_scaler_steps_parameters_on_two_devices(name):
 
 @pytest.mark.emulated
 def test_clipping_and_reading_the_scale_in_between_is_all_that_waits():
-    model, optimizer = t.prepared("O2", t.fused_adamw_of, model=t.net().cuda())
-    batches = on("cuda", t.batches(2))
+    model, optimizer = loops.prepared("O2", loops.fused_adamw_of, model=loops.net().cuda())
+    batches = on("cuda", loops.batches(2))
     device.waits()
     for x, y in batches:
         optimizer.zero_grad()
-        t.backward(model, optimizer, x, y)
+        loops.backward(model, optimizer, x, y)
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
     assert device.waits() == []
@@ -127,14 +126,14 @@ FUSED = {
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", [*FUSED, *OTHERS])
 def test_only_an_optimizer_that_cannot_skip_on_the_device_waits_once_where_it_may_skip(name):
-    for level, loss_scale in itertools.product(t.LEVELS_SHORT, (None, "dynamic")):
+    for level, loss_scale in itertools.product(loops.LEVELS_SHORT, (None, "dynamic")):
         make = {**FUSED, **OTHERS}[name]
-        model, optimizer = t.prepared(level, make, t.net().cuda(1), loss_scale=loss_scale)
+        model, optimizer = loops.prepared(level, make, loops.net().cuda(1), loss_scale=loss_scale)
         dynamic = loss_scale == "dynamic" or level != "O5"
-        batches = on("cuda:1", t.batches(6, overflow_at={3} if dynamic else ()))
+        batches = on("cuda:1", loops.batches(6, overflow_at={3} if dynamic else ()))
         for x, y in batches[:2]:
-            t.train_step(model, optimizer, x, y)
+            loops.train_step(model, optimizer, x, y)
         device.waits()
         for x, y in batches[2:]:
-            t.train_step(model, optimizer, x, y)
+            loops.train_step(model, optimizer, x, y)
         assert len(device.waits()) == (4 if dynamic and name in OTHERS else 0)

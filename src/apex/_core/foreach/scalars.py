@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +37,19 @@ def descend_(params: list[Tensor], updates: list[Tensor], rate: Scalar) -> None:
         torch._foreach_sub_(params, torch._foreach_mul(updates, rate))
     else:
         torch._foreach_add_(params, updates, alpha=-rate)  # allocates nothing
+
+
+def multiply_(tensors: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
+    """Multiplies fp32 tensors by their 0-d factors, where there are some, in place.
+
+    One call serves all tensors of one factor.
+    """
+    by_factor: dict[tuple[Tensor, torch.device], list[Tensor]] = {}
+    for tensor, factor in zip(tensors, factors, strict=True):
+        if factor is not None:
+            by_factor.setdefault((factor, tensor.device), []).append(tensor)
+    for (factor, device), multiplied in by_factor.items():
+        torch._foreach_mul_(multiplied, moved(factor, device))
 
 
 def as_tensor(value: Scalar, device: torch.device) -> Tensor:

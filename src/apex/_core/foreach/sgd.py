@@ -97,7 +97,7 @@ def _plain(
     if buffers:
         buffers = list(buffers)
         if first_run:
-            torch._foreach_copy_(buffers, updates)
+            foreach.copy_(buffers, updates)
         else:
             torch._foreach_mul_(buffers, rule.momentum)
             torch._foreach_add_(buffers, updates, alpha=1.0 - rule.dampening)

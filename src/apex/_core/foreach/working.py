@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from apex._torch import foreach
 from apex._torch.dtensor import local
 
 _WIDE = {torch.float32}, {torch.float64}
@@ -76,7 +77,7 @@ def store(targets: Sequence[Tensor], values: Sequence[Tensor], skip: Tensor | No
     pairs = [(t, v) for t, v in zip(targets, values, strict=True) if t is not v]
     olds, news = ([local(pair[side]) for pair in pairs] for side in (0, 1))
     if skip is None and pairs:
-        torch._foreach_copy_(olds, news)
+        foreach.copy_(olds, news)
     elif skip is not None:
         skipped = skip != 0
         for old, new in zip(olds, news, strict=True):

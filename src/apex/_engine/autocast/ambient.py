@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import threading
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -81,6 +82,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.ambients: list[Ambient] = []  # oldest first
+        self.steps: list[AbstractContextManager[object]] = []  # outermost first
 
 
 _here = _Thread()
@@ -91,9 +93,16 @@ def _switch(device: str, on: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_dtype(device, dtype)
 
 
+def uncast_steps() -> list[AbstractContextManager[object]]:
+    """Returns the steps that turned casts off in this thread and have not ended."""
+    return _here.steps
+
+
 @untraced
 def settle() -> None:
-    """Ends this thread's casts of sessions that have ended."""
+    """Ends this thread's casts of sessions that have ended, and steps that raised."""
+    while _here.steps:
+        _here.steps.pop().__exit__(None, None, None)
     ended = [ambient for ambient in _here.ambients if not ambient.alive]
     for ambient in ended:
         if ambient.can_end():

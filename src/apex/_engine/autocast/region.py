@@ -115,7 +115,16 @@ class NoAutocastRegion:
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
-        return under(_devices_cast(), None, fn, *args, **kwargs)
+        return under(devices_cast(), None, fn, *args, **kwargs)
+
+
+class AmbientRegion:
+    """Runs functions under the casts of their thread, whichever session's they are."""
+
+    @inlined
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Returns ``fn(*args, **kwargs)``."""
+        return fn(*args, **kwargs)
 
 
 class UncastBlock:
@@ -123,9 +132,12 @@ class UncastBlock:
 
     _on: Sequence[str] = ()
 
+    def __init__(self, devices: Callable[[], Sequence[str]] = devices_on) -> None:
+        self._devices = devices
+
     @untraced
     def __enter__(self) -> None:
-        self._on = devices_on()
+        self._on = self._devices()
         for device in self._on:
             torch.set_autocast_enabled(device, False)
 
@@ -155,7 +167,8 @@ def _off(devices: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def _devices_cast() -> list[str]:
+def devices_cast() -> list[str]:
+    """Returns the device types whose autocast is on, to the dtype of a live session."""
     return [device for device in devices_on() if _is_ours(device)]
 
 
@@ -168,5 +181,5 @@ def active_dtype() -> torch.dtype | None:
     """Returns the dtype that this thread casts to now, which can be traced; None without casts."""
     if not _is_compiling():
         settle()
-    on = _devices_cast()
+    on = devices_cast()
     return torch.get_autocast_dtype(on[0]) if on else None

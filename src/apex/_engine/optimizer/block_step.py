@@ -23,25 +23,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
+from apex._core.foreach.scalars import multiply_
 from apex._engine import masters
 from apex._engine.masters import MasterPair
 from apex._engine.optimizer.fused import reads_gradients_in_kernels
-from apex._torch import dispatch_modes, parameters
+from apex._torch import dispatch_modes, foreach, parameters
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
 
 least_elements = 2**21
-"""Elements of masters from which on it pays.
+"""Elements of masters from which on it pays on a CPU.
 
 Time of the end of the backward pass and the step, relative to a step over fp32 gradients (AdamW,
 one thread of a CPU, torch 2.13): 1.0 to 1.5 for 1 M elements in 8 to 32 tensors, 0.5 to 0.8 for
-4 M in 8 to 128, 0.4 for 17 M in 8. Not measured on a GPU.
+4 M in 8 to 128, 0.4 for 17 M in 8.
 """
 
 _LEAST, _GREATEST = 2**19, 2**24
-"""Bounds of the elements in a block: caches hold the least, spare memory the most."""
+"""Bounds of the elements in a block on a CPU: caches hold the least, spare memory the most."""
+
+device_elements = 2**25
+"""Elements in a block on any other device: 128 MiB of gradients in fp32.
+
+A block costs three launches, each of a thread block for 65,536 elements (torch's
+``multi_tensor_apply``). A smaller model steps at once, as no block would save memory. By count, not
+measured on a GPU.
+"""
 
 _numel = operator.methodcaller("numel")
 _place = operator.attrgetter("shape", "device")
@@ -59,7 +68,9 @@ def begin(prepared: PreparedOptimizer, *, compiled: bool) -> BlockStep | None:
 def takes(prepared: PreparedOptimizer) -> bool:
     """Returns whether the next step goes block by block."""
     pairs = [pair for pair in prepared.pairs if pair.pending_grad is not None]
-    large = sum(pair.model.numel() for pair in pairs) >= least_elements
+    on_cpu = all(pair.master.device.type == "cpu" for pair in pairs)
+    least = least_elements if on_cpu else device_elements
+    large = sum(pair.model.numel() for pair in pairs) >= least
     return large and reads_gradients_in_kernels(prepared.optimizer) and not prepared.shared_pairs()
 
 
@@ -172,7 +183,7 @@ class BlockStep(TorchDispatchMode):
             operands[1] = _filled(buffer, operands[1], [factors[i] for i, _, _ in block])
             steps = [[each[i] for i, _, _ in block] if each else [] for each in lists[count:]]
             kernel(*operands, *steps, **kwargs)
-            torch._foreach_copy_(_pieces(models, block), operands[0])
+            foreach.copy_(_pieces(models, block), operands[0])
         increment_version(models)
         masters.mark_synced(pairs)
         self._rounded.update(map(id, pairs))
@@ -193,12 +204,14 @@ def _elements(block: _Block) -> int:
 
 @functools.lru_cache(maxsize=32)  # an optimizer cuts the same tensors in each step
 def _cuts(sizes: tuple[int, ...], device: str) -> list[_Block]:
-    """Returns blocks of a 64th of all elements (a 32nd on a GPU), within the bounds.
+    """Returns blocks of a 64th of all elements on a CPU, within the bounds.
 
     Each kernel ends in a barrier, so a piece is a whole tensor where that fits.
     """
-    share = sum(sizes) // (64 if device == "cpu" else 32)
-    length = max(_LEAST, min(_GREATEST, share // _LEAST * _LEAST))
+    length = device_elements
+    if device == "cpu":
+        share = sum(sizes) // 64
+        length = max(_LEAST, min(_GREATEST, share // _LEAST * _LEAST))
     blocks: list[list[tuple[int, int, int]]] = []
     left = 0
     for position, size in enumerate(sizes):
@@ -231,10 +244,8 @@ def _filled(
     for low in lows:
         values.append(buffer.as_strided(low.size(), low.stride(), offset))
         offset += low.numel()
-    torch._foreach_copy_(values, list(lows))
-    for value, factor in zip(values, factors, strict=True):
-        if factor is not None:
-            value.mul_(factor.to(value.device))
+    foreach.copy_(values, lows)
+    multiply_(values, factors)
     return values
 
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes, finite
-from apex._core.param_groups import exchange, is_trained, params_in, params_of
+from apex._core.param_groups import exchange, is_trained, move_state, params_in, params_of
 from apex._engine import masters
 from apex._engine.masters import LazyMaster, MasterPair, MasterTable
 from apex._engine.mistakes import Mistake
 from apex._pickle import empty
 from apex._torch import dtensor
 from apex._torch.autograd import backward_id
-from apex._torch.copies import HostCopy, moved
+from apex._torch.copies import HostCopy, capturing, moved
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad
 
@@ -82,6 +82,12 @@ class OverflowFlag:
         self._is_checked = False
         self._host_copy = None
 
+    def await_replay(self) -> None:
+        """Lowers the flag, which the next replay of a CUDA graph writes in place."""
+        if self._flag is not None:
+            self._flag.zero_()
+            self._is_checked = True
+
     def was_skipped_on_host(self) -> bool | None:
         """Returns whether the last step was skipped, None until the answer has arrived."""
         skipped = self.was_skipped
@@ -132,6 +138,9 @@ class PreparedOptimizer:
         self.had_block = False
         self.steps = 0
         self.stepping = False
+        # Gradients that each replay of a CUDA graph writes anew: those of its last block, of which
+        # no step was captured. None without such a graph.
+        self._captured: list[tuple[Tensor, Tensor]] | None = None
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -225,7 +234,8 @@ class PreparedOptimizer:
     def update_masters(self) -> None:
         """Brings masters up to date with written weights, for a script that asks, or the step."""
         self.create_missing_masters()
-        masters.update_masters_from_model(self.pairs)
+        if masters.update_masters_from_model(self.pairs):
+            move_state(self.optimizer)
 
     @untraced
     def finish_backward(self) -> None:
@@ -332,10 +342,13 @@ class PreparedOptimizer:
 
         Finishes an open pass, except before a closure, whose own pass may go on with it.
         """
+        if self._captured is not None:
+            self._check_captured()
         if not has_closure:
             self.finish_backward()
         self.create_missing_masters()
-        masters.update_masters_from_model(self.pairs, before_step=True)
+        if masters.update_masters_from_model(self.pairs, before_step=True):
+            move_state(self.optimizer)
         self.steps += 1
         self.stepping = True
 
@@ -347,16 +360,19 @@ class PreparedOptimizer:
         gradients and overflow for another try.
         """
         self.stepping = False
-        if not self.pairs:
-            return
         unrounded = self.pairs
         if rounded:
             unrounded = [
                 pair for pair in self.pairs if id(pair) not in rounded or pair.master_written
             ]
         masters.update_model_from_masters(unrounded)
-        if not failed:
-            masters.end_step(self.pairs, shared=self.shared_pairs())
+        if failed:
+            return
+        masters.end_step(self.pairs, shared=self.shared_pairs())
+        if self._captured is not None:
+            for param, grad in self._captured:
+                set_grad(param, grad)
+            self.overflow.await_replay()
 
     def shared_pairs(self) -> set[int]:
         """Returns the ids of pairs that other optimizers step, too."""
@@ -364,6 +380,48 @@ class PreparedOptimizer:
             return set()
         sharers = self.session.sharers_of(self)
         return {id(pair) for prepared in sharers for pair in prepared.pairs}
+
+    # -- CUDA graphs -------------------------------------------------------------------------
+
+    def keep_captured(self) -> None:
+        """Keeps the gradients of a block that a CUDA graph captures, for steps after replays."""
+        self._captured = []
+        for pair in self.pairs:
+            param = pair.master if pair.pending_grad is None else pair.model
+            grad = grad_of(param)
+            if grad is not None:
+                self._captured.append((param, grad))
+
+    def _check_captured(self) -> None:
+        """Checks, at a step, the gradients that a CUDA graph has captured; a captured step ends it.
+
+        Raises:
+            RuntimeError: If they were cleared, so that no replay trains anything.
+        """
+        if capturing(self.params()[0].device):
+            self._captured = None
+        elif not self.has_grads():
+            raise RuntimeError(
+                "optimizer.step() has no gradients, although a CUDA graph has captured a "
+                "scale_loss block: they were cleared after the capture, while each replay writes "
+                "the same tensors. Call optimizer.zero_grad() before the capture only, or capture "
+                "the step, too."
+            )
+
+    def must_skip(self) -> bool:
+        """Returns whether an overflow skips the step. Waits for the device.
+
+        Raises:
+            RuntimeError: If a CUDA graph captures the step.
+        """
+        if capturing(self.overflow.device):
+            raise RuntimeError(
+                f"A CUDA graph captures the step of {type(self.optimizer).__name__}, which asks on "
+                "the host whether to skip it. Use an optimizer that skips on the device "
+                "(fused=True of torch.optim, SGD with momentum after its first step; those of "
+                "apex.optimizers), a static loss_scale, or call optimizer.step() outside the graph."
+            )
+        return self.overflow.is_raised()
 
     # -- copies ------------------------------------------------------------------------------
 

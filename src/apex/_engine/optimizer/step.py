@@ -64,7 +64,7 @@ def _run_unless_overflow(prepared: PreparedOptimizer, run: Run) -> Any:
         overflow.consume(skipped=False)
         return result
     if not skips_in_kernel(optimizer, flag):
-        skipped = overflow.is_raised()
+        skipped = prepared.must_skip()
         result = None if skipped else run()
         overflow.consume(skipped)
         return result
@@ -134,7 +134,7 @@ def _run_unless_evaluation_overflows(
     @untraced_frame
     def evaluate_or_skip() -> Any:
         losses.append(evaluate())
-        if prepared.overflow.is_raised():
+        if prepared.must_skip():
             raise _SkipStep
         return losses[-1]
 

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine import masters
+from apex._engine.autocast import steps
 from apex._engine.masters import Master
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.prepared import PREPARED
@@ -43,16 +47,16 @@ def _look_after(session: Session, versions: _Versions, optimizer: Optimizer) -> 
         increment_version([p for p in low if session.masters.pair_of(p) is not None])
 
 
-class _Hook:
-    """A hook on the steps of all optimizers, while any session with masters lives.
+class _Hooks:
+    """Hooks on the steps of all optimizers, while a session with masters or casts lives.
 
-    The end of the last removes it, but not beside hooks of others: torch may just iterate over
-    them, as sessions end wherever Python collects them. It then stays, idle, for the next session.
+    The end of the last removes them, but not beside hooks of others: torch may just iterate over
+    them, as sessions end wherever Python collects them. They then stay, idle, for the next session.
     """
 
     def __init__(self) -> None:
         self._sessions: weakref.WeakKeyDictionary[Session, _Versions] = weakref.WeakKeyDictionary()
-        self._handle: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
 
     def add(self, session: Session) -> None:
         """Looks after others' steps over the weights or masters of ``session``, while it lives."""
@@ -60,20 +64,28 @@ class _Hook:
         for model in session.models:
             low = filter(dtypes.is_low_precision, model.parameters())
             versions[model] = {id(param): param._version for param in low}
-        if self._handle is None:
-            self._handle = register_optimizer_step_post_hook(self._after_step)
+        if not self._handles:
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            self._handles.append(register_optimizer_step_post_hook(self._after_step))
         weakref.finalize(session, self._end).atexit = False
 
     @untraced
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        return None if PREPARED in vars(optimizer) else steps.begin(optimizer, args, kwargs)
+
+    @untraced
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for session, versions in () if PREPARED in vars(optimizer) else [*self._sessions.items()]:
+        if PREPARED in vars(optimizer):
+            return
+        steps.end(optimizer)
+        for session, versions in [*self._sessions.items()]:
             _look_after(session, versions, optimizer)
 
     def _end(self) -> None:
-        hooks: Any = self._handle and self._handle.hooks_dict_ref()
-        if self._handle is not None and not [*self._sessions] and len(hooks) == 1:
-            self._handle.remove()
-            self._handle = None
+        beside: list[Any] = [handle.hooks_dict_ref() for handle in self._handles]
+        if not [*self._sessions] and all(len(hooks) == 1 for hooks in beside):
+            while self._handles:
+                self._handles.pop().remove()
 
 
-hook = _Hook()
+hooks = _Hooks()

@@ -1,6 +1,9 @@
-"""A tiny net, its data, optimizers, and one step as a user writes it."""
+"""Small nets, their data, optimizers, and training as a user writes it."""
 
+import gc
 import io
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +17,7 @@ from tests.support.reference.loops import LEVELS as LEVELS
 
 SOURCES = str(Path(apex.__file__).parent)
 MIXED = ("O1", "O2", "O4", "O5")
+DYNAMIC = ("O1", "O2")
 WITH_MASTERS = ("O2", "O5")
 LEVELS_SHORT = ("O1", "O2", "O5")
 
@@ -34,8 +38,21 @@ def fused_adamw_of(params):
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
-def sgd(params, lr=0.1):
-    return torch.optim.SGD(params, lr=lr)
+def sgd(params, lr=0.1, **options):
+    return torch.optim.SGD(params, lr=lr, **options)
+
+
+class Net(nn.Module):
+    """Batch norm between two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
 
 
 def net(seed=0):
@@ -48,7 +65,19 @@ def prepared(level, make_optimizer=sgd, model=None, **options):
     """A model (by default ``net()``) and its optimizer, through ``amp.initialize``."""
     model = net() if model is None else model
     optimizer = make_optimizer(model.parameters())
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **options})
+
+
+def one_weight(level, **options):
+    """A prepared model with one weight of 1.0, whose output is weight times input."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return prepared(level, lambda params: sgd(params, lr=0.125), model, **options)
+
+
+def slope(model, value):
+    """A loss whose gradient by each element of the weight is ``value``."""
+    return value * model.weight.float().sum()
 
 
 def batches(count, overflow_at=(), seed=1):
@@ -70,15 +99,36 @@ def overflowing(seed=1):
     return next(batches(1, overflow_at={0}, seed=seed))
 
 
+def small_batches(count=1):
+    """One batch, ``count`` times; its gradients fit fp16 at a loss scale of 65536."""
+    x = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+    return [(x, torch.zeros(8, 2))] * count
+
+
 def loss_of(model, x, y):
     return F.mse_loss(model(x).float(), y)
 
 
+def small_loss(model):
+    return loss_of(model, *small_batches()[0])
+
+
+def scaled_backward(loss, optimizers, **options):
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
 def backward(model, optimizer, x, y, **options):
     loss = loss_of(model, x, y)
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:  # a call is another graph
         scaled_loss.backward()
     return loss.detach()
+
+
+def overflow(model, optimizer, **options):
+    """One backward pass with a gradient that is inf, without a forward pass."""
+    *_, last = model.parameters()
+    scaled_backward((last * torch.inf).sum(), optimizer, **options)
 
 
 def train_step(model, optimizer, x, y):
@@ -98,6 +148,19 @@ def train_step_with_closure(model, optimizer, x, y):
 
     optimizer.step(closure)
     return losses[0]
+
+
+def train(model, optimizer, steps=3, *, seed=1, data=None):
+    """Returns the losses of whole iterations on ``data``, or else on ``batches(steps)``."""
+    data = batches(steps, seed=seed) if data is None else data
+    return [train_step(model, optimizer, x, y).item() for x, y in data]
+
+
+def trained(level, make_optimizer=sgd, model=None, *, steps=2, **options):
+    """What ``prepared`` returns, trained."""
+    pair = prepared(level, make_optimizer, model, **options)
+    train(*pair, steps)
+    return pair
 
 
 def stepper(owner, optimizer_name):
@@ -123,11 +186,34 @@ def loss_scale(loss_id=0):
     return amp._amp_state.loss_scalers[loss_id].loss_scale()
 
 
-def saved_and_loaded(item):
+def scale(index=0):
+    """The scale of a loss, counted over all live sessions."""
+    return amp.state_dict()[f"loss_scaler{index}"]["loss_scale"]
+
+
+def unskipped(index=0):
+    return amp.state_dict()[f"loss_scaler{index}"]["unskipped"]
+
+
+def live_sessions():
+    gc.collect()
+    return len(amp._amp_state.sessions())
+
+
+def saved_and_loaded(item, *, weights_only=False):
     file = io.BytesIO()
     torch.save(item, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)
+
+
+def in_a_thread(call):
+    """What ``call`` returns in a thread of its own."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 def change(params, values, by):
@@ -165,3 +251,40 @@ def large_task():
         lambda: (torch.randn(1, 1024), torch.zeros(1, dtype=torch.long)),
         fused_adamw,
     )
+
+
+@contextmanager
+def nothing_changes(*objects):
+    """Fails unless models, optimizers and amp are after the block as before it."""
+    before = [_facts(each) for each in objects], _amp_facts()
+    yield
+    after = [_facts(each) for each in objects], _amp_facts()
+    assert after == before
+
+
+def _amp_facts():
+    state = amp._amp_state
+    return (
+        amp.state_dict(),
+        state.initialized,
+        len(state.sessions()),
+        torch.is_autocast_enabled("cpu"),
+    )
+
+
+def _facts(each):
+    each = getattr(each, "optim", each)
+    if isinstance(each, torch.optim.Optimizer):
+        tensors = [p for group in each.param_groups for p in group["params"]]
+    elif isinstance(each, nn.Module):
+        tensors = [*each.parameters(), *each.buffers()]
+    else:
+        return repr(each)
+    hooks = [len(v) for k, v in vars(each).items() if k.endswith("_hooks")]
+    return type(each), sorted(vars(each)), hooks, [(id(t), t.dtype, _bits(t)) for t in tensors]
+
+
+def _bits(tensor):
+    if tensor.is_meta or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return None
+    return tensor.detach().double().tolist()

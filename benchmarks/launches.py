@@ -1,0 +1,213 @@
+"""Kernels that a GPU launches for mixed precision, and the bytes that they move, by count.
+
+On a machine without a GPU, the tests' emulated device runs the iterations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.loops import Batch, MakeOptimizer, Task, device, native, with_amp
+from benchmarks.race import Work
+
+NAME = "launches"
+ROOT = Path(__file__).parents[1]
+WIDTH, LAYERS = 590, 24
+"""A model of 8.4 M parameters in 48 tensors."""
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "O1": torch.float16,
+    "O2": torch.float16,
+    "O4": torch.bfloat16,
+    "O5": torch.bfloat16,
+}
+"""The ways to train, with the dtype of each: autocast, the former with a GradScaler, and levels."""
+
+WARMUP = 5
+"""Iterations before the counted one: blocks that are inspected for mistakes ask more."""
+
+# torch's kernels over lists, built with CUDA 13: the tensors that one launch takes, by the number
+# of lists, its thread blocks, and the elements of each (aten/src/ATen/native/cuda/ForeachFunctors).
+TENSORS_PER_LAUNCH = {1: 770, 2: 448, 3: 336, 4: 252, 5: 210}
+CHUNKS_PER_LAUNCH = 2240
+CHUNK = 65536
+
+TWO_KERNELS = frozenset({"_foreach_norm", "_foreach_max"})
+"""Reductions: one kernel over pieces, and one over their results."""
+
+_NOTHING = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+)
+"""Operators without a kernel that are no views."""
+
+_ONLY_WRITE = frozenset({"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"})
+"""Operators in place that do not read what they write."""
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts the kernels that operators would launch on a GPU, and the bytes that they move.
+
+    A tensor counts once for each argument and each result that it is; what is written in place
+    counts twice. Kernels over lists count as torch's fast or slow path would launch them.
+
+    Attributes:
+        calls: Launches by operator.
+        bytes: Read and written.
+    """
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes = 0
+
+    @property
+    def launches(self) -> int:
+        """The launches of all operators."""
+        return self.calls.total()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs the operator and counts it."""
+        result = func(*args, **(kwargs or {}))
+        namespace, name = func._schema.name.split("::")
+        if namespace == "aten" and name not in _NOTHING and not _is_view(func):
+            given = [*args, *(kwargs or {}).values()]
+            count = launches_of(name, given)
+            if count:
+                self.calls[name] += count
+                self.bytes += _bytes_moved(func, args, kwargs or {}, result)
+        return result
+
+
+def launches_of(name: str, args: Sequence[Any]) -> int:
+    """Returns how many kernels an operator of these arguments launches."""
+    if not name.lstrip("_").startswith(("foreach", "fused", "amp_foreach")):
+        return 1
+    lists = [tensors for tensors in args if _is_list(tensors) and _has_elements(tensors)]
+    if not lists:
+        return 0
+    if not _takes_fast_path(name, lists):
+        return len(lists[0])
+    lists = [tensors for tensors in lists if tensors[0].dim() or lists[0] is tensors]
+    chunks = sum(-(-tensor.numel() // CHUNK) for tensor in lists[0])
+    most = TENSORS_PER_LAUNCH[len(lists)]
+    kernels = max(-(-len(lists[0]) // most), -(-chunks // CHUNKS_PER_LAUNCH))
+    return kernels + 1 if name in TWO_KERNELS else kernels
+
+
+def _takes_fast_path(name: str, lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Returns whether torch runs the kernel over lists, instead of one kernel for each tensor."""
+    if "foreach" not in name:
+        return True  # the fused optimizers have no other path
+    first = lists[0]
+    for tensors in lists:
+        for tensor, like in zip(tensors, first, strict=True):
+            if tensor.shape != like.shape or tensor.stride() != like.stride():
+                return False
+            if tensor.dtype is not tensors[0].dtype:
+                return False
+    return True
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _has_elements(tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.numel() for tensor in tensors)
+
+
+def _is_view(func: Any) -> bool:
+    """Returns whether an operator's result is a view of an argument that it leaves alone."""
+    returned = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    total = 0
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        size = _bytes_of(value)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and func._schema.name.rpartition("::")[2] not in _ONLY_WRITE:
+            # With a scale, the fused optimizers' kernels write unscaled gradients back.
+            written = argument.name != "grads" or kwargs.get("grad_scale") is not None
+        else:
+            written = False
+        total += 2 * size if written and not argument.is_out else size
+    in_place = any(value.alias_info is not None for value in func._schema.returns)
+    return total if in_place else total + _bytes_of(result)
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes_of, value))
+    return 0
+
+
+def machinery(mode: str, optimizer: MakeOptimizer, **options: Any) -> LaunchCounter:
+    """Returns what mixed precision and the step add to the passes of a 16-bit model.
+
+    Args:
+        mode: A level, or ``"fp16"`` or ``"bf16"`` for autocast, the former with a GradScaler.
+        optimizer: Makes the optimizer.
+        **options: Those of :func:`benchmarks.loops.with_amp`.
+    """
+    task = Task(_model, _batch, optimizer)
+    dtype = DTYPES[mode]
+    if mode.startswith("O"):
+        work = with_amp(task, mode, **options)
+    else:
+        work = native(task, dtype)
+    counted = _counted(work)
+    passes = _counted(_passes(dtype))
+    counted.calls.subtract(passes.calls)
+    counted.bytes -= passes.bytes
+    return counted
+
+
+def _counted(work: Work) -> LaunchCounter:
+    for _ in range(WARMUP):
+        work()
+    with LaunchCounter() as counted:
+        work()
+    return counted
+
+
+def _passes(dtype: torch.dtype) -> Work:
+    """Returns the passes of the same model, all in 16 bits but for the loss."""
+    model = _model().to(device(), dtype)
+    inputs, labels = _batch()
+    inputs, labels = inputs.to(device(), dtype), labels.to(device())
+
+    def iteration() -> None:
+        F.cross_entropy(model(inputs).float(), labels).backward()
+        model.zero_grad()
+
+    return iteration
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+def _batch() -> Batch:
+    return torch.randn(4, WIDTH), torch.randint(0, WIDTH, (4,))

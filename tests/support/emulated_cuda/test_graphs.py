@@ -1,0 +1,73 @@
+"""CUDA graphs of whole iterations, of passes alone and of models train as eager steps do."""
+
+import pytest
+import torch
+
+from apex import amp
+from benchmarks.graphs import CAPTURED, difference_of_replays
+from tests.support import loops
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("level", loops.MIXED)
+@pytest.mark.parametrize("captured", CAPTURED)
+def test_replays_train_as_eager_iterations_do(captured, level):
+    for max_norm in (None, 0.05):
+        assert difference_of_replays(level, captured, max_norm=max_norm) <= 2e-8
+
+
+def captured_pass(level, make_optimizer):
+    model, optimizer = loops.prepared(
+        level, make_optimizer, loops.net().cuda(), loss_scale="dynamic"
+    )
+    x, y = (tensor.cuda() for tensor in loops.batch())
+    loops.train_step(model, optimizer, x, y)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loops.backward(model, optimizer, x, y)
+    return optimizer, graph, x
+
+
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_an_optimizer_in_python_steps_after_replays_and_skips_overflows(level):
+    optimizer, graph, x = captured_pass(level, lambda p: torch.optim.RMSprop(p, foreach=True))
+    before = loops.masters(optimizer)
+    graph.replay()
+    optimizer.step()
+    after = loops.masters(optimizer)
+    assert not loops.same(before, after)
+    x.fill_(torch.inf)
+    graph.replay()
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert loops.same(after, loops.masters(optimizer))
+
+
+def test_a_step_that_asks_the_host_is_refused_under_capture():
+    model, optimizer = loops.prepared("O2", loops.sgd, loops.net().cuda())
+    x, y = (tensor.cuda() for tensor in loops.batch())
+    loops.train_step(model, optimizer, x, y)
+    loops.backward(model, optimizer, x, y)
+    graph = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(RuntimeError, match="step of SGD, which asks on the host"), graph:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_gradients_cleared_between_replays_are_an_error(level):
+    optimizer, graph, _ = captured_pass(level, loops.fused_adamw_of)
+    optimizer.zero_grad()
+    graph.replay()
+    with pytest.raises(RuntimeError, match="cleared after the capture"):
+        optimizer.step()
+
+
+@pytest.mark.emulated
+def test_the_emulation_refuses_host_reads_under_capture():
+    flag = torch.zeros((), device="cuda")
+    for read in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu):
+        graph = torch.cuda.graph(torch.cuda.CUDAGraph())
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graph:
+            read(flag)
