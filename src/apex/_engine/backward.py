@@ -13,7 +13,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 if TYPE_CHECKING:
     from apex._core.op_table import AutocastSpec
     from apex._engine.optimizer.prepared import PreparedOptimizer
-
-T = TypeVar("T")
 
 
 class _State(enum.Enum):
@@ -126,7 +124,8 @@ class BackwardPass:
                 prepared.create_missing_masters()
             scaled_loss, self._scale = self._scaler.scale(self._loss)
         self._scale_version = self._scaler.version
-        self._inspect(scaled_loss)
+        if self._mistakes.blocks_left:
+            self._inspect(scaled_loss)
         self._state = _State.OPEN
         try:
             if self._continued is None:
@@ -145,8 +144,6 @@ class BackwardPass:
 
     def _inspect(self, scaled_loss: Tensor) -> None:
         """Looks for mistakes before the block, and begins to look for those inside."""
-        if not self._mistakes.blocks_left:
-            return
         if self._continued is not None:
             self._mistakes.inspect_delayed(self._prepared_optimizers)
             return
@@ -158,16 +155,15 @@ class BackwardPass:
 
     def _continue_or_finish_delayed(self) -> None:
         """Unscales what earlier passes left scaled, unless this one continues the only one."""
-        passes = unique(
-            prepared.open_pass
-            for prepared in self._prepared_optimizers
-            if prepared.open_pass is not None
-        )
-        if len(passes) == 1 and self._continues(passes[0]):
-            self._continued = passes[0]
-            return
-        for earlier in passes:
-            earlier.finish()
+        passes: dict[BackwardPass, None] = {}
+        for prepared in self._prepared_optimizers:
+            if prepared.open_pass is not None:
+                passes[prepared.open_pass] = None
+        for delayed in passes:
+            if len(passes) == 1 and self._continues(delayed):
+                self._continued = delayed
+            else:
+                delayed.finish()
 
     def _continues(self, delayed: BackwardPass) -> bool:
         """Returns whether the pass may add to gradients left scaled: one scale, same optimizers."""
@@ -249,9 +245,11 @@ class BackwardPass:
         if self.scaled:
             unscale_grads(prepared_optimizers, scaler, self._scale)
         if scaler.dynamic:
-            params = [param for prepared in prepared_optimizers for param in prepared.params()]
+            params: list[Tensor] = []
+            for prepared in prepared_optimizers:
+                params += prepared.params()
+                scaler.unchecked[prepared.overflow] = None
             scaler.share_overflow(params)
-            scaler.unchecked.update({prepared.overflow: None for prepared in prepared_optimizers})
         if not self._delay_overflow_check:
             scaler.end_pass(len(prepared_optimizers))
 
@@ -269,18 +267,24 @@ class BackwardPass:
             self._mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
 
 
-def unique(objects: Iterable[T]) -> list[T]:
-    """Returns each object once, in order."""
-    return list({id(item): item for item in objects}.values())
-
-
 # -- gradients ------------------------------------------------------------------------------------
 
 
-def _pairs_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[MasterPair]:
-    if len(prepared_optimizers) == 1:
-        return prepared_optimizers[0].pairs
-    return unique(pair for prepared in prepared_optimizers for pair in prepared.pairs)
+def _pairs_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> Iterable[MasterPair]:
+    """Returns the pairs of optimizers, each once."""
+    pairs: dict[MasterPair, None] = {}
+    for prepared in prepared_optimizers:
+        pairs.update(dict.fromkeys(prepared.pairs))
+    return pairs
+
+
+def _params_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[Tensor]:
+    """Returns what optimizers step, each parameter once."""
+    params: dict[int, Tensor] = {}
+    for prepared in prepared_optimizers:
+        for param in prepared.params():
+            params[id(param)] = param
+    return [*params.values()]
 
 
 def make_room(prepared_optimizers: Sequence[PreparedOptimizer], *, scaled: bool) -> None:
@@ -299,9 +303,8 @@ def unscale_grads(
 
     The model keeps its own, multiplied by ``scale``, where its session has a scale.
     """
-    stepped = unique(param for prepared in prepared_optimizers for param in prepared.params())
     # Also those of masters that the loss uses themselves.
-    scaler.unscale_(finite.values_of(stepped), scale)
+    scaler.unscale_(finite.values_of(_params_of(prepared_optimizers)), scale)
     masters: list[Tensor] = []
     grads: list[Tensor] = []
     for pair in _pairs_of(prepared_optimizers):
@@ -330,13 +333,16 @@ def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
     params: list[Tensor] = []
     grads: list[Tensor] = []
     for prepared in prepared_optimizers:
+        if not prepared.masters.stashed:
+            continue
         for param, stashed in prepared.unstash_grads():
             grad = grad_of(param)
             set_grad(param, stashed)
             if grad is not None:
                 params.append(param)
                 grads.append(grad)
-    _add_grads(params, grads)
+    if params:
+        _add_grads(params, grads)
 
 
 def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

@@ -241,16 +241,21 @@ def update_model_from_written_masters(pairs: Iterable[MasterPair]) -> None:
     with without_overrides():
         # Inlines ``master_written``: this runs in every forward pass.
         written = [pair for pair in pairs if pair.master._version != pair._master_version]
-        update_model_from_masters(written)
+        if written:
+            update_model_from_masters(written)
 
 
 @untraced
 def update_model_from_masters(pairs: Sequence[MasterPair]) -> None:
     """Rounds masters into their model parameters, written or not."""
-    if not pairs:
-        return
-    with torch.no_grad():
-        foreach.copy_([pair.model for pair in pairs], [pair.master for pair in pairs])
+    models: list[Tensor] = []
+    masters: list[Tensor] = []
+    for pair in pairs:
+        models.append(pair.model)
+        masters.append(pair.master)
+    if models:
+        with torch.no_grad():
+            foreach.copy_(models, masters)
     mark_synced(pairs)
 
 

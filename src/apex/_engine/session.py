@@ -307,10 +307,13 @@ class Session:
         """The states of the session's live optimizers, copies included."""
         return [prepared for prepared in self._prepared_optimizers if prepared.is_live]
 
+    @property
+    def has_several_optimizers(self) -> bool:
+        """Whether more than one optimizer is prepared, or was a moment ago."""
+        return len(self._prepared_optimizers) > 1
+
     def sharers_of(self, prepared: PreparedOptimizer) -> list[PreparedOptimizer]:
         """Returns the session's other optimizers that train a parameter of this one."""
-        if len(self._prepared_optimizers) == 1:
-            return []
         others = [other for other in self.prepared_optimizers if other is not prepared]
         trained = {*map(id, prepared.trained_params())}
         return [o for o in others if not trained.isdisjoint(map(id, o.trained_params()))]
@@ -324,13 +327,13 @@ class Session:
 
     def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients of the masters of ``params``, whose own were cleared."""
-        cleared: set[int] = set()
+        cleared: list[Tensor] = []
         for param in params:
-            cleared.add(id(param))
+            cleared.append(param)
             pair = self.masters.pair_of(param)
             if pair is None:
                 continue
-            cleared.add(id(pair.master))
+            cleared.append(pair.master)
             grad = grad_of(pair.master)
             if set_to_none:
                 set_grad(pair.master, None)
@@ -338,30 +341,26 @@ class Session:
                 grad.detach().zero_()
             if not pair.lazy:
                 param.grad = None
-        if self.has_unfinished():
-            self.drop_cleared(cleared)
+        self.drop_cleared(cleared)
 
-    def has_unfinished(self) -> bool:
-        """Returns whether a pass of one of the optimizers is not finished."""
-        if self.masters.stashed:
-            return True
-        return any(prepared.open_pass is not None for prepared in self._prepared_optimizers)
-
-    def drop_cleared(self, params: set[int]) -> None:
-        """Drops what unfinished passes hold for stepped parameters with these ids.
+    def drop_cleared(self, params: Iterable[Tensor]) -> None:
+        """Drops what unfinished passes hold for stepped parameters, which were cleared.
 
         A delayed pass ends for an optimizer whose parameters are all among them.
         """
-        for key in params & self.masters.stashed.keys():
-            del self.masters.stashed[key]
-        for prepared in self.prepared_optimizers:
-            opened = prepared.open_pass
-            if opened is None:
-                continue
+        unfinished = [prepared for prepared in self._prepared_optimizers if prepared.open_pass]
+        stashed = self.masters.stashed
+        if not unfinished and not stashed:
+            return
+        cleared = {*map(id, params)}
+        for key in cleared & stashed.keys():
+            del stashed[key]
+        for prepared in unfinished:
             for pair in prepared.pairs:
-                if not pair.lazy and id(pair.master) in params:
+                if not pair.lazy and id(pair.master) in cleared:
                     pair.model.grad = None
-            if not opened.is_open and params.issuperset(map(id, prepared.params())):
+            delayed = prepared.open_pass is not None and not prepared.open_pass.is_open
+            if delayed and prepared.is_live and cleared.issuperset(map(id, prepared.params())):
                 prepared.open_pass = None
 
 

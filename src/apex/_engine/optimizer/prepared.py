@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes, finite
-from apex._core.param_groups import exchange, is_trained, move_state, params_in, params_of
+from apex._core.param_groups import exchange, is_trained, move_state, params_in
 from apex._engine import masters
 from apex._engine.masters import LazyMaster, MasterPair, MasterTable
 from apex._engine.mistakes import Mistake
@@ -100,6 +100,10 @@ class OverflowFlag:
         return bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
 
 
+def _version_of(grad: Tensor | None) -> int | None:
+    return None if grad is None else grad._version
+
+
 class PreparedOptimizer:
     """amp's state for one optimizer.
 
@@ -163,7 +167,10 @@ class PreparedOptimizer:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        return params_of(self.optimizer)
+        params: list[nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            params += group["params"]
+        return params
 
     def direct_params(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
@@ -298,31 +305,27 @@ class PreparedOptimizer:
 
     def clear_grads(self, *, set_to_none: bool) -> None:
         """Clears all gradients; with zeros, those of stepped parameters are zeros already."""
+        params = self.params()
         if set_to_none:
             # As torch's zero_grad, but 30 us faster, and also for optimizers that never called
             # torch's constructor (timm's Lookahead).
-            for param in self.params():
+            for param in params:
                 set_grad(param, None)
         for pair in self.pairs:
             pair.model.grad = None
-        if self.session is not None and self.session.has_unfinished():
-            self.session.drop_cleared({*map(id, self.params())})
+        if self.session is not None:
+            self.session.drop_cleared(params)
 
     def clear_grads_by(self, clear: Callable[[], None]) -> None:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
-        if self.session is None or not self.session.has_unfinished():
-            clear()
-            return
-        params = self.params()
-        grads = [grad_of(param) for param in params]
-        versions = [None if grad is None else grad._version for grad in grads]
+        before = [(param, _version_of(grad_of(param))) for param in self.params()]
         clear()
-        cleared: set[int] = set()
-        for param, version in zip(params, versions, strict=True):
-            grad = grad_of(param)
-            if grad is None or grad._version != version:
-                cleared.add(id(param))
-        self.session.drop_cleared(cleared)
+        if self.session is not None:
+            self.session.drop_cleared(
+                param
+                for param, version in before
+                if grad_of(param) is None or _version_of(grad_of(param)) != version
+            )
 
     def drop_overflowed(self) -> None:
         """Drops gradients that no step may use, for a script that goes on without amp."""
@@ -365,10 +368,12 @@ class PreparedOptimizer:
             unrounded = [
                 pair for pair in self.pairs if id(pair) not in rounded or pair.master_written
             ]
-        masters.update_model_from_masters(unrounded)
+        if unrounded:
+            masters.update_model_from_masters(unrounded)
         if failed:
             return
-        masters.end_step(self.pairs, shared=self.shared_pairs())
+        if self.pairs:
+            masters.end_step(self.pairs, shared=self.shared_pairs())
         if self._captured is not None:
             for param, grad in self._captured:
                 set_grad(param, grad)
@@ -376,10 +381,11 @@ class PreparedOptimizer:
 
     def shared_pairs(self) -> set[int]:
         """Returns the ids of pairs that other optimizers step, too."""
-        if self.session is None or not self.pairs:
-            return set()
-        sharers = self.session.sharers_of(self)
-        return {id(pair) for prepared in sharers for pair in prepared.pairs}
+        shared: set[int] = set()
+        if self.session is not None and self.session.has_several_optimizers:
+            for sharer in self.session.sharers_of(self):
+                shared.update(map(id, sharer.pairs))
+        return shared
 
     # -- CUDA graphs -------------------------------------------------------------------------
 

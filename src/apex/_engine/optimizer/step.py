@@ -43,10 +43,12 @@ def run_step(prepared: PreparedOptimizer, run: Run) -> Any:
     failed = True
     try:
         with UncastBlock():
-            compiled = is_compiling_here()
-            blocks = block_step.begin(prepared, compiled=compiled)
-            if prepared.pairs and not compiled and _sees_only_parameters(prepared):
-                run = functools.partial(_run_without_overrides, run)
+            if prepared.pairs:
+                compiled = is_compiling_here()
+                if prepared.masters.lazy:
+                    blocks = block_step.begin(prepared, compiled=compiled)
+                if not compiled and _sees_only_parameters(prepared):
+                    run = functools.partial(_run_without_overrides, run)
             result = _run_unless_overflow(prepared, run)
         failed = False
         return result
