@@ -29,6 +29,7 @@ from apex._engine.masters import MasterPair
 from apex._engine.optimizer.fused import reads_gradients_in_kernels
 from apex._torch import dispatch_modes, foreach, parameters
 from apex._torch.dynamo import untraced
+from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -67,11 +68,17 @@ def begin(prepared: PreparedOptimizer, *, compiled: bool) -> BlockStep | None:
 
 def takes(prepared: PreparedOptimizer) -> bool:
     """Returns whether the next step goes block by block."""
-    pairs = [pair for pair in prepared.pairs if pair.pending_grad is not None]
-    on_cpu = all(pair.master.device.type == "cpu" for pair in pairs)
-    least = least_elements if on_cpu else device_elements
-    large = sum(pair.model.numel() for pair in pairs) >= least
-    return large and reads_gradients_in_kernels(prepared.optimizer) and not prepared.shared_pairs()
+    elements = 0
+    with without_overrides():
+        for pair in prepared.pairs:
+            if pair.model.grad is not None:
+                elements += pair.model.numel()
+    if elements < min(least_elements, device_elements):
+        return False
+    on_cpu = all(pair.master.device.type == "cpu" for pair in prepared.pairs)
+    if elements < (least_elements if on_cpu else device_elements):
+        return False
+    return reads_gradients_in_kernels(prepared.optimizer) and not prepared.shared_pairs()
 
 
 class BlockStep(TorchDispatchMode):
