@@ -40,6 +40,7 @@ from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
 from apex._torch import foreach, parameters, ranks
 from apex._torch.dynamo import untraced
+from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
 
 _WRITTEN = -1
@@ -429,6 +430,11 @@ class MasterTable:
         self._by_user: weakref.WeakKeyDictionary[object, list[MasterPair]] = (
             weakref.WeakKeyDictionary()
         )
+        # The pairs of a model's parameters, with the count of changes at their lookup.
+        self._by_model: weakref.WeakKeyDictionary[nn.Module, tuple[int, Sequence[MasterPair]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._changes = 0
         self._exact: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -452,12 +458,14 @@ class MasterTable:
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""
+        self._changes += 1
         self._by_user.setdefault(user, []).extend(pairs)
         for pair in pairs:
             self._by_param[id(pair.model)] = pair
 
     def release(self, user: object) -> None:
         """Drops the pairs and values that ``user`` keeps alive."""
+        self._changes += 1
         for pair in self._by_user.pop(user, ()):
             self._by_param.pop(id(pair.model), None)
         self._exact.pop(user, None)
@@ -491,10 +499,14 @@ class MasterTable:
         for pairs in list(self._by_user.values()):
             yield from pairs
 
-    def update_model(self) -> None:
-        """Rounds every written master into its model parameter."""
-        for pairs in list(self._by_user.values()):
-            update_model_from_written_masters(pairs)
+    def update_model(self, model: nn.Module) -> None:
+        """Rounds the written masters of a model's parameters into them."""
+        changes, pairs = self._by_model.get(model, (None, ()))
+        if changes != self._changes:
+            known = [self.pair_of(param) for _, param in named_parameters(model)]
+            pairs = [pair for pair in known if pair is not None]
+            self._by_model[model] = self._changes, pairs
+        update_model_from_written_masters(pairs)
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

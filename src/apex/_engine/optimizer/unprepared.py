@@ -16,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
-from apex._engine import masters
 from apex._engine.autocast import steps
-from apex._engine.masters import Master
+from apex._engine.masters import Master, mark_written, update_model_from_written_masters
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.prepared import PREPARED
 from apex._torch.dynamo import untraced
+from apex._torch.modules import named_tensors
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -35,8 +35,8 @@ def _look_after(session: Session, versions: _Versions, optimizer: Optimizer) -> 
     stepped = params_of(optimizer)
     own = {id(param) for param in stepped if isinstance(param, Master)}
     if own:  # fused kernels do not count their writes
-        masters.mark_written(pair for pair in session.masters.pairs() if id(pair.master) in own)
-    session.masters.update_model()
+        mark_written(pair for pair in session.masters.pairs() if id(pair.master) in own)
+    update_model_from_written_masters(session.masters.pairs())
     low = [param for param in stepped if dtypes.is_low_precision(param)]
     if low:
         fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -62,7 +62,7 @@ class _Hooks:
         """Looks after others' steps over the weights or masters of ``session``, while it lives."""
         self._sessions[session] = versions = _Versions()
         for model in session.models:
-            low = filter(dtypes.is_low_precision, model.parameters())
+            low = filter(dtypes.is_low_precision, named_tensors(model).values())
             versions[model] = {id(param): param._version for param in low}
         if not self._handles:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
