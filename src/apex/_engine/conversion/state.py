@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core.tree import Args, Kwargs
-from apex._engine.autocast.region import NoAutocastRegion
+from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.conversion.plan import ModelPlan, Region
 from apex._engine.conversion.state_dict import MasterLink
 from apex._engine.conversion.writes import Writes
@@ -120,7 +120,7 @@ class ModelState:
         return empty, ("model_state",), {name: getattr(self, name) for name in saved}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__init__(region=NoAutocastRegion(), **saved)  # type: ignore[misc]
+        self.__init__(region=LowPrecisionRegion(), **saved)  # type: ignore[misc]
 
 
 def forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
