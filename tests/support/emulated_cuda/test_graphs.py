@@ -1,5 +1,8 @@
 """CUDA graphs of whole iterations, of passes alone and of models train as eager steps do."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -71,3 +74,13 @@ def test_the_emulation_refuses_host_reads_under_capture():
         graph = torch.cuda.graph(torch.cuda.CUDAGraph())
         with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graph:
             read(flag)
+
+
+def test_the_page_about_graphs_runs_as_written():
+    text = (Path(__file__).parents[3] / "docs" / "howto" / "cuda_graphs.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 5
+    assert names["optimizer"].state
