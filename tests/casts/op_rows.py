@@ -18,7 +18,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 MPS = pytest.param(
     "mps",
     marks=pytest.mark.skipif(
-        dispatcher.release < (2, 9), reason="this torch asks for MPS's driver, or lacks its conv3d"
+        dispatcher.TORCH_VERSION < (2, 9),
+        reason="this torch asks for MPS's driver, or lacks its conv3d",
     ),
 )
 

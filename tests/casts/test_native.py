@@ -156,7 +156,9 @@ def test_without_a_session_a_kernel_does_what_torchs_does(device):
         check_native(call, op, device)
 
 
-@pytest.mark.skipif(dispatcher.release < (2, 9), reason="the test before this one shows it there")
+@pytest.mark.skipif(
+    dispatcher.TORCH_VERSION < (2, 9), reason="the test before this one shows it there"
+)
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @NOT_MPS
 def test_without_a_session_a_kernel_does_so_before_torch_2_9(device, monkeypatch):

@@ -34,7 +34,8 @@ def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = Non
     """Returns ``obj`` with ``fn`` applied to every tensor in lists, tuples, dicts and dataclasses.
 
     Containers keep their types and are not modified; one in which nothing changes is returned
-    itself. A read-only mapping becomes a dict, as in apex. Everything else is returned unchanged.
+    itself. A mapping that cannot be copied becomes a dict, as in apex. Everything else is returned
+    unchanged.
 
     Args:
         fn: Called with each tensor; returns the replacement, or the same tensor for no change.
@@ -110,6 +111,10 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
     if not _is_compiling():
         with contextlib.suppress(Exception):  # of an object that cannot be copied
             copied = copy.copy(obj)
+            # Containers, too, as ``to`` may assign to their items.
+            for name, value in vars(copied).items():
+                if type(value) in (list, dict):
+                    vars(copied)[name] = value.copy()
     casts = _FloatingOnly()
     try:
         with casts:
@@ -177,8 +182,9 @@ class _Walk:
             return obj if self.changes == before else _sequence_like(obj, items)
         if isinstance(obj, Mapping):
             changed = self._changed(obj.items())
-            is_own = kind is not dict and isinstance(obj, MutableMapping)
-            result: Any = obj if not changed else copy.copy(obj) if is_own else dict(obj)
+            if not changed:
+                return obj
+            result: Any = copy.copy(obj) if _has_own_items(obj) else dict(obj)
             for key, value in changed.items():
                 result[key] = value
             return result
@@ -210,7 +216,20 @@ def _sequence_like(obj: Any, items: list[Any]) -> Any:
         made = copy.copy(obj)
         made[:] = items
         return made
-    if not isinstance(getattr(kind, "_fields", None), tuple):
+    is_named = isinstance(getattr(kind, "_fields", None), tuple)
+    if _is_compiling():  # dynamo traces only the class's own ``__new__``
+        return kind(*items) if is_named else kind(items)
+    attributes = getattr(obj, "__dict__", None)
+    if attributes is None and not is_named:
         return kind(items)
-    # Not by the class's own ``__new__``, which may not take the items; dynamo traces only that.
-    return kind(*items) if _is_compiling() else tuple.__new__(kind, items)
+    made = tuple.__new__(kind, items)  # as the class's own ``__new__`` may not take the items
+    if attributes:
+        made.__dict__.update(attributes)
+    return made
+
+
+def _has_own_items(mapping: Mapping[Any, Any]) -> bool:
+    """Returns whether a copy of a mapping has items of its own, and is no view on the same ones."""
+    if isinstance(mapping, dict):
+        return type(mapping) is not dict
+    return isinstance(mapping, MutableMapping) and callable(getattr(mapping, "__copy__", None))

@@ -33,6 +33,7 @@ from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
 from apex._torch import foreach, parameters, ranks
 from apex._torch.dynamo import untraced
+from apex._torch.modules import named_parameters
 from apex._torch.parameters import without_overrides
 
 _WRITTEN = -1
@@ -397,6 +398,11 @@ class MasterTable:
         self._by_holder: weakref.WeakKeyDictionary[object, list[MasterPair]] = (
             weakref.WeakKeyDictionary()
         )
+        # The pairs of a model's parameters, with the count of changes at their lookup.
+        self._by_model: weakref.WeakKeyDictionary[nn.Module, tuple[int, Sequence[MasterPair]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._changes = 0
         self._kept: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -417,11 +423,13 @@ class MasterTable:
 
     def hold(self, pairs: Sequence[MasterPair], holder: object) -> None:
         """Registers pairs that live as long as ``holder``."""
+        self._changes += 1
         self._by_holder.setdefault(holder, []).extend(pairs)
         self._by_param.update({id(pair.model): pair for pair in pairs})
 
     def release(self, holder: object) -> None:
         """Drops the pairs and values that ``holder`` keeps alive."""
+        self._changes += 1
         for pair in self._by_holder.pop(holder, ()):
             self._by_param.pop(id(pair.model), None)
         self._kept.pop(holder, None)
@@ -455,10 +463,14 @@ class MasterTable:
         for pairs in list(self._by_holder.values()):
             yield from pairs
 
-    def write_back(self) -> None:
-        """Rounds every written master into its model parameter."""
-        for pairs in list(self._by_holder.values()):
-            write_back(pairs)
+    def write_back(self, model: nn.Module) -> None:
+        """Rounds the written masters of a model's parameters into them."""
+        changes, pairs = self._by_model.get(model, (None, ()))
+        if changes != self._changes:
+            known = [self.pair_of(param) for _, param in named_parameters(model)]
+            pairs = [pair for pair in known if pair is not None]
+            self._by_model[model] = self._changes, pairs
+        write_back(pairs)
 
     @torch.no_grad()
     def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

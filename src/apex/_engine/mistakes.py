@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,6 @@ _LIBRARIES = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
     os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,
-)
-_AT_USERS_LINE: dict[str, Any] = (
-    {"skip_file_prefixes": _LIBRARIES} if sys.version_info >= (3, 12) else {}
 )
 
 BLOCK = "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
@@ -106,10 +104,17 @@ class Mistakes:
         return self.blocks_left < _INSPECTED_BLOCKS
 
     def warn(self, mistake: Mistake) -> None:
-        """Warns of a mistake, once per session; at the user's line from Python 3.12 on."""
-        if mistake not in self._warned:
-            self._warned.add(mistake)
-            warnings.warn(mistake.value, UserWarning, **_AT_USERS_LINE)
+        """Warns of a mistake at the user's line, once per session."""
+        if mistake in self._warned:
+            return
+        self._warned.add(mistake)
+        frame: FrameType | None = sys._getframe()
+        level = 1
+        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+            frame = frame.f_back
+            level += 1
+        # Python 3.12 has skip_file_prefixes for this.
+        warnings.warn(mistake.value, UserWarning, stacklevel=level)
 
 
 class BlockInspection:

@@ -15,7 +15,7 @@ from apex._core.foreach.scalars import as_tensor
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._torch import dtensor
-from apex._torch.copies import HostCopy, capturing, moved
+from apex._torch.copies import HostCopy, capturing, has_values, moved
 
 INITIAL_SCALE = 2.0**16
 
@@ -72,17 +72,18 @@ class Readback(Generic[T]):
     def send(self, source: T, values: Tensor) -> None:
         """Queues the present values of a 1-d tensor, with what they belong to.
 
-        Nothing is queued while a CUDA graph is captured: a replay has no host side.
+        Nothing is queued while a CUDA graph is captured, as a replay has no host side, nor for
+        fake tensors, which have no values.
         """
         self.prepare(source, values)()
 
     def prepare(self, source: T, values: Tensor) -> Callable[[], None]:
         """Returns a function that does what ``send`` does, and allocates its memory now."""
+        if capturing(values.device) or not has_values(values):
+            return lambda: None
         if values.device.type == "cpu" and not self._in_flight:
             # On the host, tolist() reads memory in place: no kernel, no wait.
             return lambda: self._ready.append((source, tuple(values.tolist())))
-        if capturing(values.device):
-            return lambda: None
         copy = HostCopy(values)
         return lambda: self._in_flight.append((source, copy.start()))
 
@@ -192,7 +193,7 @@ class Scaler(ABC):
         """Returns the scale as a number. Syncs with the device if it is dynamic."""
 
     @abstractmethod
-    def read_clean_steps(self) -> int:
+    def read_growth_tracker(self) -> int:
         """Returns the clean steps since the scale last changed; of a static one, all steps.
 
         Syncs if it is dynamic.
@@ -211,7 +212,7 @@ class Scaler(ABC):
         """
 
     @abstractmethod
-    def set_clean_steps(self, clean_steps: int) -> None:
+    def set_growth_tracker(self, growth_tracker: int) -> None:
         """Sets the count of clean steps; a dynamic scale's stays below the interval."""
 
     def set_rule(self, rule: ScaleRule) -> None:
@@ -245,7 +246,7 @@ class StaticScaler(Scaler):
         """
         self._take(loss_scale)
         super().__init__(self._scale, rule, loss_id)
-        self._clean_steps = 0
+        self._growth_tracker = 0
 
     def _take(self, loss_scale: float) -> None:
         self._scale = checked_static(loss_scale)  # exact; fp32 may round it
@@ -266,28 +267,28 @@ class StaticScaler(Scaler):
 
     def update(self, optimizers: int, *, own: bool = False) -> None:
         """Counts a step."""
-        self._clean_steps += 1
+        self._growth_tracker += 1
 
     def read_scale(self) -> float:
         return self._scale
 
-    def read_clean_steps(self) -> int:
-        return self._clean_steps
+    def read_growth_tracker(self) -> int:
+        return self._growth_tracker
 
     def set_scale(self, loss_scale: float) -> None:
         self._take(loss_scale)
         self.version += 1
         self.loss_scale.fill_(self._scale)
 
-    def set_clean_steps(self, clean_steps: int) -> None:
-        self._clean_steps = clean_steps
+    def set_growth_tracker(self, growth_tracker: int) -> None:
+        self._growth_tracker = growth_tracker
 
 
 class DynamicScaler(Scaler):
     """A scale that backs off on overflow and grows after clean steps, all on the device.
 
     Attributes:
-        clean_steps: Clean steps since the scale last changed, 0-d int32.
+        growth_tracker: Clean steps since the scale last changed, 0-d int32.
     """
 
     dynamic = True
@@ -302,13 +303,13 @@ class DynamicScaler(Scaler):
         """
         first = min(max(checked_static(initial), rule.least), rule.greatest)
         super().__init__(first, rule, loss_id)
-        self.clean_steps = torch.tensor(0, dtype=torch.int32, device="cpu")
+        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._readback: Readback[int] = Readback()
         self._skipped_in_row = 0
 
     def set_rule(self, rule: ScaleRule) -> None:
         super().set_rule(rule)
-        self.clean_steps.clamp_(max=rule.window - 1)
+        self.growth_tracker.clamp_(max=rule.growth_interval - 1)
 
     def factor(self) -> Tensor:
         return self.loss_scale.clone()
@@ -331,7 +332,7 @@ class DynamicScaler(Scaler):
         # First, because memory may run out.
         send = self._readback.prepare(optimizers, self._scale_and_flag)
         if not own:
-            update_scale_(self.loss_scale, self.clean_steps, self.found_inf, self.rule)
+            update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
         self.pending = False
         self.version += 1
         send()
@@ -350,20 +351,20 @@ class DynamicScaler(Scaler):
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number
 
-    def read_clean_steps(self) -> int:
-        return int(self.clean_steps)  # sync: the caller asks for a host number
+    def read_growth_tracker(self) -> int:
+        return int(self.growth_tracker)  # sync: the caller asks for a host number
 
     def set_scale(self, loss_scale: float) -> None:
         """Sets the scale, which may exceed the rule's bounds until the next update."""
         self.loss_scale.fill_(checked_static(loss_scale))
         self.version += 1
 
-    def set_clean_steps(self, clean_steps: int) -> None:
-        self.clean_steps.fill_(min(clean_steps, self.rule.window - 1))
+    def set_growth_tracker(self, growth_tracker: int) -> None:
+        self.growth_tracker.fill_(min(growth_tracker, self.rule.growth_interval - 1))
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
-        self.clean_steps = moved(self.clean_steps, device)
+        self.growth_tracker = moved(self.growth_tracker, device)
 
 
 def scaler_for(

@@ -33,10 +33,10 @@ def without_autocast(device: str) -> Callable[[], Any]:
     return functools.partial(torch._C._ExcludeDispatchKeyGuard, keys)
 
 
-release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor number of the installed torch; nothing above this package asks for it."""
 
-weight_cache_is_safe = release >= (2, 11)
+weight_cache_is_safe = TORCH_VERSION >= (2, 11)
 """Whether autocast's weight cache tells casts with a gradient from those under ``no_grad``.
 
 Before torch 2.11 a weight whose first use is under ``no_grad`` gets no gradient from later ones.

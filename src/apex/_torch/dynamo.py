@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from apex._torch.dispatcher import release
+from apex._torch.dispatcher import TORCH_VERSION
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,7 +67,7 @@ def inlined(fn: Callable[P, R]) -> Callable[P, R]:
 def inlined_with_calls(fn: Callable[P, R]) -> Callable[P, R]:
     """Marks ``fn`` as :func:`untraced` does, except where compiled code traces a call."""
     # Before torch 2.8, what turns dynamo off for calls cannot be traced.
-    return _mark(fn, recursive=release >= (2, 8), disable=False)
+    return _mark(fn, recursive=TORCH_VERSION >= (2, 8), disable=False)
 
 
 def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:

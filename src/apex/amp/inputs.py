@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from, params_of
 from apex._engine import conversion
-from apex._engine.conversion import ModelPlan
+from apex._engine.conversion.plan import ModelPlan
 from apex._engine.optimizer.subclass import prepared_state
+from apex._torch.modules import named_parameters
 from apex.amp._amp_state import _amp_state
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
@@ -120,7 +121,7 @@ def check_masters(models: Sequence[nn.Module]) -> None:
     """Raises RuntimeError if a parameter has a master in the session of an earlier call."""
     sessions = _amp_state.sessions()
     for model in models if sessions else ():
-        for name, param in model.named_parameters():
+        for name, param in named_parameters(model):
             if any(session.masters.pair_of(param) is not None for session in sessions):
                 raise RuntimeError(
                     f"amp.initialize got a model ({type(model).__name__}) whose parameter {name} "
@@ -159,7 +160,7 @@ def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) 
     or have no parameters, as the placeholder for a model of an earlier call.
     """
     held = set(map(id, params))
-    own = [param for model in models for param in model.parameters()]
+    own = [param for model in models for _, param in named_parameters(model)]
     trains_other = all(isinstance(param, nn.Parameter) for param in params)
     trains_any = any(param.requires_grad for param in own)
     return trains_other and trains_any and held.isdisjoint(map(id, own))
@@ -204,4 +205,4 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
 
 
 def _params(models: Iterable[nn.Module]) -> set[int]:
-    return {id(param) for model in models for param in model.parameters()}
+    return {id(param) for model in models for _, param in named_parameters(model)}

@@ -20,7 +20,7 @@ from apex._engine.scaler import PassEnd, ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex.amp._amp_state import maybe_print
-from apex.amp.properties import DESCRIPTIONS, Properties
+from apex.amp.properties import Properties, opt_levels
 
 SKIPS_BEFORE_WARNING = 50
 
@@ -52,7 +52,7 @@ def start_up(defaults: Properties, properties: Properties) -> None:
         for each in (defaults, properties)
     )
     for line in (
-        f"Selected optimization level {level}: {DESCRIPTIONS[level]}\n",
+        f"Selected optimization level {level}: {opt_levels[level].description}\n",
         "Defaults for this optimization level are:",
         *before,
         "Processing user overrides (additional kwargs that are not None)...",

@@ -77,7 +77,7 @@ class LossScaler:
             max_loss_scale: Largest scale after growth.
         """
         rule = ScaleRule.symmetric(
-            scale_factor, scale_window, floor=min_loss_scale, ceiling=max_loss_scale
+            scale_factor, scale_window, min_scale=min_loss_scale, max_scale=max_loss_scale
         )
         scale = as_loss_scale("loss_scale", loss_scale)
         self._view(scaler_for(scale, rule, initial=init_scale))
@@ -104,7 +104,7 @@ class LossScaler:
         """Takes the values of a file, also of apex's own scaler."""
         window, least, most = (state[name] for name in _OF_RULE)
         factor, scale = state.get("scale_factor", 2.0), state["_loss_scale"]
-        rule = ScaleRule.symmetric(factor, window, floor=least, ceiling=most)
+        rule = ScaleRule.symmetric(factor, window, min_scale=least, max_scale=most)
         self._view(scaler_for("dynamic" if state["dynamic"] else scale, rule, initial=scale))
         self._unskipped = state["_unskipped"]
 
@@ -122,12 +122,12 @@ class LossScaler:
         lambda self, value: self._scaler.set_scale(value),
     )
     _unskipped = property(
-        lambda self: self._scaler.read_clean_steps(),
-        lambda self, value: self._scaler.set_clean_steps(value),
+        lambda self: self._scaler.read_growth_tracker(),
+        lambda self, value: self._scaler.set_growth_tracker(value),
     )
     _scale_seq_len = _of_rule("growth_interval")
-    _min_loss_scale = _of_rule("floor")
-    _max_loss_scale = _of_rule("ceiling")
+    _min_loss_scale = _of_rule("min_scale")
+    _max_loss_scale = _of_rule("max_scale")
 
     _has_overflow = property(
         lambda self: self._scaler.read_found_inf(),

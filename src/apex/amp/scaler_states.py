@@ -48,7 +48,7 @@ def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and state of every scaler: ``"loss_scaler0"`` and so on."""
     for index, scaler in enumerate(scalers):
         added = {} if scaler.dynamic else {VERSIONED: {"dynamic": False}}
-        state = {"loss_scale": scaler.read_scale(), "unskipped": scaler.read_clean_steps()}
+        state = {"loss_scale": scaler.read_scale(), "unskipped": scaler.read_growth_tracker()}
         yield f"loss_scaler{index}", {**state, **added}
 
 
@@ -65,7 +65,7 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
         kinds_agree = scaler.dynamic != state.static
         if given == own or (kinds_agree and (scaler.dynamic or not unscaled)):
             scaler.set_scale(given)
-            scaler.set_clean_steps(state.unskipped)
+            scaler.set_growth_tracker(state.unskipped)
         elif not unscaled:
             kind = "dynamic" if scaler.dynamic else "static"
             _log.warning(

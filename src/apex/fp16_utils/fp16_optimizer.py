@@ -35,7 +35,7 @@ class _Scale(HostScale):
 
     @property
     def _unskipped(self) -> int:
-        return self.clean_steps
+        return self.growth_tracker
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
@@ -140,7 +140,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             "loss_scaler": {
                 "dynamic": scale.dynamic,
                 "_loss_scale": scale.cur_scale,
-                "_unskipped": scale.clean_steps,
+                "_unskipped": scale.growth_tracker,
             },
             "dynamic_loss_scale": scale.dynamic,
             "overflow": self.overflow,

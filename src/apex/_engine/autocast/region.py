@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from apex._core import tree
 from apex._core.op_table import AutocastSpec
+from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.ambient import Ambient, settle
 from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
@@ -89,6 +90,17 @@ class AutocastRegion:
         args, kwargs = tree.map_arguments(_without_double, args, kwargs)  # type: ignore[assignment]
         return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
 
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Does what :meth:`run` does, until ``until`` closes; returns the arguments for a call."""
+        settle()
+        if is_off():
+            return args, kwargs
+        for device in self.spec.device_types:
+            until.enter_context(
+                torch.autocast(device, self.spec.dtype, cache_enabled=weight_cache_is_safe)
+            )
+        return tree.map_arguments(_without_double, args, kwargs)
+
     def enter_ambient(self) -> None:
         """Turns casts on in this thread until ``leave_ambient``; of several, the newest apply."""
         self._ambients.append(Ambient(self.spec))
@@ -117,6 +129,12 @@ class NoAutocastRegion:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
         return under(devices_cast(), None, fn, *args, **kwargs)
 
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Does what :meth:`run` does, until ``until`` closes; returns the arguments."""
+        for device in devices_cast():
+            until.enter_context(torch.autocast(device, enabled=False))
+        return args, kwargs
+
 
 class AmbientRegion:
     """Runs functions under the casts of their thread, whichever session's they are."""
@@ -125,6 +143,10 @@ class AmbientRegion:
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)``."""
         return fn(*args, **kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Returns the arguments."""
+        return args, kwargs
 
 
 class UncastBlock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine.conversion.plan import ModelPlan, matches, named_submodules, planned_dtypes
-from apex._engine.conversion.state import state_of
+from apex._engine.conversion.state import forward_parameters, state_of
 from apex._torch import dtensor, fsdp
 from apex._torch.modules import named_tensors
 
@@ -142,7 +141,7 @@ def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     for rule in plan.fp32_buffers:
         if not any(fnmatchcase(name, str(rule)) for name in buffers):
             _refuse("fp32_buffers", rule, "matches no buffer", buffers)
-    params = [p for m in models for p in inspect.signature(m.forward).parameters.values()]
+    params = [p for model in models for p in forward_parameters(model.forward).values()]
     names = [p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
     for rule in plan.fp32_inputs:

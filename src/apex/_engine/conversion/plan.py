@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes
+from apex._core.tree import Args, Call, Kwargs
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
@@ -31,7 +33,10 @@ class Region(Protocol):
     """Runs a model's own forward with op casts on or off; picklable and deep-copyable."""
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Returns ``fn(*args, **kwargs)``, called inside the region."""
+        """Returns ``fn(*args, **kwargs)``, called inside the region; dynamo can trace it."""
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Enters the region until ``until`` closes; returns the arguments for a call inside."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch.optim import Optimizer
 
-from apex._core.mixins import plain_class, with_mixin
+from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import optimizers_in
 from apex._engine import masters
 from apex._engine.backward import PassGradients
@@ -222,7 +222,7 @@ def unprepare_class(optimizer: Optimizer) -> None:
             each.__dict__.pop(ATTRIBUTE, None)
             own = own_class(type(each))
             if type(each) is not own:
-                each.__class__ = own
+                swap_class(each, own)
     if prepared is not None and prepared.inner_step is not None:
         optimizer.__dict__["step"] = prepared.inner_step
 

@@ -98,7 +98,6 @@ def _row(result: Result, comparison: Comparison) -> Row:
             "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
             "apart": _apart(result, comparison),
             "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
-            "distance": NOTHING if record.distance is None else _percent(record.distance),
             "skipped": f"{len(record.skipped)} of {len(record.losses)}",
             "frozen": NOTHING if record.frozen is None else _percent(record.frozen),
         }

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex.integrations import scales
-from apex.tools.errors import TargetError, format_error
+from apex.tools import source
+from apex.tools.errors import TargetError, format_error, is_relative_import
 
 FUNCTION = "setup"
 """Default function in a file or module."""
@@ -121,17 +122,22 @@ def _copied(first: Experiment) -> Experiment:
 
 def _look_at(path: Path, function: str) -> None:
     """Raises unless a file defines a target and trains nothing itself; executes nothing."""
-    if not path.is_file():
+    if not path.exists():
         raise TargetError(f"There is no file {path}.")
+    text = source.read(path)
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
-        why = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
-        raise TargetError(f"{path} cannot be read as Python: {why}.") from error
-    top = [*_of_module_level(tree)]
-    names = set[str]().union(*map(_bound_by, top))
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        why = f"{error.msg}, line {error.lineno}. {source.python_2(error)}".strip()
+        raise TargetError(f"{path} cannot be read as Python: {why}") from error
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise TargetError(f"{path} cannot be read as Python: {error}.") from error
+    executed = [part for part in tree.body if not _is_main_block(part)]
+    top = [*source.of_scope(ast.Module(executed, []))]
+    names = {source.bound_by(node) for node in top}
     if function and function not in names and "*" not in names:
-        raise TargetError(f"{path} has no function {function}(). {_HELP}")
+        similar = source.did_you_mean(function, filter(None, names))
+        raise TargetError(f"{path} has no function {function}().{similar} {_HELP}")
     missing = [] if {function or FUNCTION, "*"} & names else [n for n in PARTS if n not in names]
     if missing or _calls_backward(top):
         kind = "a training script" if _calls_backward(ast.walk(tree)) else "no target"
@@ -144,32 +150,12 @@ def _look_at(path: Path, function: str) -> None:
         raise TargetError(f"{path} {_INITIALIZE} Nothing was run.")
 
 
+def _is_main_block(part: ast.stmt) -> bool:
+    return isinstance(part, ast.If) and "__main__" in ast.unparse(part.test)
+
+
 def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
-
-
-def _of_module_level(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yields the nodes that executing a module runs, its functions and ``__main__`` block aside."""
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
-            continue
-        waiting += ast.iter_child_nodes(node)
-
-
-def _bound_by(node: ast.AST) -> set[str]:
-    match node:
-        case ast.Name(id=name, ctx=ast.Store()):
-            return {name}
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.alias(name=name, asname=alias):
-            return {alias or name.partition(".")[0]}
-    return set()
 
 
 _INITIALIZE = (
@@ -190,7 +176,10 @@ def _executed(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script may call sys.exit
-        raise TargetError(f"Executing {path} failed: {format_error(error)}") from error
+        why = format_error(error)
+        if is_relative_import(error):
+            why += "\n  Its folder is on sys.path: import its neighbours without the dot."
+        raise TargetError(f"Executing {path} failed: {why}") from error
     return module
 
 
