@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "FusedNovoGrad": optimizers.FusedNovoGrad,
     "FusedAdagrad": optimizers.FusedAdagrad,
 }
-MACHINERY = {"O1": (107, 20), "O2": (15, 20), "O4": (97, 12), "O5": (4, 12)}
+MACHINERY = {"O1": (108, 20), "O2": (15, 20), "O4": (97, 12), "O5": (4, 12)}
 """Launches and bytes per parameter, for the casts, the scale and the masters of each level."""
 STEPS = {
     "AdamW": (3, 28),

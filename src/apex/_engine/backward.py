@@ -86,6 +86,7 @@ class BackwardPass:
         self._state = _State.NEW
         self._continued: BackwardPass | None = None
         self._inspection: BlockInspection | None = None
+        self._captures = False  # whether the block has begun in a CUDA graph's capture
 
     @untraced
     def __enter__(self) -> Any:
@@ -103,6 +104,7 @@ class BackwardPass:
                     "one."
                 )
         self._finish_others()
+        self._captures = capturing(self._loss.device)
         with without_overrides():
             for prepared in self._prepared_optimizers:
                 prepared.adopt_new()
@@ -200,6 +202,13 @@ class BackwardPass:
         prepared_optimizers = self._kept()
         if self._state not in (_State.OPEN, _State.DELAYED):
             return
+        captures = capturing(self._loss.device)
+        if self._captures and not captures:
+            raise RuntimeError(
+                "A CUDA graph has captured a block of amp.scale_loss with delay_unscale=True, but "
+                "not the last block of the step: the gradients of later replays would stay scaled. "
+                "Capture the last block, too, without delay_unscale."
+            )
         if self._inspection is not None:  # in a step inside the block
             self._inspection.end_of_gradients()
         self._state = _State.DONE
@@ -208,7 +217,7 @@ class BackwardPass:
             if prepared_optimizers:
                 with without_overrides():
                     self._unscale(prepared_optimizers)
-                if capturing(self._loss.device):
+                if captures:
                     for prepared in prepared_optimizers:
                         prepared.keep_captured()
         except BaseException:

@@ -84,3 +84,13 @@ def test_the_page_about_graphs_runs_as_written():
         exec(block, names)
     assert len(blocks) == 5
     assert names["optimizer"].state
+
+
+def test_a_captured_block_whose_gradients_stay_scaled_is_an_error():
+    model, optimizer = loops.prepared("O2", loops.fused_adamw_of, loops.net().cuda())
+    x, y = (tensor.cuda() for tensor in loops.batch())
+    loops.train_step(model, optimizer, x, y)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loops.backward(model, optimizer, x, y, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="not the last block of the step"):
+        optimizer.step()
