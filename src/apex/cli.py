@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import inspect
 import io
 import json
@@ -226,8 +225,7 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    stages = len(options.levels) + options.rounds
-    found = compare(args.target, options, _progress(stages), _warn)
+    found = compare(args.target, options, _show_stage, _warn)
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(found))
     stream = sys.stderr if args.json == "-" else sys.stdout
@@ -240,21 +238,12 @@ def _compare(args: argparse.Namespace) -> int:
     return FAILED if found.failed else OK
 
 
+def _show_stage(stage: str) -> None:
+    print(f"[{stage}]", file=sys.stderr)
+
+
 def _warn(text: str) -> None:
     print(f"apex compare: {text}", file=sys.stderr)
-
-
-def _progress(stages: int) -> Callable[[str], object]:
-    """Returns what shows each stage: tqdm's bar on a terminal if it is installed, or a line."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        return lambda stage: print(f"[{stage}]", file=sys.stderr)
-    bar = importlib.import_module("tqdm").trange(stages, unit="stage")
-
-    def show(stage: str) -> None:
-        bar.set_description(stage)
-        bar.update()
-
-    return show
 
 
 # -- apex migrate ----------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ class TargetError(InputError):
 def format_error(error: BaseException) -> str:
     """Returns an error's type, the first line of its message and the user's line that raised it.
 
-    The line is that of the first error of a chain. What a later one adds, such as amp's remedy,
-    follows on lines of its own.
+    The line is that of the first error of a chain. What amp or a later one adds follows on lines of
+    its own.
 
     Of a ``TargetError``, it is the message.
     """
@@ -30,18 +30,22 @@ def format_error(error: BaseException) -> str:
     if isinstance(error, TargetError):
         return str(error)
     first, *later = [*_chain(error)][::-1]
-    kind, lines = type(first).__name__, _lines(first)
-    text = f"{kind}: {lines[0]}" if lines else kind
-    frames = traceback.extract_tb(first.__traceback__)
-    places = [frame for frame in frames if is_user_file(frame.filename)]
-    place = source = ""
-    if places:
-        place, source = f"{places[-1].filename}:{places[-1].lineno}", places[-1].line or ""
-    text += f" ({place})" if place else ""
-    added = dict.fromkeys(line for each in later for line in _lines(each) if line not in lines)
-    if places and isinstance(first, AttributeError | ImportError | TypeError):
-        added |= dict.fromkeys(_misspelt(places[-1]))
-    return "\n  ".join([text, *_too_large(lines[0] if lines else "", source), *added])
+    message, *more = _lines(first) or [""]
+    text = type(first).__name__
+    if message:
+        text += f": {message}"
+    remedies: list[str] = []
+    stack = traceback.extract_tb(first.__traceback__)
+    frames = [frame for frame in stack if is_user_file(frame.filename)]
+    for frame in frames[-1:]:
+        text += f" ({frame.filename}:{frame.lineno})"
+        remedies += _too_large(message, frame.line or "")
+        if isinstance(first, AttributeError | ImportError | TypeError):
+            remedies += _misspelt(frame)
+    remedies += [line for line in more if line.startswith("amp ")]
+    for cause in later:
+        remedies += [line for line in _lines(cause) if line not in (message, *more)]
+    return "\n  ".join([text, *dict.fromkeys(remedies)])
 
 
 def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:

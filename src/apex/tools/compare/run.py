@@ -26,7 +26,7 @@ from apex.tools.compare.timing import (
     slowdown,
     time_interleaved,
 )
-from apex.tools.compare.training import INITIAL_SCALE, Trainer, prepare
+from apex.tools.compare.training import Trainer, prepare
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
 from apex.tools.errors import TargetError, format_error
@@ -159,7 +159,7 @@ class _Run:
 
         steps = {}
         for result in results:
-            _, trainer = self._fresh(result, settled=True)
+            _, trainer = self._fresh(result)
             steps[result.name] = functools.partial(step, trainer)
         rounds = self._options.rounds
         for turn, times in enumerate(time_interleaved(steps, rounds, self._options.device)):
@@ -168,7 +168,7 @@ class _Run:
             is_known = turn > 0 and meter.seconds > LEAST_SECONDS  # the first turn warms up
             if is_known and meter.load.busy:
                 return
-            if turn < rounds:
+            if turn < rounds and turn % max(1, rounds // 10) == 0:
                 self._stage(f"time all, interleaved: round {turn + 1} of {rounds}")
 
     # -- notes -----------------------------------------------------------------------------
@@ -184,16 +184,11 @@ class _Run:
 
     # -- helpers of the phases -----------------------------------------------------------------
 
-    def _fresh(self, result: Result, *, settled: bool = False) -> tuple[Experiment, Trainer]:
-        """Returns an experiment with the first weights, prepared at the result's level.
-
-        With ``settled``, the loss scale starts where training ended.
-        """
+    def _fresh(self, result: Result) -> tuple[Experiment, Trainer]:
+        """Returns an experiment with the first weights, prepared at the result's level."""
         gc.collect()  # memory of the previous level would count
         experiment = self._build()
-        last = result.training if settled else None
-        scale = INITIAL_SCALE if last is None else last.loss_scales[-1]
-        trainer = prepare(result.level, experiment, self._options.device, loss_scale=scale)
+        trainer = prepare(result.level, experiment, self._options.device)
         seed_all(self._options.seed)
         return experiment, trainer
 

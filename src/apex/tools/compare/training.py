@@ -24,8 +24,6 @@ from apex.tools.compare.results import Level, Stored, Training
 from apex.tools.compare.target import Experiment
 from apex.tools.errors import TargetError
 
-INITIAL_SCALE = 2.0**16
-
 FROZEN_SAMPLES = 8
 """Number of steps at which frozen updates are counted."""
 
@@ -79,33 +77,23 @@ class Trainer:
         raise NotImplementedError
 
 
-def prepare(
-    level: Level, experiment: Experiment, device: torch.device, *, loss_scale: float = INITIAL_SCALE
-) -> Trainer:
-    """Moves the experiment's model to ``device``, prepares it and returns the trainer.
-
-    A dynamic scale starts at ``loss_scale``.
-    """
+def prepare(level: Level, experiment: Experiment, device: torch.device) -> Trainer:
+    """Moves the experiment's model to ``device``, prepares it and returns the trainer."""
     experiment.model.to(device)
-    kind = _AutocastTrainer if level.autocast else _AmpTrainer
-    return kind(level, experiment, device, loss_scale)
+    trainer = _AutocastTrainer if level.autocast else _AmpTrainer
+    return trainer(level, experiment, device)
 
 
 class _AmpTrainer(Trainer):
     """Trains with ``amp.initialize`` and ``amp.scale_loss``."""
 
-    def __init__(
-        self, level: Level, experiment: Experiment, device: torch.device, loss_scale: float
-    ) -> None:
+    def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
         super().__init__(level, experiment, device)
         options = {"opt_level": level.name, **level.options}
         with _quiet():
             self.model, self.optimizer = amp.initialize(
                 experiment.model, experiment.optimizer, verbosity=0, **options
             )
-        if self.loss_scale() not in (1.0, loss_scale):
-            entry = {"loss_scale": loss_scale, "unskipped": 0}
-            scales.load_state_dict(self.optimizer, {"loss_scaler0": entry})
 
     def loss_scale(self) -> float:
         return float(scales.state_dict(self.optimizer)["loss_scaler0"]["loss_scale"])
@@ -134,13 +122,11 @@ def _quiet() -> Iterator[None]:
 class _AutocastTrainer(Trainer):
     """Trains with ``torch.autocast`` and, in fp16, with ``GradScaler``."""
 
-    def __init__(
-        self, level: Level, experiment: Experiment, device: torch.device, loss_scale: float
-    ) -> None:
+    def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
         super().__init__(level, experiment, device)
         self.model, self.optimizer = experiment.model, experiment.optimizer
         scaled = level.dtype is torch.float16
-        self._scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale, enabled=scaled)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled)
 
     def loss_scale(self) -> float:
         return float(self._scaler.get_scale())
