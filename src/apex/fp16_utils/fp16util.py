@@ -62,14 +62,11 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     given: object = dtype
     if not isinstance(given, torch.dtype) or not given.is_floating_point:
         raise TypeError(f"dtype is {dtype!r}; it must be a floating dtype, such as torch.float16.")
-    for param in module.parameters(recurse=False):
-        if dtypes.is_castable(param):
-            param.data = param.data.to(dtype)
-            if param.grad is not None:
-                param.grad.data = param.grad.data.to(dtype)
-    for buffer in module.buffers(recurse=False):
-        if dtypes.is_castable(buffer):
-            buffer.data = buffer.data.to(dtype)
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if dtypes.is_castable(tensor):
+            tensor.data = tensor.data.to(dtype)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(dtype)
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
