@@ -126,7 +126,8 @@ class MasterWrapper:
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         for params in self._stepped():
-            low, full = [], []
+            low: list[nn.Parameter] = []
+            full: list[nn.Parameter] = []
             for param in params:
                 if param.requires_grad or self._with_frozen:
                     (low if dtypes.is_low_precision(param) else full).append(param)
