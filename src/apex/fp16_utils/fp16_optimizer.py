@@ -81,7 +81,9 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the gradients of each group's parameters; ``None`` after an overflow."""
-        return None if self.overflow else [[p.grad for p in own] for own in self._stepped()]
+        if self.overflow:
+            return None
+        return [[param.grad for param in params] for params in self._stepped()]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clips the gradients of the optimizer's parameters by their total norm.
