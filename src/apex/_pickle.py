@@ -20,7 +20,10 @@ _KINDS = {
     "master_pair": "apex._engine.masters:rebuild_pair",
     "plan": "apex._engine.conversion.plan:ModelPlan",
 }
-"""Location of each kind's class or function. Existing files use them: keep what can be loaded."""
+"""Location of each kind's class or function, which no import shows.
+
+Existing files use the kinds: keep what can be loaded.
+"""
 
 
 def rebuild(kind: str, *parts: Any) -> Any:
