@@ -225,17 +225,17 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    found = compare(args.target, options, _show_stage, _warn)
+    comparison = compare(args.target, options, _show_stage, _warn)
     # Written before printing, because printing to a closed pipe raises.
-    write(args.output, report(found))
+    write(args.output, report(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
     if args.json != "-":
-        write_json(args.json, to_json(found))
-    print("\n" + comparison_text(found, wide=args.wide), file=stream)
+        write_json(args.json, to_json(comparison))
+    print("\n" + comparison_text(comparison, wide=args.wide), file=stream)
     print(f"report: {args.output}", file=stream)
     if args.json == "-":
-        write_json("-", to_json(found))
-    return FAILED if found.failed else OK
+        write_json("-", to_json(comparison))
+    return FAILED if comparison.failed else OK
 
 
 def _show_stage(stage: str) -> None:
