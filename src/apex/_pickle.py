@@ -12,13 +12,11 @@ from typing import Any
 _KINDS = {
     "prepared": "apex._engine.optimizer.prepared:PreparedOptimizer",
     "cast": "apex.amp._initialize:AppliedCast",
-    "fp32_hooks": "apex._engine.conversion.state_dict:Fp32Hooks",
-    "input_cast": "apex._engine.conversion.casts:InputCast",
+    "fp32_module": "apex._engine.conversion.casts:Fp32Module",
     "master_link": "apex._engine.conversion.state_dict:MasterLink",
     "model": "apex._engine.conversion.subclass:set_saved_state",
     "model_state": "apex._engine.conversion.state:ModelState",
     "optimizer": "apex._engine.optimizer.subclass:rebuild_optimizer",
-    "output_cast": "apex._engine.conversion.casts:OutputCast",
     "tracked_pair": "apex._engine.masters:rebuild_pair",
     "plan": "apex._engine.conversion.plan:ModelPlan",
 }

@@ -22,7 +22,7 @@ from apex._engine.autocast.ambient import settle
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
-from apex._engine.conversion import ModelPlan
+from apex._engine.conversion.plan import ModelPlan
 from apex._engine.ddp import DDPTracker
 from apex._engine.masters import LazyMaster, Master, MasterTable
 from apex._engine.mistakes import Mistakes

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from, params_of
 from apex._engine import conversion
-from apex._engine.conversion import ModelPlan
+from apex._engine.conversion.plan import ModelPlan
 from apex._engine.optimizer.subclass import prepared_state
 from apex._torch.modules import named_parameters
 from apex.amp._amp_state import _amp_state

@@ -15,7 +15,8 @@ from torch.optim import LBFGS, Optimizer
 
 from apex import amp
 from apex._core.param_groups import params_of
-from apex._engine.conversion import mixes_dtypes, state_of
+from apex._engine.conversion.notes import mixes_dtypes
+from apex._engine.conversion.state import state_of
 from apex._engine.optimizer.subclass import own_class, prepared_state
 from apex._torch import ddp
 from apex.amp.properties import level_defaults
@@ -53,9 +54,10 @@ class ApexPrecision(_Precision):
 
     The ``Trainer`` clips, accumulates, saves and resumes as with its own plugins. The
     LightningModule is prepared when ``fit``, ``validate``, ``test`` or ``predict`` begins, and is a
-    plain fp32 module again when it ends. Its own forward casts inputs, and so do its children when
-    ``training_step`` calls them by themselves; batches stay as they are, so targets keep their
-    digits. Checkpoints hold fp32 weights, and the loss scales under ``"ApexPrecision"``.
+    plain fp32 module again when it ends. The plugin casts the inputs of the module's forward, and
+    of its children when ``training_step`` calls them directly. It does not cast batches, so targets
+    keep their precision. Checkpoints contain fp32 weights, and the loss scales under
+    ``"ApexPrecision"``.
 
     In manual optimization, ``self.manual_backward(loss, loss_id=1)`` selects a loss scale.
 
@@ -68,7 +70,7 @@ class ApexPrecision(_Precision):
         opt_level: ``"O0"`` to ``"O5"``.
         optimizers: Fabric's optimizers, plain or as ``fabric.setup`` returned them.
         **options: Options of :func:`apex.amp.initialize`. ``keep_fp32_values`` is True by default,
-            so that frozen weights and models that are only evaluated keep their digits.
+            so that frozen weights and models that are only evaluated keep their full precision.
 
     Raises:
         RuntimeError: If the level is unknown.

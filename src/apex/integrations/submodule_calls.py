@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.tree import Args, Call, Kwargs
-from apex._engine.conversion import begin_call, end_call
 from apex._engine.conversion.state import ModelState
+from apex._engine.conversion.subclass import begin_call, end_call
 
 
 class SubmoduleCalls:

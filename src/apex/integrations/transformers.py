@@ -36,27 +36,28 @@ class OverflowCallback(TrainerCallback):
 
         Trainer(..., callbacks=[OverflowCallback()])
 
-    Before each optimizer step it checks the loss and the gradients. On a bad step it runs the
-    step's batches once more, inside :func:`apex.debug.trace_overflow`, while the weights are still
-    those that met the fault. It writes the report to ``overflow-step-N.txt`` and ``.json`` in
-    ``output_dir``, logs it as a warning to the logger ``apex``, and does nothing from then on.
-    Gradients, buffers and random numbers stay as they were.
+    Before each optimizer step, the callback checks the loss and the gradients. If one is not
+    finite, it runs the step's batches again inside :func:`apex.debug.trace_overflow`, before the
+    weights change. It writes the report to ``overflow-step-N.txt`` and ``.json`` in ``output_dir``,
+    logs it as a warning to the logger ``apex``, and then stops checking. Tracing does not change
+    gradients, buffers or random numbers.
 
-    Under ``fp16=True`` the first steps are skipped while the ``GradScaler`` finds its scale. So
-    non-finite gradients alone are traced after ``after_skips`` bad steps in a row, and are not
-    reported if they overflow only by their scale. A non-finite loss is reported at once.
+    Under ``fp16=True``, the ``GradScaler`` skips the first steps until its scale has backed off.
+    Therefore non-finite gradients are traced only after ``after_skips`` consecutive bad steps, and
+    are not reported if only the loss scale makes them overflow. A non-finite loss is reported
+    immediately.
 
-    The check costs a few kernels and a host sync for each step, as the Trainer's own check of the
-    loss does. The callback keeps a step's inputs until the next step.
+    Each check takes a few kernels and a host sync, like the Trainer's own check of the loss. The
+    callback keeps a step's inputs until the next step.
 
-    With several processes, each traces its own batches; file names then end in ``-rankR``, and
-    those that find no fault write nothing, except rank 0.
+    With several processes, each traces its own batches, and file names end in ``-rankR``. Processes
+    that find no fault write nothing, except rank 0.
 
     Args:
         after_skips: Consecutive bad steps before a trace, under a ``GradScaler``; at least 1.
 
     Attributes:
-        trace: The trace of the reported step; None before.
+        trace: The trace of the reported step; None before a report.
         path: The report's text file, if this process has written one.
 
     Raises:

@@ -257,18 +257,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:
     """Makes torch's DistributedDataParallel send and average 16-bit gradients in fp32.
 
-    At O2, O3 and O5 the wrapper otherwise adds them in 16 bits, and rounds once per addition. Here
-    each rank's gradient goes to fp32, the ranks' mean is taken in fp32, and only the mean is
-    rounded. Gradients are sent in 4 bytes an element instead of 2; those in fp32 are averaged as
-    before. Call it once, after wrapping the model and before the first backward pass: it registers
-    a communication hook, and a wrapper takes one.
+    Otherwise, at O2, O3 and O5, the wrapper adds gradients in 16 bits and rounds after each
+    addition. This function converts each rank's gradient to fp32, averages in fp32 and rounds only
+    the average. 16-bit gradients then take 4 bytes per element to send instead of 2; fp32 gradients
+    are averaged as before. Call it once, after wrapping the model and before the first backward
+    pass. It registers a communication hook, of which a wrapper can have only one.
 
     Args:
         model: A model in ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
-        TypeError: For anything else.
-        RuntimeError: If the wrapper has a communication hook already.
+        TypeError: If ``model`` is anything else.
+        RuntimeError: If the wrapper already has a communication hook.
 
     Example:
         Each process of a script::

@@ -43,10 +43,10 @@ class SyncBatchNorm(_BatchNorm):
         fuse_relu: Whether to apply a ReLU to the output.
 
     Attributes:
-        warned: As in apex, where it marked that the slow form had been reported; changes nothing.
+        warned: Always False. apex set it after a warning about its slow implementation.
 
     Raises:
-        TypeError: If ``process_group`` is no process group that contains this process.
+        TypeError: If ``process_group`` is not a process group that contains this process.
     """
 
     warned: ClassVar[bool] = False
@@ -133,9 +133,9 @@ def convert_syncbn_model(
 ) -> Module:
     """Replaces every batch norm in ``module`` with a :class:`SyncBatchNorm`.
 
-    Modifies the model in place and returns it: each layer gets another class and stays the same
-    object, with its parameters, options, mode and hooks. So the call may come before or after
-    ``amp.initialize`` and before or after the creation of an optimizer.
+    Modifies the model in place and returns it. Each layer gets another class but stays the same
+    object, with its parameters, options, mode and hooks. Therefore the call may come before or
+    after ``amp.initialize``, and before or after the creation of an optimizer.
 
     Args:
         module: Any module.
@@ -143,7 +143,8 @@ def convert_syncbn_model(
         channel_last: See :class:`SyncBatchNorm`.
 
     Raises:
-        TypeError: If ``module`` is not a module, or ``process_group`` no group of this process.
+        TypeError: If ``module`` is not a module, or ``process_group`` is not a process group that
+            contains this process.
         ValueError: If a layer has a parametrization, or ``module`` itself is a batch norm that
             ``amp.initialize`` has prepared. In this case, nothing is converted.
     """

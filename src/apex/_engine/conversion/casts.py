@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from apex._core import dtypes, tree
 from apex._core.mixins import plain_class, swap_class
 from apex._engine.conversion.plan import planned_dtypes, topmost_fp32_modules
-from apex._engine.conversion.state import STATE, Fp32Inputs, ModelState, state_of
-from apex._engine.conversion.state_dict import Fp32Hooks
+from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._pickle import rebuild
-from apex._torch.modules import named_tensors, state_dict_hooks
+from apex._torch.modules import named_tensors
 
 
 def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
@@ -26,7 +25,7 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     """
     plan = state.plan
     if plan.fp32_inputs:
-        state.inputs = Fp32Inputs.of(plan.fp32_inputs, state.inner_forward or model.forward)
+        state.find_uncast(state.inner_forward or model.forward)
     for _, tensor, dtype in planned_dtypes(model, plan):
         if tensor.dtype is not dtype and dtypes.is_castable(tensor):
             set_in_place(tensor, tensor.detach().to(dtype), undo)
@@ -37,50 +36,55 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
 
 def _attach_hooks(model: nn.Module, state: ModelState) -> None:
     """Attaches the hooks to every module that lacks them."""
-    low = state.plan.param_dtype or torch.float32
+    hooks = Fp32Module(state.plan.param_dtype or torch.float32)
     for module in topmost_fp32_modules(model, state.plan):
-        if not _has(module._forward_pre_hooks, InputCast):
-            cast = module.register_forward_pre_hook(InputCast(), with_kwargs=True)
-            state.handles.append(cast)
-            state.handles.append(module.register_forward_hook(OutputCast(low)))
+        attached = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+        if hooks not in attached:
+            before = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            state.handles += [before, module.register_forward_hook(hooks.after)]
     for module in model.modules():
-        if not _has(state_dict_hooks(module), Fp32Hooks):
-            Fp32Hooks(state.link).attach(module, state.handles)
-
-
-def _has(hooks: Mapping[int, object], hook_type: type) -> bool:
-    return any(isinstance(hook, hook_type) for hook in hooks.values())
-
-
-# -- fp32 modules inside a low-precision model ---------------------------------------------------
+        state.handles += state.link.attach(module)
 
 
 @dataclass(frozen=True)
-class InputCast:
-    """A forward pre-hook that casts floating inputs to fp32; pickles by its kind."""
-
-    def __call__(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
-        """Returns the arguments with every floating tensor in fp32."""
-        return tree.cast_arguments(args, kwargs, torch.float32)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """See :mod:`apex._pickle`."""
-        return rebuild, ("input_cast",)
-
-
-@dataclass(frozen=True)
-class OutputCast:
-    """A forward hook that casts floating outputs; pickles by its kind."""
+class Fp32Module:
+    """The hooks of a module that computes in fp32 in a model that computes in ``dtype``."""
 
     dtype: torch.dtype
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns ``output`` with every floating tensor in the dtype."""
+    def before(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
+        """Returns the arguments with every floating tensor in fp32."""
+        return tree.cast_arguments(args, kwargs, torch.float32)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns ``output`` with every floating tensor in the model's dtype."""
         return tree.cast_tensors(output, self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """See :mod:`apex._pickle`."""
-        return rebuild, ("output_cast", self.dtype)
+        """Pickles by its kind; see :mod:`apex._pickle`."""
+        return rebuild, ("fp32_module", self.dtype)
+
+
+def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
+    """Casts what was added to a converted model, such as a new head; all or nothing.
+
+    Does nothing unless the model holds one of the parameters, given by their ids. Returns the
+    tensors whose dtype changed, with their values before.
+    """
+    state = state_of(model)
+    if state is None or params.isdisjoint(map(id, named_tensors(model).values())):
+        return []
+    before = floating_tensors(model)
+    with ExitStack() as undo:
+        cast_parts(model, state, undo)
+        undo.pop_all()
+    return [(tensor, value) for tensor, value in before if value.dtype is not tensor.dtype]
+
+
+def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Returns the floating tensors of a model, each once, with their present values."""
+    tensors = named_tensors(model).values()
+    return [(tensor, tensor.detach()) for tensor in tensors if dtypes.is_castable(tensor)]
 
 
 # -- changes of dtype by the user ------------------------------------------------------------------

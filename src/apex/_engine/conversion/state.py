@@ -36,7 +36,10 @@ class ModelState:
         link: Finds the masters of the parameters.
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
         handles: Hooks to remove at the end.
-        inputs: Which arguments of ``forward`` are not cast.
+        uncast: Names of the arguments of ``forward`` that are not cast, and positions of those that
+            it takes by position.
+        unplaced: Names of those that ``forward`` takes in ``*args`` or ``**kwargs``.
+        positional: How many arguments come before ``*args``.
         writes: Finds what the model writes in 16 bits.
         threads: Identifiers of the threads that run a method of the model.
     """
@@ -46,7 +49,9 @@ class ModelState:
     link: MasterLink
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
-    inputs: Fp32Inputs | None = None
+    uncast: tuple[int | str, ...] = ()
+    unplaced: tuple[str, ...] = ()
+    positional: int = 0
     writes: Writes = field(default_factory=Writes)
     threads: set[int] = field(default_factory=set)
 
@@ -60,6 +65,24 @@ class ModelState:
         wrapper = active_wrapper()
         if wrapper is not None:
             session.ddp_tracker.note(wrapper, traced=traced)
+
+    def find_uncast(self, forward: Callable[..., Any]) -> None:
+        """Finds the plan's ``fp32_inputs`` in the signature of ``forward``."""
+        named, parameters = self.plan.fp32_inputs, forward_parameters(forward)
+        by_position = positional_names(forward)
+        positions = [at for at, name in enumerate(by_position) if name in named]
+        self.uncast = (*named, *positions)
+        self.unplaced = tuple(name for name in named if name not in parameters)
+        self.positional = len(by_position)
+
+    def check_unplaced(self, args: Args, kwargs: Kwargs) -> None:
+        """Raises TypeError if ``*args`` may hold one of ``unplaced``."""
+        for name in self.unplaced:
+            if len(args) > self.positional and name not in kwargs:
+                raise TypeError(
+                    f"amp.initialize got fp32_inputs with {name!r}, but the model's forward takes "
+                    f"*args, which do not tell which of them it is. Pass {name}=... by keyword."
+                )
 
     @at_tracing
     def begin_traced_forward(self, model: nn.Module) -> None:
@@ -78,11 +101,9 @@ class ModelState:
             until.callback(self.threads.discard, thread)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
-        copied = [
-            copy.deepcopy(value, memo)
-            for value in (self.region, self.link, self.inner_forward, self.handles)
-        ]
-        new = memo[id(self)] = ModelState(self.plan, *copied, inputs=self.inputs)
+        shared = {"writes": Writes(), "threads": set()}
+        new = memo[id(self)] = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy({**self.__dict__, **shared}, memo))
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,50 +120,19 @@ class ModelState:
         self.__init__(region=NoAutocastRegion(), **saved)  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
-class Fp32Inputs:
-    """Finds the arguments named in ``fp32_inputs`` in a call of ``forward``.
-
-    Attributes:
-        skip: Their names, and the positions of the ones that ``forward`` takes by position.
-        unnamed: The names that are no parameter of ``forward``, if it takes ``*args``.
-        positional: How many arguments come before ``*args``.
-    """
-
-    skip: tuple[int | str, ...]
-    unnamed: tuple[str, ...]
-    positional: int
-
-    @classmethod
-    def of(cls, names: tuple[str, ...], forward: Callable[..., Any]) -> Fp32Inputs:
-        """Looks the names up in the signature of ``forward``."""
-        parameters = forward_parameters(forward)
-        by_position = [
-            name
-            for name, parameter in parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        positions = [at for at, name in enumerate(by_position) if name in names]
-        takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-        unnamed = [name for name in names if takes_more and name not in parameters]
-        return cls((*names, *positions), tuple(unnamed), len(by_position))
-
-    def check(self, args: Args, kwargs: Kwargs) -> None:
-        """Raises TypeError if ``*args`` may hold an argument that is known by name only."""
-        for name in self.unnamed:
-            if len(args) > self.positional and name not in kwargs:
-                raise TypeError(
-                    f"amp.initialize got fp32_inputs with {name!r}, but the model's forward takes "
-                    f"*args, which do not tell which of them it is. Pass {name}=... by keyword."
-                )
-
-
 def forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of ``forward`` by name; none if it is written in C."""
     try:
         return inspect.signature(forward).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def positional_names(forward: Callable[..., Any]) -> list[str]:
+    """Returns the names of the arguments that ``forward`` takes by position."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = forward_parameters(forward)
+    return [name for name in parameters if parameters[name].kind in by_position]
 
 
 def state_of(model: nn.Module) -> ModelState | None:
@@ -154,3 +144,10 @@ def state_of(model: nn.Module) -> ModelState | None:
 def is_converted(model: nn.Module) -> bool:
     """Returns whether ``model`` is converted."""
     return state_of(model) is not None
+
+
+def set_region(model: nn.Module, region: Region) -> None:
+    """Sets the region in which a converted model runs its forward."""
+    state = state_of(model)
+    if state is not None:
+        state.region = region

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,21 @@ from apex._core import tree
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.conversion import notes
-from apex._engine.conversion.casts import begin_apply, cast_parts
-from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.state import STATE, ModelState, forward_parameters, state_of
+from apex._engine.conversion.casts import begin_apply, cast_parts, undo_convert
+from apex._engine.conversion.plan import ModelPlan, Region
+from apex._engine.conversion.state import STATE, ModelState, positional_names, state_of
+from apex._engine.conversion.state_dict import MasterLink
 from apex._pickle import rebuild
+from apex._torch import fsdp
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 
+if TYPE_CHECKING:
+    from apex._engine.session import Session
+
 _is_compiling = torch.compiler.is_compiling
+
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Converted(nn.Module):
@@ -113,13 +120,8 @@ class _Method:
 
     def __init__(self, base: type, name: str) -> None:
         self._base, self._name = base, name
-        function = getattr(base, name)
-        # Which do not run when they are called.
-        runs_later = (
-            inspect.iscoroutinefunction(function)
-            or inspect.isgeneratorfunction(function)
-            or inspect.isasyncgenfunction(function)
-        )
+        # A function that does not run when it is called stays itself.
+        runs_later = getattr(base, name).__code__.co_flags & _RUNS_LATER
         self._explained = None if runs_later else _explained(base, name)
 
     def __get__(self, model: Any, cls: type) -> Any:
@@ -214,8 +216,8 @@ def _casting_forward(own: Any) -> Callable[..., Any]:
                 notes.explain(self, state.plan, error)
                 raise
         if watched:
-            names = list(forward_parameters(run))
-            state.writes.end_forward(self, names, (args, kwargs), (cast_args, cast_kwargs))
+            names, given = positional_names(run), (args, kwargs)
+            state.writes.end_forward(self, names, given, (cast_args, cast_kwargs))
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
@@ -233,13 +235,10 @@ def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) 
         return args, kwargs
     if plan.cast is not None:
         return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
-    if state.inputs is None:
-        skip: tuple[int | str, ...] = ()
-    else:
-        state.inputs.check(args, kwargs)
-        skip = state.inputs.skip
+    if state.unplaced:
+        state.check_unplaced(args, kwargs)
     low, dtype = plan.casts_down, plan.input_dtype  # in fp32, objects stay as they are
-    return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=skip)
+    return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=state.uncast)
 
 
 def end_call(state: ModelState, output: Any) -> Any:
@@ -250,7 +249,25 @@ def end_call(state: ModelState, output: Any) -> Any:
     return (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
 
 
-# -- copies and pickles ----------------------------------------------------------------------------
+def convert(
+    model: nn.Module, plan: ModelPlan, region: Region, session: Session | None, undo: ExitStack
+) -> None:
+    """Converts ``model`` by ``plan``, in place; on failure, call :func:`undo_convert`.
+
+    Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call
+    ``check`` first: this function validates nothing.
+
+    Args:
+        model: A plain model.
+        plan: The conversion.
+        region: Runs the model's own forward.
+        session: Has the exact values for ``state_dict`` and ``restore``; receives loaded ones. The
+            model keeps it alive.
+        undo: Receives the inverse of the tensors' casts.
+    """
+    if any(map(fsdp.compute_dtype, fsdp.param_groups(model))):
+        plan = replace(plan, input_dtype=None)  # fully_shard casts inputs itself
+    set_state(model, ModelState(plan, region, MasterLink(session)), undo)
 
 
 def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
@@ -263,6 +280,20 @@ def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     is_class_own = getattr(inner, "__func__", None) is type(model).forward
     state.inner_forward = None if is_class_own else inner
     cast_parts(model, state, undo)
+
+
+def hand_over(model: nn.Module, undo: ExitStack) -> None:
+    """Makes a converted model plain for another conversion; pushes the inverse to ``undo``.
+
+    Only for plans that do not cast weights to 16 bits. Does nothing to a plain model.
+    """
+    state = state_of(model)
+    if state is not None:
+        undo_convert(model)
+        undo.callback(convert, model, state.plan, state.region, state.link.session, ExitStack())
+
+
+# -- copies and pickles ----------------------------------------------------------------------------
 
 
 def set_saved_state(model: nn.Module, saved: tuple[ModelState, Any]) -> None:

@@ -6,7 +6,6 @@ torch does not count writes through ``tensor.data`` in place.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -30,28 +29,24 @@ training, it writes from the start."""
 
 _COPIED = " of a deep copy"
 
-Version = tuple[int, int, int]
-"""Loads of the model so far, the tensor's version counter and address."""
-
 
 class Writes:
     """What a model wrote in its forward passes so far.
 
-    A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing. Sums and
-    averages do, so a buffer that is written in two passes in a row is watched in the next by
-    :class:`_Sums`. Frozen weights and deep copies are written outside of the forward, by loads or
-    as an average.
+    A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing; averages and
+    counters do. So buffers that two passes in a row have written are watched in the next one, by
+    :class:`_Sums`. Frozen weights and deep copies are written between the passes, by loads or as an
+    average.
     """
 
     def __init__(self) -> None:
         self._left = _FORWARDS
-        self._before: dict[str, Version] = {}
+        self._versions: dict[str, tuple[int, int, int]] = {}
         self._changed: set[str] = set()
         self._judged: set[str] = set()
-        self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink]
-        self._copies = weakref.WeakKeyDictionary()
-        self._told: set[str] = set()
         self._sums: _Sums | None = None
+        self._copies = weakref.WeakKeyDictionary[nn.Module, MasterLink]()
+        self._told: set[str] = set()
 
     def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
@@ -66,21 +61,28 @@ class Writes:
     def begin_forward(self, model: nn.Module, link: MasterLink, until: ExitStack) -> None:
         """Names what is written between forward passes, twice in a row; watches buffers."""
         self._left -= 16 if model.training else 1
-        tensors = dict(self._watched(model, link))
-        now = {name: version for name, (_, version) in tensors.items()}
-        changed = set()
-        for name, version in now.items():
-            before = self._before.get(name, version)
-            if before != version and before[0] == version[0]:  # not loaded
-                changed.add(name)
-        twice = [name for name in now if name in (changed & self._changed) - self._judged]
-        self._before, self._changed = now, changed
-        buffers = {n: tensors[n][0] for n in twice if not isinstance(tensors[n][0], nn.Parameter)}
-        self._tell_lost(model, [name for name in twice if name not in buffers])
-        self._sums = _Sums(buffers) if buffers else None
-        if self._sums is not None:
+        changed: set[str] = set()
+        averages: list[str] = []
+        buffers: dict[str, Tensor] = {}
+        for name, tensor, its_link in self._watched(model, link):
+            version = its_link.loads, tensor._version, _address(tensor)
+            before = self._versions.get(name, version)
+            self._versions[name] = version
+            is_loaded = before[0] != version[0]
+            if before == version or is_loaded:
+                continue
+            changed.add(name)
+            if name not in self._changed:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                averages.append(name)
+            elif name not in self._judged:
+                buffers[name] = tensor
+        self._changed = changed
+        self._tell_lost(model, averages)
+        if buffers:
             self._judged |= buffers.keys()
-            until.enter_context(self._sums)
+            self._sums = until.enter_context(_Sums(buffers))
 
     def end_forward(
         self, model: nn.Module, names: Sequence[str], given: tree.Call, cast: tree.Call
@@ -131,32 +133,35 @@ class Writes:
 
     def _watched(
         self, model: nn.Module, link: MasterLink
-    ) -> Iterator[tuple[str, tuple[Tensor, Version]]]:
+    ) -> Iterator[tuple[str, Tensor, MasterLink]]:
         """Yields frozen weights, in training also buffers, and the weights of deep copies.
 
-        Not of those that an optimizer trains, nor the buffers of batch norm.
+        Those that an optimizer trains are left out.
         """
-        watched = [(name, tensor, link) for name, tensor in _frozen(model, link)]
+        watched: list[tuple[str, Tensor, MasterLink]] = []
+        for name, param in named_parameters(model):
+            if not param.requires_grad:
+                watched.append((name, param, link))
         if model.training:
-            watched += [(name, tensor, link) for name, tensor in _buffers(model)]
+            watched += [(name, buffer, link) for name, buffer in _buffers(model)]
         for copied, its_link in [*self._copies.items()]:
-            for name, param in named_parameters(copied):
-                if not its_link.has_master(param):
-                    watched.append((name + _COPIED, param, its_link))
+            copies = named_parameters(copied)
+            watched += [(name + _COPIED, param, its_link) for name, param in copies]
         for name, tensor, its_link in watched:
-            if dtypes.is_low_precision(tensor) and not tensor.is_inference():
-                with contextlib.suppress(RuntimeError):  # torch.func's tensors have no address
-                    version = its_link.loads, tensor._version, tensor.data_ptr()
-                    yield name, (tensor, version)
+            is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
+            if is_counted and not its_link.has_master(tensor):
+                yield name, tensor, its_link
 
 
-def _frozen(model: nn.Module, link: MasterLink) -> Iterator[tuple[str, Tensor]]:
-    for name, param in named_parameters(model):
-        if not param.requires_grad and not link.has_master(param):
-            yield name, param
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # torch.func's tensors have none
+        return 0
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers of all modules but batch norm's."""
     for prefix, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             for name, tensor in own_tensors(module, prefix):
@@ -169,7 +174,10 @@ _SUMS = frozenset(
     ["add", "sub", "mul", "div", "truediv", "true_divide", "lerp", "addcmul", "addcdiv"]
 )
 _MOVES = frozenset(["to", "float", "half", "bfloat16", "type", "clone", "detach", "getitem"])
-_REPLACES = frozenset(["copy", "zero", "fill"])
+_REPLACES = frozenset(["copy", "zero", "fill", "set"])
+
+_OLD, _SUM = 1, 2
+"""Marks of tensors with a value from before a pass, and of sums with such a value."""
 
 
 class _Sums(TorchFunctionMode):
@@ -177,11 +185,9 @@ class _Sums(TorchFunctionMode):
 
     def __init__(self, buffers: dict[str, Tensor]) -> None:
         super().__init__()
-        self._before = {name: (t, t._version, t.data_ptr()) for name, t in buffers.items()}
-        # Addresses of tensors with values from before the pass, and of sums with such values.
-        self._olds = _addresses(buffers)
-        self._sums: set[int] = set()
-        self._alive: list[Tensor] = []  # so that no other tensor gets their addresses
+        self._before = {name: (id(t), t._version) for name, t in buffers.items()}
+        # By ``id``, with the tensors, so that no other gets their ``id``.
+        self._marks = {id(buffer): (_OLD, buffer) for buffer in buffers.values()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -189,42 +195,27 @@ class _Sums(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
         is_sum = name in _SUMS or name[1:] in _SUMS  # iadd, radd
-        if is_sum or name in _MOVES:
-            self._note(is_sum, [args, kwargs], result)
-        elif name in _REPLACES or name == "setitem":
-            if name != "setitem":
-                replaced = _addresses(args[0])
-                self._olds -= replaced
-                self._sums -= replaced
-            self._note(False, args[1:], args[0])
+        replaces = name in _REPLACES
+        if is_sum or replaces or name in _MOVES or name == "setitem":
+            sources = [args[1:] if replaces or name == "setitem" else args, kwargs]
+            mark = max((self._mark(tensor) for tensor in tree.tensors(sources)), default=0)
+            if is_sum and mark:
+                mark = _SUM
+            for target in tree.tensors(args[:1] if result is None else result):
+                if replaces or mark > self._mark(target):
+                    self._marks[id(target)] = mark, target
         return result
 
-    def _note(self, is_sum: bool, sources: object, target: object) -> None:
-        """Records where the values of ``sources`` went."""
-        addresses = _addresses(sources)
-        from_old = not addresses.isdisjoint(self._olds)
-        if not addresses.isdisjoint(self._sums) or (is_sum and from_old):
-            self._sums |= _addresses(target)
-        elif from_old:
-            self._olds |= _addresses(target)
-        self._alive += tree.tensors(target)
+    def _mark(self, tensor: Tensor) -> int:
+        return self._marks.get(id(tensor), (0, None))[0]
 
     def found(self, model: nn.Module) -> list[str]:
         """Returns the buffers with a sum, and the ones written outside of the pass alone."""
         summed = []
         for name, buffer in _buffers(model):
             if name in self._before:
-                before, version, address = self._before[name]
-                is_same = buffer is before and buffer.data_ptr() == address
-                unwritten = is_same and buffer._version == version and buffer.numel() > 1
-                if unwritten or buffer.data_ptr() in self._sums:
+                mark = self._mark(buffer)
+                unwritten = mark == _OLD and self._before[name] == (id(buffer), buffer._version)
+                if mark == _SUM or (unwritten and buffer.numel() > 1):
                     summed.append(name)
         return summed
-
-
-def _addresses(values: object) -> set[int]:
-    addresses = set()
-    for tensor in tree.tensors(values):
-        with contextlib.suppress(RuntimeError):  # torch.func's tensors have none
-            addresses.add(tensor.data_ptr())
-    return addresses
