@@ -230,14 +230,10 @@ def saved_for_backward(saved: dict[int, int]) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def last(losses: Sequence[float]) -> Sequence[float]:
-    """Returns the losses of the last steps: ten, or the last fifth of a short training."""
-    return losses[-max(1, min(LAST_STEPS, len(losses) // 5)) :]
-
-
 def end_loss(losses: Sequence[float]) -> float:
-    """Returns the mean loss of the last steps."""
-    return fmean(last(losses))
+    """Returns the mean loss of the last steps: ten, or the last fifth of a short training."""
+    count = max(1, min(LAST_STEPS, len(losses) // 5))
+    return fmean(losses[-count:])
 
 
 def _count_frozen(trainer: Trainer) -> list[float]:
