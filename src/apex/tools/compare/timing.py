@@ -220,9 +220,9 @@ def operator_seconds(
     """
     operators = {}
     for name, make in (("matmul", _matmul), ("conv", _conv)):
-        fp32, ours = make(torch.float32, device), make(dtype, device)
         times: list[tuple[float, float]] = []
         with contextlib.suppress(RuntimeError, NotImplementedError):  # the device lacks the kernel
+            fp32, ours = make(torch.float32, device), make(dtype, device)
             ours()
             meter = LoadMeter()
             while len(times) < LEAST_REPEATS or meter.seconds < LEAST_SECONDS:
