@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,9 +34,8 @@ _QUESTIONS = """\
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
-    version = f"apex-amp {VERSION}, torch {metadata.version('torch')}"
     parser.set_defaults(run=None, parser=parser)
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="store_true", help="print the versions and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
         add(subparsers)
@@ -54,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.version:
+        from importlib import metadata  # takes 10 ms
+
+        print(f"apex-amp {VERSION}, torch {metadata.version('torch')}")
+        return OK
     if args.run is None:
         parser.print_help(sys.stderr)
         print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
