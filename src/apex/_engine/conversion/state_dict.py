@@ -76,7 +76,7 @@ class MasterLink:
     def write_back(self, model: nn.Module) -> None:
         """Rounds the written masters of a model into it."""
         if (session := self.session) is not None:
-            session.masters.write_back(model)
+            session.masters.update_model(model)
 
     def has_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master."""
@@ -88,7 +88,7 @@ class MasterLink:
 
         ``other`` is a master that the link may not know.
         """
-        known = None if (session := self.session) is None else session.masters.master_of(tensor)
+        known = None if (session := self.session) is None else session.masters.exact_value(tensor)
         return exact_value(entry, [known, other])
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
@@ -113,7 +113,7 @@ class MasterLink:
     def _saved_value(self, entries: Entries, key: str, tensor: Tensor) -> Tensor:
         """Returns the fp32 values of a 16-bit tensor; entries of tied tensors share them."""
         session = self.session
-        master = None if session is None else session.masters.master_of(tensor)
+        master = None if session is None else session.masters.exact_value(tensor)
         known_key, known, versions = self._saved.get(id(tensor), (key, _gone, ()))
         exact = known()
         is_tied = exact is not None and entries.get(known_key) is exact
@@ -142,7 +142,7 @@ class MasterLink:
         self.loads += 1
         if self.session is not None:
             own = [(tensor, entries.get(prefix + key)) for key, tensor in own_tensors(module)]
-            self.session.masters.expect(
+            self.session.masters.set_exact_values(
                 (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
             )
 
