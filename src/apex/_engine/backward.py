@@ -97,6 +97,7 @@ class BackwardPass:
         # The delayed pass whose gradients this one adds to.
         self._continued: BackwardPass | None = None
         self._inspection: BlockInspection | None = None
+        self._captures = False  # whether the block has begun in a CUDA graph's capture
         # A session with a scale may lend its optimizers to a loss without one, and the reverse.
         self.scaled = not scaler.is_identity
         for prepared in prepared_optimizers:
@@ -119,6 +120,7 @@ class BackwardPass:
                     "one."
                 )
         self._continue_or_finish_delayed()
+        self._captures = capturing(self._loss.device)
         with without_overrides():
             for prepared in self._prepared_optimizers:
                 prepared.create_missing_masters()
@@ -216,6 +218,13 @@ class BackwardPass:
         """Unscales the gradients and updates the scale, once."""
         if self._state not in (_State.OPEN, _State.DELAYED):
             return
+        captures = capturing(self._loss.device)
+        if self._captures and not captures:
+            raise RuntimeError(
+                "A CUDA graph has captured a block of amp.scale_loss with delay_unscale=True, but "
+                "not the last block of the step: the gradients of later replays would stay scaled. "
+                "Capture the last block, too, without delay_unscale."
+            )
         if self._inspection is not None:  # in a step inside the block
             self._inspection.end_of_gradients()
         self._state = _State.DONE
@@ -226,7 +235,7 @@ class BackwardPass:
         try:
             with without_overrides():
                 self._unscale(prepared_optimizers)
-            if capturing(self._loss.device):
+            if captures:
                 for prepared in prepared_optimizers:
                     prepared.keep_captured()
         except BaseException:

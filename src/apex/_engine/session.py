@@ -18,7 +18,8 @@ from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import conversion
-from apex._engine.autocast.ambient import settle
+from apex._engine.autocast.accurate import LowPrecisionRegion
+from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
@@ -80,16 +81,13 @@ class Session:
             listeners: Called after every pass of the session's optimizers.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
         """
-        settle()
+        end_stale_casts()
         self.policy = policy
         self.scalers: list[Scaler] = []
         for index in range(num_losses):
             self.scalers.append(scaler_for(policy.loss_scale, rule or ScaleRule(), loss_id=index))
-        self.region: AutocastRegion | NoAutocastRegion = NoAutocastRegion()
-        self._functions: UserRegistry | None = None
-        if spec is not None:
-            self.region = AutocastRegion(spec)
-            self._functions = functions
+        self.region = _region(policy, spec)
+        self._functions = functions if spec is not None else None
         self._listeners = list(listeners)
         self._keep_fp32 = keep_fp32
         # Without a scale, the model's gradients are the masters', from now on.
@@ -242,7 +240,7 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> BackwardPass:
         """Returns the context of one ``scale_loss`` block, of optimizers of any sessions."""
-        settle()
+        end_stale_casts()
         sessions: dict[Session, None] = {self: None}
         # Gradients stay scaled until ranks share them: later passes add scaled ones.
         delays = delay_unscale
@@ -380,6 +378,12 @@ def _with_sharers(
                 rest.remove(other)
                 sharing.append(other)
     return sharing, rest
+
+
+def _region(policy: Policy, spec: AutocastSpec | None) -> AutocastRegion | NoAutocastRegion:
+    if spec is not None:
+        return AutocastRegion(spec)
+    return NoAutocastRegion() if policy.low_precision is None else LowPrecisionRegion()
 
 
 def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:

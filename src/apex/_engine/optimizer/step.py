@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._engine import masters
-from apex._engine.autocast.region import UncastBlock
+from apex._engine.autocast.ambient import UncastBlock
 from apex._engine.mistakes import inspect_step
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.fused import skips_in_kernel
