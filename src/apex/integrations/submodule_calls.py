@@ -33,7 +33,7 @@ class SubmoduleCalls:
             state: Its state.
             wrapped: Whether DistributedDataParallel calls it, with a step in place of its forward.
         """
-        self._model = weakref.proxy(model)
+        self._model: Any = weakref.proxy(model)
         self._state = state
         self._region = state.region
         self._depth = 0
