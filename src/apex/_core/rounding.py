@@ -31,7 +31,7 @@ def loses_order(value: Tensor, dtype: torch.dtype) -> Tensor:
     """
     exact = value.detach().squeeze()
     if exact.layout is not torch.strided or exact.dim() == 0 or exact.numel() < 3:
-        return torch.zeros((), dtype=torch.bool)
+        return torch.zeros((), dtype=torch.bool, device=exact.device)
     steps = exact.diff()
     is_ordered = (steps > 0).all() | (steps < 0).all()
     return is_ordered & (exact.to(dtype).diff() == 0).any()

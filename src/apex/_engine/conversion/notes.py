@@ -13,6 +13,7 @@ from apex._core.rounding import loses_order
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
 from apex._engine.conversion.state_dict import AVERAGE
 from apex._torch import errors
+from apex._torch.copies import has_values
 from apex._torch.modules import named_parameters
 
 _log = logging.getLogger("apex")
@@ -68,7 +69,8 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     lost = []
     for tensor, exact in before:
-        if id(tensor) in names and exact.dtype in WIDE and dtypes.is_low_precision(tensor):
+        is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(tensor)
+        if id(tensor) in names and is_rounded and has_values(exact):
             lost.append((names[id(tensor)], loses_order(exact, tensor.dtype)))
     listed = [name for name, is_lost in lost if is_lost.item()]  # sync: before training begins
     if listed:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core.arguments import parameters_of, positional_names
 from apex._core.tree import Args, Kwargs
-from apex._engine.autocast.region import NoAutocastRegion, Region
+from apex._engine.autocast.accurate import LowPrecisionRegion
+from apex._engine.autocast.region import Region
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state_dict import MasterLink
 from apex._engine.conversion.writes import Writes
@@ -61,10 +63,12 @@ class ModelState:
         if session is None:
             return
         if not traced and self.plan.casts_down:
-            session.masters.write_back(model)
+            session.masters.update_model(model)
+            if session.masters.has_clipped and torch.is_grad_enabled():
+                session.masters.move_clipped_grads()
         wrapper = active_wrapper()
         if wrapper is not None:
-            session.ddp_tracker.note(wrapper, traced=traced)
+            session.ddp_tracker.mark_forward(wrapper, traced=traced)
 
     def find_uncast(self, forward: Callable[..., Any]) -> None:
         """Finds the plan's ``fp32_inputs`` in the signature of ``forward``."""
@@ -118,7 +122,7 @@ class ModelState:
 
 def rebuild_state(plan: ModelPlan, *parts: Any) -> ModelState:
     """Rebuilds a pickled state."""
-    return ModelState(plan, NoAutocastRegion(), *parts)
+    return ModelState(plan, LowPrecisionRegion(), *parts)
 
 
 def state_of(model: nn.Module) -> ModelState | None:

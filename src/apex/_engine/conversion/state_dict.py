@@ -76,7 +76,7 @@ class MasterLink:
     def write_back(self, model: nn.Module) -> None:
         """Rounds the written masters of a model into it."""
         if (session := self.session) is not None:
-            session.masters.write_back(model)
+            session.masters.update_model(model)
 
     def has_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master."""
@@ -86,7 +86,7 @@ class MasterLink:
     def master_of(self, tensor: Tensor) -> Tensor | None:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         session = self.session
-        return None if session is None else session.masters.master_of(tensor)
+        return None if session is None else session.masters.exact_value(tensor)
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Registers the hooks of one module; returns their handles. Does nothing if it has them."""
@@ -139,7 +139,7 @@ class MasterLink:
         self.loads += 1
         if self.session is not None:
             own = [(tensor, entries.get(prefix + key)) for key, tensor in own_tensors(module)]
-            self.session.masters.expect(
+            self.session.masters.set_exact_values(
                 (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
             )
 

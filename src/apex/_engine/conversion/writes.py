@@ -1,7 +1,7 @@
 """Finds what a 16-bit model writes in vain, in its first forward passes.
 
-Compares the version counters of tensors and reads no values, so it does not wait for the device.
-torch does not count writes through ``tensor.data`` in place.
+Compares the version counters of tensors, so it does not wait for the device. torch does not count
+writes through ``tensor.data`` in place.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from apex._core import dtypes, tree
 from apex._core.sums import Sums
 from apex._engine.conversion.notes import keeping
 from apex._engine.conversion.state_dict import MasterLink
+from apex._engine.conversion.whole_numbers import WholeNumbers
 from apex._torch.modules import named_parameters, own_tensors
 
 _log = logging.getLogger("apex")
@@ -46,6 +47,7 @@ class Writes:
         self._sums: Sums | None = None
         self._copies = weakref.WeakKeyDictionary[nn.Module, MasterLink]()
         self._told: set[str] = set()
+        self._whole_numbers = WholeNumbers()
 
     def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
@@ -95,8 +97,19 @@ class Writes:
         known = set(map(id, tree.tensors(given)))
         args, kwargs = cast
         labels = [*names, *map(str, range(len(names), len(args)))]
+        uncast_args, uncast_kwargs = given
+        uncast = dict(zip(labels, uncast_args, strict=False)) | uncast_kwargs
         written = []
         for name, arg in (dict(zip(labels, args, strict=False)) | kwargs).items():
+            number = self._whole_numbers.lost_in(name, uncast.get(name), arg)
+            if number is not None:
+                self.tell(
+                    f"whole numbers of {name}",
+                    "amp: the argument %s of %s holds whole numbers that 16 bits do not, such as "
+                    "%g. If they are codes, positions or time steps, keep them in fp32: "
+                    "amp.initialize(..., fp32_inputs=%r).",
+                    *(name, type(model).__name__, number, [name]),
+                )
             copies = [tensor for tensor in tree.tensors(arg) if id(tensor) not in known]
             if any(tensor._version > 0 for tensor in copies if not tensor.is_inference()):
                 written.append(name)
