@@ -18,6 +18,7 @@ from apex._engine.conversion.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
+from apex._torch.modules import named_parameters
 from apex.debug import tracing
 from apex.debug.causes import Birth, Cause, finding_of, operator_name
 from apex.debug.common import check_scaler, listed
@@ -508,7 +509,7 @@ class OverflowDetector(Detector):
 
     def _params(self) -> list[Tensor]:
         """Returns the parameters of all models, and those that optimizers have stepped."""
-        own = [param for model in self.tracker.models for param in model.parameters()]
+        own = [param for model in self.tracker.models for _, param in named_parameters(model)]
         return [*own, *(param for each in self._optimizers for param in params_of(each))]
 
     def _buffers(self) -> set[int]:
