@@ -113,7 +113,7 @@ def _row(
         f"{tolerance:.2g}, inherited {inherited:.2g}",
         cause=kind,
         why=_WHY[kind].format(dtype=dtype, times=times),
-        remedies=(*in_fp32(place), _FORMS[kind]),
+        remedies=(*in_fp32(place, "plain"), _FORMS[kind]),
         error=error,
         tolerance=tolerance,
         inherited=inherited,

@@ -312,6 +312,11 @@ class Values:
     smallest: float
     nonfinite: int
 
+    @property
+    def largest(self) -> float:
+        """Largest finite absolute value."""
+        return max(-self.low, self.high)
+
     def __str__(self) -> str:
         bad = f", {self.nonfinite} not finite" if self.nonfinite else ""
         span = f"from {self.low:.4g} to {self.high:.4g}"
@@ -378,6 +383,11 @@ def kind_of(tensor: Tensor) -> Kind | None:
     if all(map(math.isfinite, found)):
         return None
     return "nan" if any(map(math.isnan, found)) else "inf"
+
+
+def is_negative(tensor: Tensor) -> bool:
+    """Returns whether the values have infinities, all of them negative."""
+    return bool(real(dense(tensor)).amax() < math.inf)  # sync: tracing is a diagnosis
 
 
 def values_of(tensor: Tensor) -> Values:
@@ -457,8 +467,7 @@ def largest_in_double(call: Call) -> float | None:
     found = [*floating(result), *wide.written]
     if any(map(kind_of, found)):
         return math.inf
-    ranges = map(values_of, found)
-    return max((size for each in ranges for size in (-each.low, each.high)), default=0.0)
+    return max((values_of(tensor).largest for tensor in found), default=0.0)
 
 
 def _doubled(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.debug.common import counted
-from apex.debug.overflow import hit_lines
+from apex.debug.overflow import headed, hit_lines
 from apex.debug.place import Finding
 from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
@@ -91,7 +91,7 @@ def _verdict(tracing: Tracing) -> list[str]:
         return [f"apex trace: {tracing.script} made no inf or NaN that reached its training."]
     lines = [
         f"apex trace: {tracing.script} made {first.kind}, after {_steps(seen.steps_before)}.",
-        f"First overflow: {first}",
+        headed(first),
         *hit_lines(seen.gradients),
     ]
     if not seen.gradients and not seen.certain:
