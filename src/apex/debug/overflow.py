@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core.param_groups import params_of, states_in
-from apex._engine.conversion.state import state_of
-from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
@@ -310,7 +308,7 @@ class OverflowDetector(Detector):
             "scaled",
             dtype,
             self._births.time,
-            way=self._way,
+            way=self.way,
             given="scaled gradients",
             scale=scale,
             masked=reads,
@@ -431,7 +429,7 @@ class OverflowDetector(Detector):
             kind,
             bad[0].dtype,
             self._births.time,
-            way=self._way,
+            way=self.way,
             device=bad[0].device.type,
             given=cause or "",
             deliberate=deliberate,
@@ -498,38 +496,21 @@ class OverflowDetector(Detector):
 
     def _weights(self) -> set[int]:
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
-        masters = [pair.master for session in self._sessions() for pair in session.masters.all()]
+        masters = [pair.master for session in self.sessions for pair in session.masters.all()]
         return self._buffers() | keys([self._params(), masters])
 
     def _is_mask_buffer(self, tensor: Tensor) -> bool:
         return tracing.storage_key(tensor) in self._buffers() and tracing.is_mask(tensor)
 
-    @property
-    def _way(self) -> str:
-        """How the models train: by amp's level, under autocast, or plainly."""
-        for session in self._sessions():
-            return session.policy.opt_level
-        return "autocast" if self.tracker.autocasts else "plain"
-
     def _loss_scale(self) -> tuple[float | None, bool]:
         """Returns the largest scale of the models' sessions, or the scaler's, and if it adapts."""
-        scalers = [scaler for session in self._sessions() for scaler in session.scalers]
+        scalers = [scaler for session in self.sessions for scaler in session.scalers]
         if scalers:
             largest = max(scaler.read_scale() for scaler in scalers)
             return largest, any(scaler.dynamic for scaler in scalers)
         if self._scaler is not None:
             return self._scaler.get_scale(), True
         return self._scaled.loss_scale
-
-    def _sessions(self) -> list[Session]:
-        """Returns the sessions of the models and of modules inside them."""
-        sessions: dict[Session, None] = {}
-        for model in self.tracker.models:
-            for module in model.modules():
-                state = state_of(module)
-                if state is not None and state.link.session is not None:
-                    sessions[state.link.session] = None
-        return list(sessions)
 
 
 def _outputs(call: Call, result: Any) -> Iterator[Tensor]:

@@ -277,10 +277,10 @@ class Tracker:
         started the backward pass.
         """
         if backward_id() == -1:
-            return _innermost_line()
+            return innermost_line()
         site = self.forward_site
         forward = "" if site is None else site.place.location
-        return _within_backward()[0] or forward or _innermost_line()
+        return _within_backward()[0] or forward or innermost_line()
 
     def _running(self, task: int) -> str | None:
         """Returns the name of the innermost module if it was called in backward pass ``task``."""
@@ -422,7 +422,7 @@ _SCALERS.add(os.path.join(_TORCH, "amp", "grad_scaler.py"))
 _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 
 
-def _innermost_line() -> str:
+def innermost_line() -> str:
     """Returns ``"file:line"`` of the innermost user frame, or ``""`` if there is none."""
     frames = traceback.walk_stack(inspect.currentframe())
     return next((_line(*each) for each in frames if _is_user(each[0])), "")
@@ -467,9 +467,10 @@ def imports_numpy() -> bool:
     numpy = sys.modules.get("numpy")
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if numpy is not None and "site-packages" not in file and is_user_file(file):
-            if any(value is numpy for value in list(vars(module).values())):
-                return True
+        if numpy is None or "site-packages" in file or not is_user_file(file):
+            continue
+        if any(value is numpy for value in list(vars(module).values())):
+            return True
     return False
 
 

@@ -109,11 +109,12 @@ class ScaledGradients:
         if operator_name(call.name) not in ("mul", "div"):
             return False
         for value in tracing.leaves(call.arguments):
-            if isinstance(value, Tensor):
-                value = value.item() if value.numel() == 1 else 0.0  # sync: as above
-            if isinstance(value, int | float):
-                wanted = (scale, 1.0 / scale)
-                if any(math.isclose(value, factor, rel_tol=1e-3) for factor in wanted):
+            is_tensor = isinstance(value, Tensor)
+            if isinstance(value, int | float) or (is_tensor and value.numel() == 1):
+                number = float(value)  # sync: as above
+                if math.isclose(number, scale, rel_tol=1e-3):
+                    return True
+                if math.isclose(number, 1.0 / scale, rel_tol=1e-3):
                     return True
         return False
 

@@ -22,6 +22,8 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import dtypes, tree
+from apex._engine.conversion.state import state_of
+from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing
@@ -179,6 +181,24 @@ class Detector:
         """Whether an optimizer computes: its closure, a forward pass, enables gradients."""
         in_closure = torch.is_grad_enabled() or backward_id() != -1
         return self.stepping is not None and not in_closure
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The sessions of the models and of modules inside them."""
+        sessions: dict[Session, None] = {}
+        for model in self.tracker.models:
+            for module in model.modules():
+                state = state_of(module)
+                if state is not None and state.link.session is not None:
+                    sessions[state.link.session] = None
+        return list(sessions)
+
+    @property
+    def way(self) -> str:
+        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
+        for session in self.sessions:
+            return session.policy.opt_level
+        return "autocast" if self.tracker.autocasts else "plain"
 
     def enter_step(self, optimizer: Optimizer) -> None:
         """Called before every step of an optimizer."""
