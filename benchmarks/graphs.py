@@ -1,8 +1,9 @@
-"""A whole training step in a CUDA graph, compared with the same steps run one by one."""
+"""CUDA graphs of a whole iteration, of its passes alone, and of the model, compared with eager."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,51 +11,96 @@ from torch import Tensor, nn
 
 from apex import amp
 
-WARMUP, REPLAYS = 3, 4
+Captured = Literal["iteration", "passes", "model"]
+"""What the graphs hold: ``"model"`` is ``torch.cuda.make_graphed_callables``."""
+CAPTURED: tuple[Captured, ...] = ("iteration", "passes", "model")
+
+WARMUP, REPLAYS = 3, 5
+Batch = tuple[Tensor, Tensor]
 
 
-def difference_of_replays(level: str) -> float:
-    """Returns the largest difference of any master after some steps, captured and eager.
+def difference_of_replays(
+    level: str, captured: Captured, *, max_norm: float | None = None, overflow_at: int = WARMUP + 1
+) -> float:
+    """Returns the largest difference of any master after some iterations, captured and eager.
 
     One of the replayed batches overflows, so that the scale moves and a step is skipped.
     """
-    batches = [_batch(step) for step in range(WARMUP + REPLAYS)]
+    batches = [_batch(step, overflow=step == overflow_at) for step in range(WARMUP + REPLAYS)]
     ours, reference = _pair(level), _pair(level)
-    replay = captured(*ours, batches[:WARMUP])
-    for batch in batches[WARMUP:]:
-        replay(batch)
+    if captured == "model":
+        graphed = torch.cuda.make_graphed_callables(ours[0], (batches[0][0].clone(),))
+        for inputs, targets in batches:
+            _iterate(graphed, ours[1], inputs, targets, max_norm)
+    else:
+        _replay(*ours, batches, captured, max_norm)
     for inputs, targets in batches:
-        _step(*reference, inputs, targets)
+        _iterate(*reference, inputs, targets, max_norm)
     pairs = zip(*(amp.master_params(optimizer) for _, optimizer in (ours, reference)), strict=True)
     return max((one - other).abs().max().item() for one, other in pairs)
 
 
-def captured(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]
-) -> Callable[[tuple[Tensor, Tensor]], None]:
-    """Trains on ``data``, captures one more step; returns what replays it on a batch."""
-    inputs, targets = (tensor.clone() for tensor in data[0])
+def _replay(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    captured: Captured,
+    max_norm: float | None,
+) -> None:
+    """Trains on the first batches, captures, and replays on the others."""
+    inputs, targets = (tensor.clone() for tensor in batches[0])
 
-    def fill(batch: tuple[Tensor, Tensor]) -> None:
+    def fill(batch: Batch) -> None:
         inputs.copy_(batch[0])
         targets.copy_(batch[1])
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for batch in data:
+        for batch in batches[:WARMUP]:
             fill(batch)
-            _step(model, optimizer, inputs, targets)
+            _iterate(model, optimizer, inputs, targets, max_norm)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _step(model, optimizer, inputs, targets)
-
-    def replay(batch: tuple[Tensor, Tensor]) -> None:
+        if captured == "iteration":
+            _iterate(model, optimizer, inputs, targets, max_norm)
+        else:
+            _pass(model, optimizer, inputs, targets)
+    for batch in batches[WARMUP:]:
         fill(batch)
         graph.replay()
+        if captured == "passes":
+            _step(optimizer, max_norm)
 
-    return replay
+
+def _iterate(
+    model: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    max_norm: float | None,
+) -> None:
+    _pass(model, optimizer, inputs, targets)
+    _step(optimizer, max_norm)
+    optimizer.zero_grad()
+
+
+def _pass(
+    model: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+) -> None:
+    loss = F.mse_loss(model(inputs).float(), targets)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def _step(optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
+    if max_norm is not None:
+        amp.clip_grad_norm_(optimizer, max_norm)
+    optimizer.step()
 
 
 def _pair(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -69,19 +115,9 @@ def _pair(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _batch(step: int) -> tuple[Tensor, Tensor]:
+def _batch(step: int, *, overflow: bool) -> Batch:
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(8, 16, generator=generator)
-    if step == WARMUP + 1:
+    if overflow:
         inputs[0, 0] = torch.inf
     return inputs.cuda(), torch.randn(8, 4, generator=generator).cuda()
-
-
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
-) -> None:
-    loss = F.mse_loss(model(inputs).float(), targets)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from apex._engine.masters import LazyMaster, Master
 from apex.tools.compare.training import saved_for_backward
 from benchmarks.allocation import growth
 from benchmarks.loops import Task, device, fused_adamw, native, with_amp
@@ -122,11 +121,12 @@ def kept_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
 def storages() -> dict[int, int]:
     """Returns the size in bytes of each storage in use by a tensor, by its address.
 
-    Other subclasses of Tensor (those that compiling leaves behind) have no storage of their own.
+    Masters are parameters. Other subclasses of Tensor (those that compiling leaves behind) have no
+    storage of their own.
     """
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter, nn.Buffer, Master, LazyMaster):
+        if type(thing) in (Tensor, nn.Buffer) or issubclass(type(thing), nn.Parameter):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and _has_storage(tensor):
                     storage = tensor.untyped_storage()

@@ -26,14 +26,14 @@ ENGINE, CORE = "apex/_engine", "apex/_core"
 MUTANTS = [
     Mutant(
         "masters from rounded weights",
-        f"{CORE}/master.py",
+        f"{ENGINE}/masters.py",
         "(param.data if exact is None else exact.data)",
         "(param.data)",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
         "gradients rounded before unscaling",
-        f"{ENGINE}/gradients.py",
+        f"{ENGINE}/backward.py",
         "        scaler.unscale_(finite.dense_values(copies), scale)",
         "        scaler.unscale_(finite.dense_values(copies), scale)\n"
         "        [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
@@ -48,21 +48,21 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow that does not skip",
-        f"{ENGINE}/step.py",
+        f"{ENGINE}/optimizer/step.py",
         "return None if skipped else run()",
         "return run()",
         "tests/loop/test_overflow.py",
     ),
     Mutant(
         "masters not written back",
-        f"{ENGINE}/prepared.py",
+        f"{ENGINE}/optimizer/prepared.py",
         "        masters.round_into_model(left)\n",
         "",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
         "an LBFGS closure not undone",
-        f"{ENGINE}/closures.py",
+        f"{ENGINE}/optimizer/step.py",
         "        param.copy_(value)",
         "        pass",
         "tests/loop/test_overflow.py",
@@ -104,14 +104,14 @@ MUTANTS = [
     ),
     Mutant(
         "casts on in `step`",
-        f"{ENGINE}/step.py",
+        f"{ENGINE}/optimizer/step.py",
         "        off.__enter__()\n",
         "",
         "tests/loop/test_step_casts.py",
     ),
     Mutant(
         "a host sync in a fused step",
-        f"{ENGINE}/step.py",
+        f"{ENGINE}/optimizer/step.py",
         "    prepared.note_skipped(flag)\n",
         "    prepared.note_skipped(bool(flag.tolist()))\n",
         "tests/loop/test_cost.py",

@@ -1,6 +1,7 @@
-"""Private names of torch are used in ``apex._torch``; each elsewhere is listed with a reason."""
+"""Private names, torch's in ``src`` and apex's in the tests, are listed with their reasons."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -50,3 +51,17 @@ def test_the_copies_module_alone_starts_copies_that_nobody_waits_for_and_records
     nodes = [(path, node) for path, tree in others for node in ast.walk(tree)]
     calls = [f"{path}: {ast.unparse(n)}" for path, n in nodes if isinstance(n, ast.Call)]
     assert not [call for call in calls if "non_blocking=" in call or ": torch.Event(" in call]
+
+
+def test_private_modules_that_tests_import_are_those_of_their_readme():
+    folder, found = Path(__file__).parent, set()
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("apex"):
+                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    found = {name.removeprefix("apex.") for name in found if name.startswith("apex._")}
+    listed = re.findall(r"`(_[a-z_.]+)`", (folder / "README.md").read_text(encoding="utf-8"))
+    assert {module for module in listed if any(name.startswith(module) for name in found)} == {
+        *listed
+    }
+    assert [name for name in sorted(found) if not name.startswith(tuple(listed))] == []

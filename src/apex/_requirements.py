@@ -12,7 +12,7 @@ TORCH = (2, 6)
 def check() -> None:
     """Raises if torch is not installed, or older than apex-amp supports.
 
-    Reads the version from torch's file: importing torch takes a second, which ``apex --help`` saves.
+    Reads the version from torch's file, because ``apex --help`` need not wait for torch's import.
 
     Raises:
         ImportError: With the release that is needed and the command to run.

@@ -23,10 +23,6 @@ INSTEAD: Mapping[str, str] = {
     "apex.transformer": "Megatron-LM's megatron.core, to which these modules have moved",
     "apex.pyprof": "torch.profiler, or torch.autograd.profiler.emit_nvtx with Nsight",
     "apex.amp._process_optimizer": "amp.initialize, which gives optimizers a subclass",
-    "apex.amp.compat": "torch's own functions and dtypes",
-    "apex.amp.rnn_compat": "torch's RNNs, to which op casts apply directly",
-    "apex.amp.utils": "amp.half_function, amp.float_function or torch's own functions",
-    "apex.amp.wrap": "amp.register_half_function and its like, as no torch function is replaced",
     "apex.contrib.bottleneck": "torchvision's resnet.Bottleneck in channels_last",
     "apex.contrib.conv_bias_relu": "torch.nn.Conv2d and ReLU, which torch.compile fuses",
     "apex.contrib.cudnn_gbn": _BATCH_NORM,
@@ -72,12 +68,18 @@ class UnavailableFinder:
             )
 
 
-def names_instead(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns ``__getattr__`` of a module, whose errors say what to use ``instead`` of a name."""
+def names_instead(
+    module: str, instead: Mapping[str, str], *, others: str = ""
+) -> Callable[[str], Any]:
+    """Returns ``__getattr__`` of a module, whose errors say what to use ``instead`` of a name.
+
+    ``others`` says what to use in place of any further public name.
+    """
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes a module's __getattr__
-        if name in instead:
-            raise AttributeError(f"{module}.{name} is not part of this apex: use {instead[name]}.")
+        use = instead.get(name, "" if name.startswith("_") else others)
+        if use:
+            raise AttributeError(f"{module}.{name} is not part of this apex: use {use}.")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return __getattr__

@@ -209,6 +209,7 @@ def _compare(args: argparse.Namespace) -> int:
     from apex.tools.compare.results import parse_levels, to_json
     from apex.tools.compare.run import Options, compare
     from apex.tools.compare.table import comparison_text
+    from apex.tools.compare.timing import current_load
     from apex.tools.devices import parse_device
     from apex.tools.errors import InputError
 
@@ -224,7 +225,14 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    found = compare(args.target, options, _progress(len(options.levels) + 1))
+    load = current_load(options.device)
+    if load.busy:
+        print(
+            f"apex compare: this machine is busy ({load}). The verdicts on training hold all the "
+            "same; a verdict on speed needs an idle machine.",
+            file=sys.stderr,
+        )
+    found = compare(args.target, options, _progress(len(options.levels) + options.rounds))
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(found))
     stream = sys.stderr if args.json == "-" else sys.stdout
@@ -273,7 +281,7 @@ def _migrate(args: argparse.Namespace) -> int:
     It works unchanged, with a note, or not at all; then the report says what to use instead.
     Nothing is executed.
     """
-    from apex.tools.migrate import migration_of
+    from apex.tools.migrate.report import migration_of
 
     check_json(args.json)
     migration = migration_of(args.path)

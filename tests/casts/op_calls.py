@@ -1,7 +1,5 @@
 """One call of every function in apex's lists, with the arguments of its operator's row."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Arguments for every operator of the op table, as the dispatcher gets them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 The autocast of CUDA, XPU and MPS casts fake tensors, without a device and without values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 

@@ -1,7 +1,5 @@
 """Op casts beyond apex's lists: RNNs, attention, einsum, dtype arguments, changed tables."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import apex.amp as amp
 from apex._core.op_rows import FP16_RANGE
-from apex._torch.dispatcher import release
 from benchmarks import op_errors
+from tests.support.features import TORCH_VERSION
 from tests.support.loops import prepared
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
@@ -41,7 +41,7 @@ def test_a_user_may_have_gelu_in_fp32_at_o4():
     del keep
 
 
-@pytest.mark.skipif(release < (2, 11), reason="the table is of later kernels of rms_norm")
+@pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="the table is of later kernels of rms_norm")
 def test_the_rows_dropped_at_o4_are_those_that_only_guard_the_range_of_fp16():
     names = op_errors.names()
     ranges = {op for each in op_errors.measured() if each.range_only for op in names[each.name]}

@@ -4,8 +4,6 @@ The CPU and CUDA have values. Of XPU and MPS it is checked what the dispatcher w
 autocast keys cast fake tensors as they would cast a device's.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

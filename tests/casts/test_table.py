@@ -1,7 +1,5 @@
 """The op table as a value: what it knows, and how a user's change of the lists changes it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Functions that the user wants cast: wrappers, and functions registered in other modules."""
 
-from __future__ import annotations
-
 import threading
 import types
 

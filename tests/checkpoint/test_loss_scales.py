@@ -1,11 +1,9 @@
 """``amp.state_dict`` and ``amp.load_state_dict``: apex's format, before and after initialize."""
 
-import io
 import re
 from collections import OrderedDict
 
 import pytest
-import torch
 
 from apex import amp
 from tests.support import loops
@@ -41,11 +39,9 @@ def test_an_entry_has_apexs_two_numbers_and_says_whether_the_scale_is_static(lev
         "loss_scaler0": entry(2.0**16, 2) if level in loops.DYNAMIC else static(1.0, 2)
     }
     assert [*map(type, state["loss_scaler0"].values())][:2] == [float, int]
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
+    loaded = loops.saved_and_loaded(state, weights_only=True)
     loops.overflow(model, optimizer)
-    assert torch.load(file, weights_only=True) == state
+    assert loaded == state
 
 
 def test_it_has_the_scalers_of_all_live_sessions_in_order():
@@ -76,8 +72,8 @@ def test_loading_goes_by_number():
 
 def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_step():
     model, optimizer = loops.prepared("O5", loss_scale="dynamic", growth_interval=5)
-    later = {"apex_amp_v2": [1], "apex_amp_v1": {"new": 1}}  # unknown keys are ignored
-    amp.load_state_dict({"loss_scaler0": {**entry(8.0, 1000), **later}})
+    others = {"other": [1], "apex_amp_v1": {"new": 1}}  # unknown keys are ignored
+    amp.load_state_dict({"loss_scaler0": {**entry(8.0, 1000.0), **others}})
     loops.train(model, optimizer, data=loops.small_batches(1))
     assert found(1) == [(16.0, 0)]
 
@@ -142,6 +138,11 @@ def test_with_two_sessions_as_many_entries_as_the_newest_has_go_to_it():
         ({"loss_scaler1": entry(float("nan"), 0)}, "is nan; it must"),
         ({"loss_scaler1": entry(10**400, 0)}, "it must be a number from"),
         ({"loss_scaler1": entry(1.0, -1)}, r"\['unskipped'\] is -1"),
+        ({"loss_scaler1": entry(8.0, 1.5)}, r"'unskipped'\] is 1.5; it must be a whole number"),
+        (
+            {"loss_scaler1": {**entry(8.0, 1), "apex_amp_v2": {}}},
+            "loss_scaler1 has 'apex_amp_v2', which a later release.*Load the checkpoint with that",
+        ),
         ({"loss_scaler1": entry(True, 0)}, r"loss_scaler1\['loss_scale'\] is True"),
         ({"loss_scaler2": entry(1.0, 0)}, "'loss_scaler1' is missing; the keys are loss_scaler0"),
         (None, r"accepts the dict that amp\.state_dict"),

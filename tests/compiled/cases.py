@@ -7,16 +7,16 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from apex._torch.dispatcher import release
+from tests.support.features import TORCH_VERSION
 from tests.support.loops import loss_scale, masters, prepared
 
 GENERATORS = pytest.mark.skipif(
-    release < (2, 7), reason="this torch does not trace the context of a generator"
+    TORCH_VERSION < (2, 7), reason="this torch does not trace the context of a generator"
 )
 SAME_GRAPHS = pytest.mark.skipif(
-    release < (2, 8), reason="this torch cuts its graphs at calls that later ones leave whole"
+    TORCH_VERSION < (2, 8), reason="this torch cuts its graphs at calls that later ones leave whole"
 )
-SAME_BITS = release >= (2, 12)
+SAME_BITS = TORCH_VERSION >= (2, 12)
 """Whether a compiled step of torch's own SGD is equal to the eager one to the last bit."""
 
 LEVELS = ("O1", "O2", "O5")

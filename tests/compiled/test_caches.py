@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from apex._torch.dispatcher import release
+from tests.support.features import TORCH_VERSION
 from tests.support.loops import prepared
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -41,7 +41,7 @@ def hits():
 
 # No probes of the processor and no headers, which would be compiled into each new folder.
 FAST = {"cpp.vec_isa_ok": True, "cpp.simdlen": 1}
-if release >= (2, 8):
+if TORCH_VERSION >= (2, 8):
     FAST["cpp_cache_precompile_headers"] = False
 
 

@@ -140,7 +140,7 @@ def test_whole_step_in_a_cuda_graph_with_dynamic_scaling(level):
     for x, y in data:
         loops.train_step(*reference, x, y)
     assert loops.same(loops.masters(ours[1]), loops.masters(reference[1]))
-    scales = [pair[1]._apex_binding.session.scalers[0].read_scale() for pair in (ours, reference)]
+    scales = [pair[1]._apex_prepared.session.scalers[0].read_scale() for pair in (ours, reference)]
     # Two batches hold inf; in fp16 the second one of the start overflows by itself.
     assert scales == [2.0**14 if level in ("O4", "O5") else 2.0**13] * 2
 

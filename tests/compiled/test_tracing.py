@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from apex._torch import dynamo
-from apex._torch.dispatcher import release
 from tests.compiled.cases import compiled, graph_breaks
+from tests.support.features import TORCH_VERSION
 
 
 def skip_code(code):
@@ -20,7 +20,7 @@ def skip_code(code):
 @pytest.fixture(params=["torch 2.8", "before"])
 def marks(request, monkeypatch):
     frame = torch._C._dynamo.eval_frame
-    if request.param == "before" and release >= (2, 8):
+    if request.param == "before" and TORCH_VERSION >= (2, 8):
         before = SimpleNamespace(skip_code=skip_code, set_eval_frame=frame.set_eval_frame)
         monkeypatch.setattr(dynamo, "_eval_frame", before)
     return dynamo

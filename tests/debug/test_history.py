@@ -85,6 +85,7 @@ def test_no_trace_sees_the_operators_of_a_tool(tool, level):
     def seen():
         loops.train_step(model, optimizer, *loops.batch())
         with Seen() as found:
+            loops.train_step(model, optimizer, *loops.overflowing())
             loops.train_step(model, optimizer, *loops.batch())
         return found.names
 

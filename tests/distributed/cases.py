@@ -1,20 +1,12 @@
 """Ranks under a wrapper and one process on all their data: nets, batches, what is compared."""
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from apex import amp
-from tests.support.loops import LEVELS, masters, scaled_backward
+from tests.support.loops import LEVELS, loss_of, masters, net, scaled_backward
 
 START_SCALE = 2.0**8
 EPS = {level: torch.finfo(LEVELS[level].compute).eps for level in LEVELS}
-
-
-def net(seed):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def batch(rank, step):
@@ -35,7 +27,7 @@ def initialized(level, model, optimizer=None, **options):
 
 
 def backward(model, optimizer, x, y, share=1.0, **options):
-    loss = F.mse_loss(model(x).float(), y) * share
+    loss = loss_of(model, x, y) * share
     scaled_backward(loss, optimizer, **options)
 
 

@@ -9,8 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from apex import amp
+from tests.distributed.cases import batch
 from tests.support.features import shards_on_cpu
-from tests.support.loops import scaled_backward
+from tests.support.loops import loss_of, scaled_backward
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -34,15 +35,6 @@ def sharded(policy, seed=0):
     fully_shard(model[2], mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
     fully_shard(model, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
-
-
-def loss_of(model, x, y):
-    return nn.functional.mse_loss(model(x).float(), y)
 
 
 def whole(model):

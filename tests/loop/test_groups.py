@@ -105,19 +105,6 @@ def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(le
     assert loops.same(*ends)
 
 
-@levels
-def test_a_scheduler_sets_the_rate_of_the_groups_that_are_stepped(level):
-    def moves(rate_factor):
-        model, optimizer = loops.prepared(level)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: rate_factor)
-        before = loops.masters(optimizer)
-        train(model, optimizer, 1)
-        scheduler.step()
-        return not loops.same(before, loops.masters(optimizer))
-
-    assert (moves(0.0), moves(1.0)) == (False, True)
-
-
 # -- frozen weights --------------------------------------------------------------------------
 
 

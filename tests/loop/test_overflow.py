@@ -106,21 +106,6 @@ def test_an_overflow_of_one_loss_skips_the_optimizers_given_with_it(level):
     assert [loops.loss_scale(0), loops.loss_scale(1)] == [2.0**15, 2.0**16]
 
 
-@levels
-def test_each_overflow_is_printed_once_for_each_optimizer(level, capsys):
-    model = loops.net()
-    optimizer = loops.sgd(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=1, **DYNAMIC)
-    capsys.readouterr()
-    for x, y in (loops.overflowing(), loops.overflowing(), loops.batch()):
-        loops.train_step(model, optimizer, x, y)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "Gradient overflow" in line]
-    assert lines == [
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0",
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0",
-    ]
-
-
 # -- closures, hooks and schedulers ----------------------------------------------------------
 
 

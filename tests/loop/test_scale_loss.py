@@ -24,15 +24,12 @@ def grads(optimizer):
 
 
 def test_the_arguments_have_apexs_order_and_defaults():
-    parameters = inspect.signature(amp.scale_loss).parameters.values()
-    assert [(p.name, p.default) for p in parameters] == [
-        ("loss", inspect.Parameter.empty),
-        ("optimizers", inspect.Parameter.empty),
-        ("loss_id", 0),
-        ("model", None),
-        ("delay_unscale", False),
-        ("delay_overflow_check", False),
-    ]
+    required, defaults = inspect.Parameter.empty, [0, None, False, False]
+    parameters = inspect.signature(amp.scale_loss).parameters
+    assert (
+        " ".join(parameters) == "loss optimizers loss_id model delay_unscale delay_overflow_check"
+    )
+    assert [p.default for p in parameters.values()] == [required, required, *defaults]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

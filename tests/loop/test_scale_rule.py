@@ -12,7 +12,6 @@ from apex._core.scale import (
     SMALLEST_SCALE,
     ScaleRule,
     ScaleState,
-    checked_static,
     next_scale,
     update_scale_,
 )
@@ -121,27 +120,3 @@ def test_the_scale_never_reaches_0(rule, scale, clean_steps):
         state = next_scale(state, rule, overflow=True)
     assert fp32(state.scale) >= SMALLEST_SCALE
     assert math.isfinite(fp32(1.0 / fp32(state.scale)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"growth_factor": 1.0}, r"growth_factor is 1\.0; it must be above 1\."),
-        ({"growth_factor": math.nan}, r"growth_factor is nan; it must be above 1\."),
-        ({"backoff_factor": 0.0}, r"backoff_factor is 0\.0; it must be in \(0, 1\)\."),
-        ({"backoff_factor": 1.0}, r"backoff_factor is 1\.0; it must be in \(0, 1\)\."),
-        ({"growth_interval": 0}, r"growth_interval is 0; it must be at least 1\."),
-        ({"floor": 0.0}, r"min_loss_scale is 0\.0; it must be a positive number or None\."),
-        ({"ceiling": -1.0}, r"max_loss_scale is -1\.0; it must be a positive number or None\."),
-        ({"floor": 4.0, "ceiling": 2.0}, r"min_loss_scale is 4\.0; it must be at most 2\.0\."),
-    ],
-)
-def test_a_rule_out_of_range_is_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
-        ScaleRule(**options)
-
-
-@pytest.mark.parametrize("loss_scale", [0.0, -1.0, math.inf, math.nan, 1e-50, 1e50])
-def test_a_static_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
-    with pytest.raises(ValueError, match="must be a positive, finite number"):
-        checked_static(loss_scale)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 
 import pytest
@@ -12,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import live_sessions, train
+from tests.support.loops import in_a_thread, live_sessions, train
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
@@ -106,14 +105,6 @@ def test_each_call_has_its_own_scale():
 
 def product():
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-def in_a_thread(call):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(call()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 @casting

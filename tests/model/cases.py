@@ -3,6 +3,7 @@
 import torch
 
 from tests.support import loops
+from tests.support.loops import train as train
 
 LEVELS = ("O1", "O2", "O5")
 CASTS_DOWN = ("O2", "O5")
@@ -22,10 +23,6 @@ def dtype_of(level):
 def prepared(level, model=None, make_optimizer=loops.sgd, **options):
     options.setdefault("loss_scale", SCALE.get(level))
     return loops.prepared(level, make_optimizer, model, **options)
-
-
-def train(model, optimizer, count=3, seed=1):
-    loops.train(model, optimizer, count, seed=seed)
 
 
 def train_plain(model, optimizer, count=3, seed=1):

@@ -26,7 +26,6 @@ def both(dtype):
 
 every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-every_kind = pytest.mark.parametrize("make", [lambda dtype: loops.Net().to(dtype), partly, both])
 
 
 def values(model):
@@ -59,21 +58,6 @@ def test_they_get_the_level_s_dtypes_train_and_give_back_the_values_that_arrived
         del expected
         amp.restore(model, optimizer)
         assert all(param.dtype is torch.float32 for param in model.parameters())
-
-
-@pytest.mark.parametrize("level", loops.WITH_MASTERS)
-@every_dtype
-@every_kind
-def test_masters_are_the_values_as_they_are_whatever_the_model_s_dtype_becomes(level, dtype, make):
-    model = make(dtype)
-    before = [param.detach().float() for param in model.parameters()]
-    model, optimizer = amp.initialize(
-        model, loops.sgd(model.parameters()), opt_level=level, verbosity=0
-    )
-    masters = list(amp.master_params(optimizer))
-    assert all(map(torch.equal, masters, before))
-    for param, master in zip(model.parameters(), masters, strict=True):
-        assert torch.equal(param, master.to(param.dtype))
 
 
 # -- training goes on ------------------------------------------------------------------------

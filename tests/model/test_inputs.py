@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from apex import amp
-from apex._torch.dispatcher import release
 from tests.model.nets import LOW, Echo, converted
+from tests.support.features import TORCH_VERSION
 
 Point = namedtuple("Point", "x y")
 
@@ -395,7 +395,7 @@ def test_a_cache_that_is_not_cast_is_written_and_nothing_is_said(caplog, level, 
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
-@pytest.mark.skipif(release < (2, 11), reason="this torch traces no copy.copy")
+@pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="this torch traces no copy.copy")
 def test_such_inputs_compile_as_one_graph(level):
     class Sum(nn.Module):
         def forward(self, point, batch, tokens, named, exact):

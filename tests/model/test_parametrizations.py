@@ -68,7 +68,7 @@ def test_a_layer_wrapped_before_initialize_trains_saves_and_loads_as_in_fp32(lev
     other, other_optimizer = prepared(level, wrapped(wrap))
     other.load_state_dict(model.state_dict())
     for pair in ((model, optimizer), (other, other_optimizer)):
-        train(*pair, count=2, seed=2)
+        train(*pair, 2, seed=2)
     assert loops.same(loops.masters(optimizer), loops.masters(other_optimizer))
     del plain_optimizer
     model, optimizer = prepared(level, wrapped(wrap))

@@ -40,16 +40,6 @@ def test_entries_are_the_masters_exact_values():
     assert exact.count_nonzero() > 0
 
 
-def test_elements_that_the_user_changed_come_from_the_parameter():
-    model, masters = with_masters(Net())
-    with torch.no_grad():
-        model.last.weight[0, 0] = 7.0
-    entry = model.state_dict()["last.weight"]
-    exact = exact_of(model, masters, "last.weight")
-    assert entry[0, 0] == 7.0
-    assert torch.equal(entry[1], exact[1])
-
-
 def test_keep_vars_leaves_entries():
     model = converted(Net())
     assert model.state_dict(keep_vars=True)["last.weight"] is model.last.weight

@@ -24,9 +24,9 @@ def backward(loss, optimizer, handle=None):
         scaled.backward()
 
 
-def casts():
+def casts(dtype=torch.float16):
     x = torch.ones(2, 2)
-    return (x @ x).dtype is torch.float16
+    return (x @ x).dtype is dtype
 
 
 # -- casts -----------------------------------------------------------------------------------
@@ -61,13 +61,36 @@ def test_a_second_init_replaces_the_first_and_a_mistake_does_not():
     assert (live_sessions(), amp.state_dict()) == (0, {})
 
 
-def test_binary_cross_entropy_on_half_is_banned_unless_allowed():
-    half = torch.full((2,), 0.5, dtype=torch.float16)
-    amp.init()
-    with pytest.raises(NotImplementedError, match="binary_cross_entropy"):
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_binary_cross_entropy_on_16_bits_is_banned_unless_allowed(low):
+    half = torch.full((2,), 0.5, dtype=low)
+    amp.init(patch_type=low)
+    with pytest.raises(NotImplementedError, match=f"binary_cross_entropy got a {str(low)[6:]} "):
         nn.functional.binary_cross_entropy(half, half)
-    amp.init(allow_banned=True)
+    amp.init(patch_type=low, allow_banned=True)
     assert nn.functional.binary_cross_entropy(half, half).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        ((), torch.float16),
+        ((True, 8.0, False, True, True), torch.float16),  # NVIDIA's order
+        ((True, 8.0, torch.bfloat16, False, True, True), torch.bfloat16),  # the ROCm fork's
+    ],
+)
+def test_a_dtype_as_third_argument_is_the_rocm_forks_patch_type(arguments, dtype):
+    handle = amp.init(*arguments)
+    assert casts(dtype)
+    assert (handle.has_cache, handle.verbose) == ((False, True) if arguments else (True, False))
+    half = torch.full((2,), 0.5, dtype=dtype)
+    if arguments:
+        assert nn.functional.binary_cross_entropy(half, half).dtype is torch.float32
+    assert half.cpu().dtype is torch.float32
+    handle._deactivate()
+    assert half.cpu().dtype is dtype
+    with pytest.raises(TypeError, match=r"patch_type is torch.float32; it must be torch.float16"):
+        amp.init(True, 8.0, torch.float32)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

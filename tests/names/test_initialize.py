@@ -60,6 +60,18 @@ def test_the_fourteen_arguments_have_apexs_order_and_defaults_and_others_are_key
     assert all(f"{name}:" in inspect.getdoc(amp.initialize) for name in parameters)
 
 
+@pytest.mark.parametrize("order", [(FP16,), ()])
+def test_a_dtype_behind_patch_torch_functions_is_the_rocm_forks(order):
+    """Its ``patch_torch_functions_type``; without one, the order is NVIDIA's."""
+    model = loops.net()
+    given = (True, "O4", None, True, *order, None, None, 8.0, FP32, 2, 0, 1.0, 2.0**10)
+    amp.initialize(model, loops.sgd(model), *given)
+    properties = amp._amp_state.opt_properties
+    assert properties.patch_torch_functions_type is (FP16 if order else BF16)
+    assert (properties.loss_scale, properties.cast_model_outputs) == (8.0, FP32)
+    assert (len(amp.state_dict()), amp._amp_state.max_loss_scale) == (2, 2.0**10)
+
+
 def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
     model = loops.Net()
     with pytest.warns(UserWarning, match=r"the level is 'O1'\. Pass .*: opt_level='O5'") as caught:
@@ -281,6 +293,9 @@ def test_overrides_without_a_meaning_are_refused_and_warn_under_a_hard_override(
         (ValueError, {"loss_scale": "abc"}, "positive, finite number.*, or a string with one"),
         (ValueError, {"loss_scale": "nan"}, "positive, finite"),
         (ValueError, {"growth_factor": 1.0}, "growth_factor is 1.0; it must be above 1"),
+        (ValueError, {"growth_interval": 0}, "growth_interval is 0; it must be at least 1"),
+        (ValueError, {"backoff_factor": 0.0}, r"in \(0, 1\)"),
+        (ValueError, {"max_loss_scale": -1.0}, "max_loss_scale is -1.0; it must be a positive"),
         (ValueError, {"backoff_factor": 1.0}, r"in \(0, 1\)"),
         (ValueError, {"min_loss_scale": 2.0**25}, "min_loss_scale is 33554432.0; it must be at mo"),
         (ValueError, {"num_losses": -1}, "num_losses is -1; it must be an integer of at least 0"),

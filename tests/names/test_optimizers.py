@@ -1,7 +1,6 @@
 """What scripts, GradScaler and amp do with an optimizer of apex."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -58,14 +57,14 @@ def scaled(params, scaler, factor=1.0):
 
 @every
 def test_grad_scaler_steps_by_unscaled_gradients(name):
-    for how in ("step", "unscale_", "argument"):
+    for how in ("step", "unscale_", "argument", "idle"):
         params, twins = cases.parameters(), cases.parameters()
         optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaled(params, scaler)
+        scaled(params, scaler if how != "idle" else torch.amp.GradScaler("cpu", enabled=False))
         if how == "unscale_":
             scaler.unscale_(optimizer)
-        if how == "argument":
+        if how in ("argument", "idle"):
             optimizer.step(grad_scaler=scaler)
         else:
             scaler.step(optimizer)
@@ -104,11 +103,9 @@ def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
         optimizer.found_inf = flag
         torch.optim.lr_scheduler.StepLR(optimizer, 9)
         cases.run(optimizer, params, 2)
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
+        saved = loops.saved_and_loaded(optimizer.state_dict(), weights_only=True)
         loaded = cases.MAKERS[name]([torch.nn.Parameter(p.detach().clone()) for p in params])
-        loaded.load_state_dict(torch.load(file, weights_only=True))
+        loaded.load_state_dict(saved)
         others = [loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
         cases.run(optimizer, params, 3, first=2)
         for other in others:

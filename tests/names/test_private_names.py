@@ -24,10 +24,10 @@ with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 def test_modules_and_names_are_where_apex_had_them():
     for name in (
         *("_amp_state", "_initialize", "amp", "frontend", "handle", "lists", "opt", "scaler"),
-        "__version__",
+        *("compat", "rnn_compat", "utils", "wrap", "__version__"),
     ):
         assert importlib.import_module(f"apex.amp.{name}").__name__ == f"apex.amp.{name}"
-    for name in ("opt", "scaler"):
+    for name in ("opt", "scaler", "compat", "rnn_compat", "utils", "wrap"):
         assert vars(amp)[name].__name__ == f"apex.amp.{name}"
     for name in ("state_dict", "load_state_dict", "initialize", "_amp_state", "lists"):
         assert name in vars(amp)
@@ -44,11 +44,20 @@ def test_modules_and_names_are_where_apex_had_them():
     [
         (_initialize, "_initialize", r"amp\.initialize"),
         (scaler, "scale_check_overflow_python", r"LossScaler\.unscale"),
+        (amp.wrap, "cached_cast", r"amp\.register_half_function"),
     ],
 )
 def test_a_name_that_is_not_here_says_what_to_use(module, name, use):
     with pytest.raises(AttributeError, match=rf"{name} is not .*: .*use {use}"):
         getattr(module, name)
+
+
+def test_helpers_of_casts_that_scripts_import_do_as_in_apex():
+    half = torch.ones(1).half()
+    assert amp.utils.is_fp_tensor([half, (half.float(),)])
+    assert not any(map(amp.utils.is_fp_tensor, (1.0, half.int(), [half, None])))
+    assert amp.compat.filter_attrs(torch.Tensor, ["__matmul__", "no_such"]) == ["__matmul__"]
+    assert amp.rnn_compat.has_old_rnns() is False
 
 
 @every_level
@@ -85,6 +94,19 @@ def test_values_can_be_set():
     second = prepared("O4", model=Net())
     assert _amp_state.handle.is_active()
     del keep, second
+
+
+def test_models_of_a_deactivated_handle_cast_and_scale_as_a_later_call_says():
+    """As in apex, whose casts and scalers are the newest call's."""
+    first, optimizer = prepared("O1")
+    _amp_state.handle._deactivate()
+    second = prepared("O1", loss_scale=4.0)
+    x = torch.ones(2, 4)
+    assert first(x).dtype is second[0](x).dtype is torch.float16
+    with amp.scale_loss(first(x).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [4.0]
+    assert scaled_loss == 4.0 * first(x).float().sum()
 
 
 @every_level

@@ -78,16 +78,20 @@ def skip(optimizer, model, value, times):
         optimizer.step()
 
 
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_50_skips_in_a_row_give_one_warning_that_names_a_gradient_and_the_command(value):
-    model, optimizer = prepared("O1", model=Net())
+@pytest.mark.parametrize(
+    ("level", "value"), [("O1", torch.inf), ("O1", torch.nan), ("O2", torch.nan)]
+)
+def test_50_skips_in_a_row_give_one_warning_that_names_a_gradient_and_the_command(level, value):
+    model, optimizer = prepared(level, model=Net())
     for _ in range(2):
         skip(optimizer, model, value, 49)
         skip(optimizer, model, 0.0, 1)  # starts the count anew
-    words = r"skipped 50 steps in a row for loss 0.*last\.weight \(12 .* of 12\).*apex trace"
-    with pytest.warns(UserWarning, match=words) as caught:
+    words = r"skipped 50 steps in a row for loss 0.*last\.weight \(12 {} of 12\).*apex trace"
+    with pytest.warns(UserWarning, match=words.format(value)) as caught:
         skip(optimizer, model, value, 60)
     assert len(caught) == 1
+    # Before torch 2.8 frames of ours are in between.
+    assert torch.__version__ < "2.8" or caught[0].filename == __file__
 
 
 # -- emulated fp16 ---------------------------------------------------------------------------

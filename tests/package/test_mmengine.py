@@ -101,19 +101,12 @@ def trained_by_hand(level, groups, **options):
 
 @both_kinds
 @all_levels
-def test_it_trains_as_the_three_lines_do(kind, level):
-    model, wrapper = wrapped(kind, level)
-    iterate(model, wrapper, range(3))
-    assert_close(values(wrapper), trained_by_hand(level, [[0], [1], [2]]), **EXACT)
-
-
-@both_kinds
-@all_levels
-def test_accumulated_iterations_update_once_and_share_the_loss(kind, level):
-    model, wrapper = wrapped(kind, level, accumulative_counts=2)
+@pytest.mark.parametrize("updates", [[[0], [1], [2], [3]], [[0, 1], [2, 3]]], ids=["", "by 2"])
+def test_it_trains_as_the_three_lines_do_which_share_the_loss(kind, level, updates):
+    model, wrapper = wrapped(kind, level, accumulative_counts=len(updates[0]))
     wrapper.initialize_count_status(model, 0, 4)
     iterate(model, wrapper, range(4))
-    assert_close(values(wrapper), trained_by_hand(level, [[0, 1], [2, 3]]), **EXACT)
+    assert_close(values(wrapper), trained_by_hand(level, updates), **EXACT)
 
 
 @both_kinds

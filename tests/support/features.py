@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 shards_on_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
     reason="fully_shard of this torch (2.6) calls for events, which its streams on CPUs lack",

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -199,11 +200,20 @@ def live_sessions():
     return len(amp._amp_state.sessions())
 
 
-def saved_and_loaded(item):
+def saved_and_loaded(item, *, weights_only=False):
     file = io.BytesIO()
     torch.save(item, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)
+
+
+def in_a_thread(call):
+    """What ``call`` returns in a thread of its own."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 def change(params, values, by):

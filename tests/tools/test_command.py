@@ -18,9 +18,11 @@ from apex.cli import (
     build_parser,
     main,
 )
+from apex.tools.compare import run
+from apex.tools.compare.timing import Load
 from tests.tools.cases import FAILS_IN_BF16, TARGET, written
 
-pytestmark = pytest.mark.usefixtures("every_dtype_is_fast")
+pytestmark = pytest.mark.usefixtures("every_dtype_is_fast", "idle")
 
 FLAGS = {
     "trace": ["-h", "--help", "--keep-going", "--json", "-m"],
@@ -53,6 +55,12 @@ def apex(tmp_path, capsys, monkeypatch):
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """A quiet machine."""
+    monkeypatch.setattr(Load, "busy", False)
 
 
 # -- arguments and help ----------------------------------------------------------------------
@@ -90,8 +98,20 @@ def test_a_comparison_prints_a_row_per_level_and_writes_the_files(apex, tmp_path
     assert out.endswith("report: report.html\n")
     assert "</html>" in (tmp_path / "report.html").read_text()
     assert len(json.loads((tmp_path / "figures.json").read_text())["levels"]) == 2
-    stages = ["train O0", "train O4", "time all, interleaved"]
+    stages = ["train O0", "train O4", "time all, interleaved: round 1 of 1"]
     assert err.splitlines() == [f"[{stage}]" for stage in stages]
+
+
+def test_a_busy_machine_is_said_before_the_work_and_training_is_judged(apex, tmp_path, monkeypatch):
+    monkeypatch.setattr(Load, "busy", True)
+    monkeypatch.setattr(run, "LEAST_SECONDS", 0)
+    few = ["--levels", "O4", "--steps", "20", "--rounds", "9"]
+    code, out, err = apex("compare", written(tmp_path), *few)
+    assert code == OK
+    first, *stages = err.splitlines()
+    assert first.startswith("apex compare: this machine is busy (")
+    assert stages == ["[train O0]", "[train O4]", "[time all, interleaved: round 1 of 9]"]
+    assert "Trains as well as fp32: O4." in out
 
 
 def test_a_level_that_fails_is_exit_code_1_and_json_is_alone_on_standard_output(apex, tmp_path):

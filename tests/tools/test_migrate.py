@@ -10,7 +10,14 @@ import pytest
 
 from apex._unavailable import INSTEAD
 from apex.cli import BAD_INPUT, FAILED, NOT_WRITTEN, OK, main
-from apex.tools.migrate import NOTES, Name, migration_of, names, verdict_of, verdict_of_name
+from apex.tools.migrate.report import (
+    NOTES,
+    Name,
+    migration_of,
+    names,
+    verdict_of,
+    verdict_of_name,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -1,14 +1,15 @@
 """The report and the table: every figure, no network, nothing unescaped, nothing invented."""
 
-import itertools
 import math
 import re
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
+from apex.tools.compare.charts import charts
 from apex.tools.compare.columns import COLUMNS
-from apex.tools.compare.report import charts, report
+from apex.tools.compare.report import report
 from apex.tools.compare.results import LEVELS
 from apex.tools.compare.table import comparison_text, text_table
 from apex.tools.compare.timing import Load
@@ -45,7 +46,8 @@ def test_there_are_two_charts_of_every_level_that_is_not_emulated():
     loss, apart = charts(found)
     assert [line.level for line in loss.lines] == [*LEVELS][:-1]
     assert [line.level for line in apart.lines] == [*LEVELS][1:-1]
-    assert apart.band
+    assert all(line.band for line in apart.lines)
+    assert 0 < apart.area[0] < apart.area[1] < 100  # around 0
     assert report(found).count("<svg") == 2
 
 
@@ -60,13 +62,24 @@ def test_without_values_there_is_no_chart_and_no_axis(losses):
 
 def test_a_curve_ends_where_its_values_do_and_stays_inside_its_chart():
     diverging = tuple(1.0 / step for step in range(1, 11)) + (1e9,) * 5 + (math.nan,) * 10
-    for chart in charts(comparison_of(result_of(), result_of("O4", losses=diverging))):
+    loss, apart = charts(comparison_of(result_of(), result_of("O4", losses=diverging)))
+    for chart, count in ((loss, 15), (apart, 8)):  # the first eight steps are one value
         by_level = {line.level: line for line in chart.lines}
         points = re.findall(r"([\d.]+) ([\d.]+)", by_level["O4"].path)
-        assert len(points) == 15
-        assert all(12 <= float(y) <= 280 for _, y in points)
-        heights = sorted(line.y for line in chart.lines)
-        assert all(b - a >= 13.9 for a, b in itertools.pairwise(heights))
+        assert len(points) == count
+        points += re.findall(r"([\d.]+) ([\d.]+)", by_level["O4"].band)
+        assert all(0 <= float(x) <= 100 and 0 <= float(y) <= 100 for x, y in points)
+
+
+def test_the_band_of_a_level_that_trains_worse_ends_above_0_and_its_curve_above_the_area():
+    worse = tuple(1.1 / step for step in range(1, 26))
+    _, apart = charts(comparison_of(result_of(), result_of("O4", losses=worse)))
+    (line,) = apart.lines
+    zero = fmean(apart.area)
+    ends = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", line.path)]
+    assert ends[-1] < apart.area[0]
+    band = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", line.band)]
+    assert max(band[len(band) // 2 - 1 : len(band) // 2 + 1]) < zero  # the last step's
 
 
 # -- the table -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import CASTABLE, LOW_PRECISION
+from apex._core.dtypes import CASTABLE, LOW_PRECISION, name
 
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
@@ -44,7 +44,8 @@ def rules_for(op: str, schema: torch.FunctionSchema) -> Mapping[str | None, Cast
         "fp32": fp32,
         "promote": _all_to_widest,
         "destination": _all_to_result,
-        "banned": functools.partial(_refuse_fp16, op),
+        "banned": functools.partial(_refuse_dtypes, op, (torch.float16,)),
+        "banned_16bit": functools.partial(_refuse_dtypes, op, LOW_PRECISION),
         "fp32_inplace": functools.partial(_refuse_low_self, op),
         "raises": functools.partial(_refuse, op),
     }
@@ -129,16 +130,20 @@ def _ask_for_fp32(
     return (args[:2] if by_position else args), {**kwargs, "dtype": torch.float32}
 
 
-def _refuse_fp16(op: str, args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
-    if any(isinstance(arg, Tensor) and arg.dtype is torch.float16 for arg in args):
-        raise NotImplementedError(
-            f"{op} got a float16 tensor under amp: float16 cannot resolve probabilities near 0 and "
-            f"1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
-            "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in any "
-            "precision; pass fp32 tensors (.float()); or run it in fp32 through "
-            "amp.init(allow_banned=True) or "
-            f"amp.register_float_function(torch.nn.functional, {op!r})."
-        )
+def _refuse_dtypes(
+    op: str, dtypes: Collection[torch.dtype], args: Args, kwargs: Kwargs, low: torch.dtype
+) -> tuple[Args, Kwargs]:
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.dtype in dtypes:
+            dtype = name(arg.dtype)
+            raise NotImplementedError(
+                f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities near 0 "
+                f"and 1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
+                "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in "
+                "any precision; pass fp32 tensors (.float()); or run it in fp32 through "
+                "amp.init(allow_banned=True) or "
+                f"amp.register_float_function(torch.nn.functional, {op!r})."
+            )
     return _all_to_fp32(args, kwargs, low)
 
 

@@ -21,6 +21,7 @@ Category = Literal[
     "fp32",
     "promote",
     "banned",
+    "banned_16bit",
     "destination",
     "fp32_inplace",
     "recurrent",
@@ -31,6 +32,7 @@ Category = Literal[
 ``fp32``: fp16 and bf16 to fp32; float64 and a ``dtype=`` argument are kept.
 ``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
+``banned_16bit``: as ``banned``, and bf16 raises, too.
 ``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
 ``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
 NotImplementedError (``x **= 2`` makes a new fp32 tensor).
@@ -134,6 +136,14 @@ class OpTable:
         """
         removed = operators(namespace, name)
         return OpTable({op: category for op, category in self.rows.items() if op not in removed})
+
+    def with_bans_in_bf16(self) -> OpTable:
+        """Returns the table with banned operators that refuse bf16, too."""
+        rows = dict(self.rows)
+        for op, category in self.rows.items():
+            if category == "banned":
+                rows[op] = "banned_16bit"
+        return OpTable(rows)
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
         """Returns the table with the operators of ``name`` in ``category``.

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex._core import tree
+
 _params = operator.itemgetter("params")
 
 
@@ -41,3 +43,46 @@ def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]
 def is_from(optimizer: Any, module: str) -> bool:
     """Returns whether a class of this module is among the optimizer's, ours or NVIDIA's."""
     return any(kind.__module__ == module for kind in type(optimizer).__mro__)
+
+
+def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+    """Puts other parameters in place of those with these ids, also in optimizers that it holds.
+
+    Groups, their lists and the state keep their identity.
+    """
+    for each in optimizers_in(optimizer) if new else ():
+        for group in each.param_groups:
+            group["params"][:] = [new.get(id(param), param) for param in group["params"]]
+        for param in [param for param in each.state if id(param) in new]:
+            each.state[new[id(param)]] = each.state.pop(param)
+
+
+def move_state(optimizer: Optimizer) -> None:
+    """Moves the state of parameters to their devices, also in optimizers that it holds.
+
+    As torch does for a loaded state: the count of steps stays on the host if no kernel reads it.
+    """
+    for each in optimizers_in(optimizer):
+        for group in each.param_groups:
+            on_device = group.get("fused") or group.get("capturable")
+            for param in group["params"]:
+                to_device = operator.methodcaller("to", param.device)
+                state = each.state.get(param, {})
+                for key, value in state.items():
+                    if key != "step" or on_device:
+                        state[key] = tree.map_tensors(to_device, value)
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and those that it holds, perhaps in a list."""
+    found = [optimizer]
+    for each in found:
+        found += [held for held in _held_by(each) if not any(held is known for known in found)]
+    return found
+
+
+def _held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
+    for held in vars(optimizer).values():
+        for each in held if isinstance(held, list | tuple) else (held,):
+            if isinstance(each, Optimizer):
+                yield each

@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
+from apex._engine.masters import MasterTable
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.registry import MasterTable
 from apex._engine.scaler import Scaler
 from apex._torch import ddp
 

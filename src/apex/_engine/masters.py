@@ -21,14 +21,14 @@ Note [One gradient in one place]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from apex._core import master
+from apex._core import rounding
 from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
 from apex._torch import foreach, parameters, ranks
@@ -127,7 +127,7 @@ class MasterPair:
         self, model: nn.Parameter, exact: Tensor | None = None, kind: type[Master] = Master
     ) -> None:
         """Makes the master of ``model``, from its value before rounding if known."""
-        self._join(model, master.make_master(model, exact, kind))
+        self._join(model, make_master(model, exact, kind))
 
     def _join(self, model: nn.Parameter, made: nn.Parameter) -> None:
         self.model, self.master, self.new = model, made, True
@@ -190,6 +190,25 @@ class MasterPair:
             parameters.set_grad(self.master, None)
 
 
+def make_master(
+    param: nn.Parameter, exact: Tensor | None = None, kind: type[nn.Parameter] = nn.Parameter
+) -> nn.Parameter:
+    """Returns an fp32 parameter with the value of ``param``.
+
+    Args:
+        param: A low-precision parameter.
+        exact: Its value before rounding, if known; used without a copy if it is fp32 and has no
+            gaps in memory, over which torch's fused kernels on a CPU would write.
+        kind: Class of the result.
+    """
+    # Not detach(), which shares autograd's version counter: a write to the master would count as a
+    # write to the model's parameter.
+    value = (param.data if exact is None else exact.data).to(torch.float32)
+    if not value.is_contiguous() and torch.empty_like(value).stride() != value.stride():
+        value = value.clone()
+    return kind(value)
+
+
 def rebuild_pair(
     model: nn.Parameter,
     made: nn.Parameter,
@@ -250,19 +269,37 @@ def mark_rounded(pairs: Iterable[MasterPair]) -> None:
 
 
 @untraced
-def follow(pairs: Iterable[MasterPair]) -> None:
+def follow(pairs: Iterable[MasterPair]) -> bool:
     """Copies written model parameters to their masters, except to masters written as well.
+
+    Masters move to the devices of their model parameters. Returns whether one has moved.
 
     Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
     to the model: autograd may have saved its weights for the backward pass.
     """
+    any_moved = False
     for pair in pairs:
-        if pair.model_written and not pair.master_written:
-            low, exact = pair.model.detach().to(pair.master.device), pair.master.detach()
+        if not pair.model_written:
+            continue
+        if pair.model.device != pair.master.device:
+            _move_master(pair)
+            any_moved = True
+        if not pair.master_written:
+            low, exact = pair.model.detach(), pair.master.detach()
             value = torch.where(exact.to(low.dtype) == low, exact, low)
             # Not counted by autograd: a loss that uses masters may have saved them for backward.
             parameters.uncounted(pair.master).copy_(value)
             pair.mark_synced()
+    return any_moved
+
+
+def _move_master(pair: MasterPair) -> None:
+    """Moves a master to the device of its model parameter, with its gradient."""
+    device = pair.model.device
+    grad = parameters.grad_of(pair.master)
+    parameters.set_data(pair.master, pair.master.detach().to(device))
+    if grad is not None:
+        parameters.set_grad(pair.master, grad.to(device))
 
 
 @untraced
@@ -310,7 +347,7 @@ def _sum(pair: MasterPair, total: Tensor, grad: Tensor) -> Tensor:
 
 
 def _move(fresh: Sequence[tuple[MasterPair, Tensor]]) -> None:
-    copies = master.fp32_copies([grad for _, grad in fresh], [pair.master for pair, _ in fresh])
+    copies = fp32_copies([grad for _, grad in fresh], [pair.master for pair, _ in fresh])
     multiply_(copies, [pair.factor for pair, _ in fresh])
     for (pair, _), copy in zip(fresh, copies, strict=True):
         pair.model.grad = pair.factor = None
@@ -326,3 +363,123 @@ def clear_grad(pair: MasterPair, *, set_to_none: bool) -> None:
         if grad is not None:
             grad.detach().zero_()
     pair.scaled, pair.factor = False, None
+
+
+def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns fp32 copies of gradients, with the device and memory layout of ``like``.
+
+    Sparse ones stay sparse, with duplicate rows summed, in fp32: the 16-bit sum could overflow.
+    Strides are those of ``like``, which torch's fused CPU kernels assume.
+    """
+    copies = [
+        grad.to(device=each.device, dtype=torch.float32).coalesce()
+        if grad.is_sparse
+        else torch.empty_like(each, dtype=torch.float32, requires_grad=False)
+        for grad, each in zip(grads, like, strict=True)
+    ]
+    dense = [i for i, grad in enumerate(grads) if not grad.is_sparse]
+    if dense:
+        foreach.assign_([copies[i] for i in dense], [grads[i] for i in dense])
+    return copies
+
+
+# -- all masters of a session ------------------------------------------------------------------
+
+
+class MasterTable:
+    """Every master of one session, indexed by model parameter."""
+
+    def __init__(self, kind: type[Master] = Master) -> None:
+        """Starts without masters, which will be of class ``kind``."""
+        self._kind = kind
+        self._by_param: weakref.WeakValueDictionary[int, MasterPair] = weakref.WeakValueDictionary()
+        # Pairs by the object that keeps them alive: a model, or an optimizer's prepared.
+        self._by_holder: weakref.WeakKeyDictionary[object, list[MasterPair]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._kept: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def make(self, param: nn.Parameter, holder: object, exact: Tensor | None = None) -> MasterPair:
+        """Returns the pair of a low-precision parameter; a new one lives as long as ``holder``.
+
+        ``exact`` is the parameter's value before rounding, if known.
+        """
+        known = self.pair_of(param)
+        if known is not None:
+            return known
+        if exact is None and (kept := self._kept_value(param)) is not None:
+            exact = rounding.exact_value(param, [kept])
+        pair = MasterPair(param, exact, self._kind)
+        self.hold([pair], holder)
+        return pair
+
+    def hold(self, pairs: Sequence[MasterPair], holder: object) -> None:
+        """Registers pairs that live as long as ``holder``."""
+        self._by_holder.setdefault(holder, []).extend(pairs)
+        self._by_param.update({id(pair.model): pair for pair in pairs})
+
+    def release(self, holder: object) -> None:
+        """Drops the pairs and values that ``holder`` keeps alive."""
+        for pair in self._by_holder.pop(holder, ()):
+            self._by_param.pop(id(pair.model), None)
+        self._kept.pop(holder, None)
+
+    def keep(self, values: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> None:
+        """Keeps the fp32 values of tensors without a master for as long as ``model`` lives."""
+        held = self._kept.setdefault(model, {})
+        held.update({id(tensor): (tensor, value) for tensor, value in values})
+
+    def pair_of(self, param: Tensor) -> MasterPair | None:
+        """Returns the pair of a model parameter, or ``None``."""
+        return self._by_param.get(id(param))
+
+    def master_of(self, param: Tensor) -> Tensor | None:
+        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
+        pair = self._by_param.get(id(param))
+        if pair is None:
+            return self._kept_value(param)
+        if pair.master_written:
+            write_back([pair])
+        return pair.master
+
+    def _kept_value(self, param: Tensor) -> Tensor | None:
+        for values in self._kept.values():
+            if id(param) in values:
+                return values[id(param)][1]
+        return None
+
+    def all(self) -> Iterator[MasterPair]:
+        """Yields every pair once."""
+        for pairs in list(self._by_holder.values()):
+            yield from pairs
+
+    def write_back(self) -> None:
+        """Rounds every written master into its model parameter."""
+        for pairs in list(self._by_holder.values()):
+            write_back(pairs)
+
+    @torch.no_grad()
+    def expect(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets masters to the exact values of parameters that are loaded next.
+
+        The parameters count as written: where one is not loaded after all, its master follows it.
+        """
+        for param, value in values:
+            pair = self.pair_of(param)
+            if pair is not None:
+                pair.set_exact(value)
+                increment_version(param)
+            elif (kept := self._kept_value(param)) is not None:
+                kept.copy_(value)
+
+    def clear_grads(self, params: set[int], *, set_to_none: bool) -> set[int]:
+        """Clears the gradients of the parameters with these ids and of their masters.
+
+        Returns the ids, with the masters'.
+        """
+        pairs = [pair for pair in self.all() if id(pair.model) in params]
+        for pair in pairs:
+            clear_grad(pair, set_to_none=set_to_none)
+        return {*params, *(id(pair.master) for pair in pairs)}

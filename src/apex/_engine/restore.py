@@ -10,17 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
-from apex._core.param_groups import is_from, params_of, states_in
+from apex._core.param_groups import is_from, optimizers_in, params_of, states_in
 from apex._engine import conversion
 from apex._engine.optimizer import subclass
-from apex._engine.optimizer.exchange import optimizers_in
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import parameters
 
 _FUSED_ADAM = "apex.optimizers.fused_adam"
 
 
-def restore(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Turns converted models and bound optimizers back into plain fp32 objects.
 
     The optimizers keep their state and step the models' own parameters, which get the masters'

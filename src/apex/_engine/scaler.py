@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +14,87 @@ from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.foreach.scalars import as_tensor
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
-from apex._engine.events import ScaleUpdate
-from apex._engine.readback import Readback
 from apex._torch import dtensor
-from apex._torch.copies import moved
+from apex._torch.copies import HostCopy, capturing, moved
 
 INITIAL_SCALE = 2.0**16
+
+T = TypeVar("T")
+Reading = tuple[T, tuple[float, ...]]
+"""What the values belong to, and the values."""
+
+
+class ScaleUpdate(NamedTuple):
+    """One update of a loss scale, as read on the host.
+
+    Attributes:
+        loss_id: Index of the session's scaler.
+        loss_scale: The scale after the update (multiplier).
+        overflow: Whether a gradient of this pass held inf or NaN.
+        optimizers: Number of optimizers of the pass.
+        skipped_in_row: Consecutive overflows, including this one; 0 when clean.
+    """
+
+    loss_id: int
+    loss_scale: float
+    overflow: bool
+    optimizers: int
+    skipped_in_row: int
+
+
+class PassEnd(NamedTuple):
+    """The end of one ``scale_loss`` block, as known on the host.
+
+    Attributes:
+        loss_id: Index of the session's scaler.
+        updates: Scale updates that have arrived by now; on a device, those of earlier passes.
+        prepared_optimizers: The optimizers of the pass.
+        failed: Whether an exception ended it.
+    """
+
+    loss_id: int
+    updates: Sequence[ScaleUpdate]
+    prepared_optimizers: Sequence[object]
+    failed: bool
+
+
+class Readback(Generic[T]):
+    """A queue of small tensors being copied to the host.
+
+    ``send`` starts a copy and returns at once; ``poll`` returns completed ones, oldest first. A
+    tensor in host memory completes at once.
+    """
+
+    def __init__(self) -> None:
+        self._ready: list[Reading[T]] = []
+        self._in_flight: deque[tuple[T, HostCopy]] = deque()
+
+    def send(self, source: T, values: Tensor) -> None:
+        """Queues the present values of a 1-d tensor, with what they belong to.
+
+        Nothing is queued while a CUDA graph is captured: a replay has no host side.
+        """
+        self.prepare(source, values)()
+
+    def prepare(self, source: T, values: Tensor) -> Callable[[], None]:
+        """Returns a function that does what ``send`` does, and allocates its memory now."""
+        if values.device.type == "cpu" and not self._in_flight:
+            # On the host, tolist() reads memory in place: no kernel, no wait.
+            return lambda: self._ready.append((source, tuple(values.tolist())))
+        if capturing(values.device):
+            return lambda: None
+        copy = HostCopy(values)
+        return lambda: self._in_flight.append((source, copy.start()))
+
+    def poll(self, *, wait: bool = False) -> list[Reading[T]]:
+        """Returns readings completed since the last call, oldest first; with ``wait``, all."""
+        while self._in_flight and (wait or self._in_flight[0][1].arrived):
+            source, copy = self._in_flight.popleft()
+            self._ready.append((source, tuple(copy.wait().tolist())))
+        if not self._ready:
+            return []
+        arrived, self._ready = self._ready, []
+        return arrived
 
 
 class Scaler(ABC):

@@ -18,21 +18,18 @@ from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine import conversion
-from apex._engine import restore as restoring
 from apex._engine.autocast.ambient import settle
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import ModelPlan
 from apex._engine.ddp import DDPTracker
-from apex._engine.events import PassEnd, ScaleUpdate
-from apex._engine.masters import LazyMaster, Master
+from apex._engine.masters import LazyMaster, Master, MasterTable
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import subclass, unprepared
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.readback import Readback
-from apex._engine.registry import MasterTable
-from apex._engine.scaler import Scaler, scaler_for
+from apex._engine.restore import dtypes_of, match_states
+from apex._engine.scaler import PassEnd, Readback, Scaler, ScaleUpdate, scaler_for
 from apex._torch import fsdp
 
 Listener = Callable[["Session", PassEnd], None]
@@ -121,7 +118,7 @@ class Session:
             plan: The conversion.
             undo: Receives the inverse.
         """
-        old_dtypes = restoring.dtypes_of(optimizers)
+        old_dtypes = dtypes_of(optimizers)
         for model in models:
             conversion.hand_over(model, undo)
         for model in models:
@@ -133,7 +130,7 @@ class Session:
         self._models.update(models)
         if self.policy.master_weights:
             unprepared.hooks.add(self)
-        restoring.match_states(optimizers, old_dtypes)
+        match_states(optimizers, old_dtypes)
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
@@ -190,6 +187,11 @@ class Session:
     def casting(self) -> bool:
         """Whether the session has op casts and has not ended."""
         return self._end is not None and self._end.alive
+
+    @property
+    def deactivated(self) -> bool:
+        """Whether the session's op casts have ended before it."""
+        return self._end is not None and not self._end.alive
 
     def bind(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Binds one more optimizer; ``undo`` receives the inverse."""

@@ -16,9 +16,9 @@ def signals(scaler: Any, optimizer: Optimizer) -> tuple[Tensor | None, Tensor | 
     """Returns the divisor of the gradients, if any, and the flag to skip the step, if any.
 
     ``GradScaler.step`` sets the same values on optimizers that take no ``grad_scaler`` argument.
-    Does not wait for the device.
+    Does not wait for the device. A scaler that has scaled nothing gives neither.
     """
-    if not scaler.is_enabled():
+    if not scaler.is_enabled() or scaler._scale is None:
         return None, None
     state = scaler._per_optimizer_states[id(optimizer)]
     unscaled = state["stage"] is OptState.UNSCALED

@@ -9,7 +9,15 @@ from apex import _requirements, _unavailable
 _requirements.check()
 _unavailable.install()
 
-from apex.amp import lists, opt, scaler  # noqa: F401 - reached as attributes
+from apex.amp import (  # noqa: F401 - reached as attributes
+    compat,
+    lists,
+    opt,
+    rnn_compat,
+    scaler,
+    utils,
+    wrap,
+)
 from apex.amp._amp_state import _amp_state
 from apex.amp.amp import (
     bfloat16_function,

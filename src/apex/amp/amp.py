@@ -12,8 +12,9 @@ from apex._engine.autocast.user_functions import cast_function
 from apex.amp._amp_state import _amp_state
 from apex.amp.frontend import *  # noqa: F403 - scripts import apex.amp.amp as amp
 from apex.amp.handle import AmpHandle, NoOpHandle
-from apex.amp.properties import Properties
-from apex.amp.sessions import start_o1_session
+from apex.amp.inputs import takes_dtype_at
+from apex.amp.properties import Properties, as_low_precision
+from apex.amp.sessions import start_init_session, warn_if_emulated
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,14 +82,19 @@ def register_promote_function(module: Any, name: str) -> None:
     _amp_state.functions.register(module, name, "promote")
 
 
+@takes_dtype_at(2, "patch_type")
 def init(
     enabled: bool = True,
     loss_scale: float | str = "dynamic",
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle | NoOpHandle:
     """Turns on O1's casts in this thread and returns a handle (apex's older API).
+
+    Takes ``patch_type`` third, too, as the ROCm fork does: ``init(True, "dynamic", dtype)``.
 
     Fp16 models of earlier ``initialize`` calls (O2, O3) run with these casts, too.
 
@@ -97,17 +103,21 @@ def init(
         loss_scale: A number, or ``"dynamic"``.
         enable_caching: Value of ``handle.has_cache``; casts are not cached in any case.
         verbose: Value of ``handle.verbose``; has no other effect.
-        allow_banned: Whether ``binary_cross_entropy`` runs in fp32 on fp16 input instead of
+        allow_banned: Whether ``binary_cross_entropy`` runs in fp32 on 16-bit input instead of
             raising.
+        patch_type: ``torch.float16``, or ``torch.bfloat16`` for O4's casts.
 
     Returns:
         A handle with ``scale_loss``, ``wrap_optimizer`` and ``is_active``. A later call
         deactivates it.
     """
-    enabled, allow_banned = flag("enabled", enabled), flag("allow_banned", allow_banned)
+    enabled = flag("enabled", enabled)
+    allow_banned = flag("allow_banned", allow_banned)
+    as_low_precision("patch_type", patch_type)
     handle: AmpHandle = NoOpHandle()
     if enabled:
-        session = start_o1_session(loss_scale, allow_banned=allow_banned)
+        session = start_init_session(loss_scale, patch_type, allow_banned=allow_banned)
+        warn_if_emulated(session.policy)
         handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
     _amp_state.hold_handle(handle)
     if enabled:

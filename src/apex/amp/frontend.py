@@ -15,9 +15,9 @@ from torch import nn
 from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import restore as restoring
 from apex._engine.conversion import ModelPlan, is_converted
 from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.restore import make_plain
 from apex._engine.scaler import Scaler
 from apex.amp import _initialize, inputs, report, scaler_states
 from apex.amp._amp_state import _amp_state
@@ -35,7 +35,7 @@ from apex.amp.properties import (
     resolve,
     to_policy,
 )
-from apex.amp.sessions import new_session
+from apex.amp.sessions import new_session, warn_if_emulated
 
 __all__ = [
     "O0",
@@ -55,6 +55,7 @@ __all__ = [
 _log = logging.getLogger("apex")
 
 
+@inputs.takes_dtype_at(6, "patch_torch_functions_type")
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -121,7 +122,8 @@ def initialize(
         verbosity: 0 for no output, 1 for the start-up report and a line per overflow.
         min_loss_scale: Smallest dynamic scale; it is above 0 in any case.
         max_loss_scale: Largest dynamic scale.
-        patch_torch_functions_type: fp16 or bf16, for the op casts of O1 and O4.
+        patch_torch_functions_type: fp16 or bf16, for the op casts of O1 and O4. May also follow
+            ``patch_torch_functions`` by position, as in the ROCm fork.
         fp32_modules: Module types and name patterns (``"decoder.*.norm"``) that stay fp32 in a
             converted model, in addition to batch norm (O2, O3, O5); ``None`` for none. They get
             the model's inputs after these were cast to 16 bits, unless ``fp32_inputs`` names them.
@@ -207,6 +209,7 @@ def initialize(
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     if policy.master_weights and optimizer_list:
         inputs.check_masters(model_list)
+    warn_if_emulated(policy, model_list)
     made = new_session(
         policy,
         ScaleRule(growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale),
@@ -259,7 +262,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     prepared = any(map(is_converted, model_list)) or any(map(prepared_state, own))
     if prepared or _amp_state.enabled:
         inputs.check_prepared(model_list, own)
-        restoring.restore(filter(is_converted, model_list), own)
+        make_plain(filter(is_converted, model_list), own)
         _amp_state.end_unused()
     return models if optimizers is None else (models, optimizers)
 
@@ -337,7 +340,7 @@ def _is_enabled(enabled: object, opt_level: str) -> bool:
             f"amp.initialize got enabled={enabled!r}, its third positional argument, which counts "
             f"as True; the level is {opt_level!r}. Pass the level by name: opt_level={enabled!r}.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return True
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import NoAutocastRegion, casts_off
+from apex._engine.autocast.region import AmbientRegion, NoAutocastRegion, casts_off
 from apex._engine.conversion import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -24,7 +24,7 @@ from apex.amp._amp_state import AmpState, _amp_state
 from apex.amp.optimizers import unwrap, unwrapped
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
-from apex.amp.sessions import start_o1_session
+from apex.amp.sessions import start_init_session
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -134,7 +134,7 @@ class AmpHandle:
             verbose: Value of ``verbose``.
             session: A session with casts, which the handle keeps alive instead of starting one.
         """
-        self._session = start_o1_session(loss_scale) if session is None else session
+        self._session = start_init_session(loss_scale) if session is None else session
         self.verbose, self.has_cache = verbose, enable_caching
 
     def cast_in(self, models: Iterable[nn.Module]) -> None:
@@ -195,10 +195,15 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def _deactivate(self) -> None:
-        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``."""
+        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``.
+
+        As in apex, the session's models run under the casts of a later session.
+        """
         if self._session is None:
             return
         self._session.close()
+        for model in self._session.models:
+            set_region(model, AmbientRegion())
         for model in self._models:
             set_region(model, NoAutocastRegion())
         self._models = ()
@@ -305,6 +310,8 @@ def session_of(
     if sessions and None not in sessions:
         newest = [session for session in _amp_state.sessions() if session in sessions][-1:]
         session = newest[0] if newest else sessions.pop()
+        if session.deactivated:  # apex's scalers are then the later call's
+            session = _amp_state.current() or session
     if session is not None:
         return session if _amp_state.is_on(session) else None
     if not any(prepared_optimizers) and not _amp_state.enabled:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,6 +18,29 @@ from apex._engine.optimizer.subclass import prepared_state
 from apex.amp._amp_state import _amp_state
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_dtype_at(position: int, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator for a function that has one parameter more in the ROCm fork.
+
+    A dtype at ``position`` is the fork's, and becomes the keyword argument ``name``. Calls in
+    NVIDIA's order have no dtype there.
+    """
+
+    def decorated(fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def called(*args: Any, **kwargs: Any) -> R:
+            if len(args) > position and isinstance(args[position], torch.dtype):
+                kwargs[name] = args[position]
+                args = (*args[:position], *args[position + 1 :])
+            return fn(*args, **kwargs)
+
+        return called
+
+    return decorated
 
 
 def model_list(models: object, *, cast: bool = False) -> list[nn.Module]:

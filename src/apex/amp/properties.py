@@ -109,7 +109,7 @@ def resolve(
     for name, problem in _meaningless(defaults, values).items():
         if not hard_override:
             raise RuntimeError(problem)
-        warnings.warn(problem, UserWarning, stacklevel=3)
+        warnings.warn(problem, UserWarning, stacklevel=4)
         del values[name]
     return Properties({**defaults.options, **values})
 
@@ -176,6 +176,7 @@ def _dtype_parser(accepted: Collection[object], described: str) -> Callable[[str
 
 
 _as_output_dtype = _dtype_parser(CASTABLE, "a floating-point torch.dtype or None")
+as_low_precision = _dtype_parser(LOW_PRECISION, "torch.float16 or torch.bfloat16")
 
 
 def as_loss_scale(name: str, value: object) -> LossScale:
@@ -189,7 +190,7 @@ _PARSERS: Mapping[str, Any] = {
         "torch.float16, torch.bfloat16, torch.float32 or torch.float64, or False for no conversion",
     ),
     "patch_torch_functions": flag,
-    "patch_torch_functions_type": _dtype_parser(LOW_PRECISION, "torch.float16 or torch.bfloat16"),
+    "patch_torch_functions_type": as_low_precision,
     "keep_batchnorm_fp32": flag,
     "master_weights": _as_master_weights,
     "loss_scale": as_loss_scale,

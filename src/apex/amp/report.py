@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from apex._core import finite
 from apex._core.param_groups import params_of
-from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.scaler import PassEnd, ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex.amp._amp_state import maybe_print

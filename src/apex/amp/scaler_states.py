@@ -1,9 +1,9 @@
 """Reads, validates and writes loss scales in apex's checkpoint format.
 
 Note [Versioned key]: an entry holds apex's two keys, ``loss_scale`` and ``unskipped``. This package
-stores its additions beside them under ``apex_amp_v1``, which apex does not read; a later format
-will use a key with another number, and unknown keys are ignored. Static scales have
-``{"dynamic": False}`` there. Without it, a checkpoint of O4 (static, 1.0) would start the
+stores its additions beside them under ``apex_amp_v1``, which apex does not read. A later format
+will use a key with another number, which this release refuses; it ignores other keys. Static scales
+have ``{"dynamic": False}`` there. Without it, a checkpoint of O4 (static, 1.0) would start the
 dynamic scale of O2 at 1.0, and fp16 gradients would underflow until the scale had grown.
 """
 
@@ -18,7 +18,9 @@ from apex._core.arguments import is_number, shown
 from apex._core.scale import SMALLEST_SCALE, ScaleRule
 from apex._engine.scaler import Scaler
 
-VERSIONED = "apex_amp_v1"
+_ANY_VERSION = "apex_amp_v"
+
+VERSIONED = f"{_ANY_VERSION}1"
 """Key of this package's additions; see Note [Versioned key]."""
 
 _RANGES = {"loss_scale": (SMALLEST_SCALE, ScaleRule().greatest), "unskipped": (0, 2**31 - 1)}
@@ -117,11 +119,22 @@ def _parsed(key: str, value: Any) -> State:
     values = value if isinstance(value, Mapping) else {}
     for name, (least, most) in _RANGES.items():
         number: Any = values.get(name)
-        if not (is_number(number) and least <= number <= most):
+        accepted = is_number(number) and least <= number <= most
+        wanted = "a number"
+        if name == "unskipped":
+            accepted = accepted and number == int(number)
+            wanted = "a whole number"
+        if not accepted:
             raise RuntimeError(
-                f"amp.load_state_dict: {key}[{name!r}] is {shown(number)}; it must be a number "
+                f"amp.load_state_dict: {key}[{name!r}] is {shown(number)}; it must be {wanted} "
                 f"from {least:g} to {most:g}. The checkpoint is truncated or of another kind."
             )
+    for name in values:
+        if isinstance(name, str) and name.startswith(_ANY_VERSION) and name != VERSIONED:
+            raise RuntimeError(
+                f"amp.load_state_dict: {key} has {name!r}, which a later release of apex has "
+                f"written; this one knows {VERSIONED!r}. Load the checkpoint with that release."
+            )
     added = values.get(VERSIONED)
-    static = (added.get("dynamic") if isinstance(added, Mapping) else added) is False
+    static = isinstance(added, Mapping) and added.get("dynamic") is False
     return State(key, float(values["loss_scale"]), int(values["unskipped"]), static)

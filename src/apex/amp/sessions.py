@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from apex._core.op_table import AutocastSpec
+from apex._core.op_table import AutocastSpec, OpTable
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.session import Session
@@ -25,14 +25,16 @@ def new_session(
     models: Sequence[nn.Module] = (),
     num_losses: int = 1,
     keep_fp32: bool = False,
+    table: OpTable | None = None,
     allow_banned: bool = False,
 ) -> Session:
-    """Returns a session that is not started; warns if its fp16 is emulated."""
-    types, dtype, spec = device_types(models), policy.compute_dtype, None
+    """Returns a session that is not started; ``amp.lists`` gives its op table by default."""
+    types = device_types(models)
+    dtype = policy.compute_dtype
+    spec = None
     if dtype is not None:
-        spec = AutocastSpec(dtype, types, lists.op_table(dtype), allow_banned)
+        spec = AutocastSpec(dtype, types, table or lists.op_table(dtype), allow_banned)
         _amp_state.functions.listed = lists.python_functions()
-    _warn_if_emulated(policy.low_precision, types)
     return Session(
         policy,
         num_losses=num_losses,
@@ -44,18 +46,29 @@ def new_session(
     )
 
 
-def start_o1_session(loss_scale: float | str, *, allow_banned: bool = False) -> Session:
-    """Starts a session without models that applies O1's casts in this thread."""
+def start_init_session(
+    loss_scale: float | str, dtype: torch.dtype = torch.float16, *, allow_banned: bool = False
+) -> Session:
+    """Starts the session of ``amp.init``, which has no models and casts in this thread.
+
+    As in the original, ``binary_cross_entropy`` refuses bf16, too, and ``x.cpu()`` is fp32.
+    """
     scale = as_loss_scale("loss_scale", loss_scale)
-    policy = to_policy(level_defaults("O1", loss_scale=scale))
-    session = new_session(policy, ScaleRule(ceiling=2.0**24), allow_banned=allow_banned)
+    level = "O1" if dtype is torch.float16 else "O4"
+    policy = to_policy(level_defaults(level, loss_scale=scale))
+    table = lists.op_table(dtype).with_bans_in_bf16()
+    rule = ScaleRule(ceiling=2.0**24)
+    session = new_session(policy, rule, table=table, allow_banned=allow_banned)
+    _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
     session.start()
     _amp_state.add(session)
     return session
 
 
-def _warn_if_emulated(dtype: torch.dtype | None, types: Sequence[str]) -> None:
-    if dtype is torch.float16 and "cpu" in types and emulates_fp16():
+def warn_if_emulated(policy: Policy, models: Sequence[nn.Module] = ()) -> None:
+    """Warns the caller's caller's caller of a level whose fp16 the CPU emulates."""
+    emulated = policy.low_precision is torch.float16 and emulates_fp16()
+    if emulated and "cpu" in device_types(models):
         warnings.warn(
             "fp16 is emulated on this CPU: matrix products are far slower than in fp32. Use bf16 "
             "here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'.",

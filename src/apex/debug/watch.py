@@ -20,9 +20,8 @@ from apex._core import finite
 from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._core.param_groups import params_of
-from apex._engine.events import PassEnd, ScaleUpdate
 from apex._engine.optimizer.subclass import prepared_state
-from apex._engine.readback import Readback
+from apex._engine.scaler import PassEnd, Readback, ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex import _unavailable
-from apex._core import arguments, dtypes, master, tree
+from apex._core import arguments, dtypes, tree
 from apex._core.flat import flatten, unflatten
+from apex._engine.masters import make_master
+from apex.fp16_utils.copies import copy_grads, copy_to_model
 
 __getattr__ = _unavailable.names_instead(
     __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
@@ -148,7 +150,7 @@ def model_grads_to_master_grads(
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = flatten(grads).to(torch.float32)
     else:
-        master.copy_grads(model_params, master_params)
+        copy_grads(model_params, master_params)
 
 
 def master_params_to_model_params(
@@ -165,7 +167,7 @@ def master_params_to_model_params(
     values: Sequence[Tensor] = master_params
     if flat_master:
         values = unflatten(master_params[0].detach(), model_params)
-    master.copy_to_model(values, model_params)
+    copy_to_model(values, model_params)
 
 
 def to_python_float(t: Any) -> Any:
@@ -179,7 +181,7 @@ def _keeps_fp32(module: nn.Module) -> bool:
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:
     if dtypes.is_low_precision(param):
-        return master.make_master(param)
+        return make_master(param)
     return nn.Parameter(param.detach().to(torch.float32, copy=True))
 
 

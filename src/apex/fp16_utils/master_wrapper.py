@@ -10,9 +10,11 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from apex._core import arguments, dtypes, finite, master
+from apex._core import arguments, dtypes, finite
 from apex._core.scale import checked_static
+from apex._engine.masters import make_master
 from apex._engine.optimizer.subclass import prepared_state
+from apex.fp16_utils.copies import copy_grads, copy_to_model
 from apex.fp16_utils.host_scale import HostScale
 
 _log = logging.getLogger("apex")
@@ -124,7 +126,7 @@ class MasterWrapper:
 
     def _adopt(self, params: list[nn.Parameter]) -> None:
         stepped = [param for param in params if param.requires_grad or self._with_frozen]
-        masters = {p: master.make_master(p) for p in stepped if dtypes.is_low_precision(p)}
+        masters = {p: make_master(p) for p in stepped if dtypes.is_low_precision(p)}
         params[:] = [masters.get(param, param) for param in params]
         for param, own in masters.items():
             if param in self.optimizer.state:
@@ -138,7 +140,7 @@ class MasterWrapper:
         return [group["params"] for group in self.optimizer.param_groups]
 
     def _master_params_to_model_params(self) -> None:
-        master.copy_to_model(self.all_fp32_from_fp16_params, self.all_fp16_params)
+        copy_to_model(self.all_fp32_from_fp16_params, self.all_fp16_params)
 
     def maybe_print(self, msg: object) -> None:
         """Logs ``msg`` (logger ``apex``) where ``verbose`` is set."""
@@ -180,7 +182,7 @@ class MasterWrapper:
         in apex. Where gradients are checked this waits for the device: ``overflow`` is on the host.
         """
         scale, self._pending = self._scale or self.loss_scale, False
-        copies = master.copy_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
+        copies = copy_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
         values = finite.dense_values(copies) + finite.values_of(self.all_fp32_from_fp32_params)
         device = values[0].device if values else torch.device("cpu")
         found_inf = torch.zeros((), dtype=torch.float32, device=device)

@@ -64,5 +64,7 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
 
 def _scalers(optimizer: Any) -> list[Scaler]:
-    owner: Any = getattr(prepared_state(unwrap(optimizer)), "owner", None)
-    return [] if owner is None else owner.scalers
+    prepared = prepared_state(unwrap(optimizer))
+    if prepared is None or prepared.session is None:
+        return []
+    return prepared.session.scalers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +17,7 @@ import apex
 from apex._core import dtypes
 from apex._core.project import VERSION
 from apex.tools.compare.table import wrapped
-from apex.tools.compare.timing import Load, LoadMeter, operator_seconds
+from apex.tools.compare.timing import Load, LoadMeter, least_ratio, operator_seconds
 from apex.tools.devices import describe
 
 MODULES = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
@@ -35,6 +35,12 @@ LEAST_GAIN = 1.2
 MUCH_FASTER = 1.5
 """Speed of fp16 relative to bf16 that justifies loss scaling."""
 
+MOST_SPREAD = 1.3
+"""Largest ratio of two measurements of one speed that agree."""
+
+LEAST_SPEED, MOST_SPEED = 1e-3, 64.0
+"""No device is beyond: emulated fp16 reaches 0.012 of fp32's speed, Intel's AMX 32 times it."""
+
 
 @dataclass(frozen=True)
 class Health:
@@ -44,7 +50,8 @@ class Health:
         versions: Versions of apex-amp, torch, Python and the system, by name.
         origins: The folder or file that each of our modules comes from.
         devices: Description of each device.
-        speeds: Speed relative to fp32 by device, dtype and operator; 0 if it is not supported.
+        speeds: Speed relative to fp32 by device, dtype and operator; 0 if it is not supported, None
+            if it was not measured because the machine is busy.
         load: Load of the machine while they were measured.
         opt_level: The level to start with; ``None`` if the machine is busy.
         advice: That level and why, in one sentence.
@@ -53,7 +60,7 @@ class Health:
     versions: dict[str, str]
     origins: dict[str, str]
     devices: dict[str, str]
-    speeds: dict[str, dict[str, dict[str, float]]]
+    speeds: dict[str, dict[str, dict[str, float | None]]]
     load: Load
     opt_level: str | None
     advice: str
@@ -80,9 +87,10 @@ def examine(device: torch.device) -> Health:
         device: Device to advise on; the CPU is measured, too.
     """
     names = [*dict.fromkeys([str(device), "cpu"])]
-    with LoadMeter() as meter:
-        speeds = {name: _measured(torch.device(name)) for name in names}
-    level, advice = advise(speeds[str(device)], str(device), meter.load)
+    meter = LoadMeter()
+    speeds = {name: _measured(torch.device(name)) for name in names}
+    load = meter.load
+    level, advice = advise(speeds[str(device)], str(device), load)
     return Health(
         versions={
             "apex-amp": VERSION,
@@ -93,7 +101,7 @@ def examine(device: torch.device) -> Health:
         origins=origins(),
         devices={name: describe(torch.device(name)) for name in names},
         speeds=speeds,
-        load=meter.load,
+        load=load,
         opt_level=level,
         advice=advice,
     )
@@ -134,14 +142,16 @@ def _version() -> str:
 # -- speeds ----------------------------------------------------------------------------------------
 
 
-def advise(speeds: dict[str, dict[str, float]], device: str, load: Load) -> tuple[str | None, str]:
+def advise(
+    speeds: Mapping[str, Mapping[str, float | None]], device: str, load: Load
+) -> tuple[str | None, str]:
     """Returns the level to start with, ``None`` on a busy machine, and a sentence."""
     if load.busy:
         return None, f"No level suggested: this machine is busy ({load}). Run again when it is not."
-    fp16, bf16 = (
-        statistics.geometric_mean(each.values()) if all(each.values()) else 0.0
-        for each in (speeds["float16"], speeds["bfloat16"])
-    )
+    measured = [speed for by_work in speeds.values() for speed in by_work.values()]
+    if None in measured:
+        return None, "No level suggested: other programs disturbed the measurement. Run again."
+    fp16, bf16 = _mean(speeds["float16"]), _mean(speeds["bfloat16"])
     if fp16 >= LEAST_GAIN and fp16 > bf16 * MUCH_FASTER:
         return "O1", (
             f"Start with O1: fp16 is {fp16:.2g} times as fast as fp32 on {device} and bf16 only "
@@ -159,19 +169,46 @@ def advise(speeds: dict[str, dict[str, float]], device: str, load: Load) -> tupl
     )
 
 
-def _measured(device: torch.device) -> dict[str, dict[str, float]]:
-    fp32 = operator_seconds(torch.float32, device)
-    return {
-        dtypes.name(dtype): {
-            work: fp32[work] / time for work, time in operator_seconds(dtype, device).items()
-        }
-        for dtype in (torch.float16, torch.bfloat16)
-    }
+def _mean(by_work: Mapping[str, float | None]) -> float:
+    """Returns the geometric mean of speeds; 0 if an operator is not supported."""
+    values = [speed or 0.0 for speed in by_work.values()]
+    return statistics.geometric_mean(values) if all(values) else 0.0
+
+
+def _measured(device: torch.device) -> dict[str, dict[str, float | None]]:
+    speeds = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        times = operator_seconds(dtype, device)
+        speeds[dtypes.name(dtype)] = {work: speed_of(pairs) for work, pairs in times.items()}
+    return speeds
+
+
+def speed_of(times: Sequence[tuple[float, float]]) -> float | None:
+    """Returns the speed of an operator relative to fp32 from its times in fp32 and in a dtype.
+
+    0 without times. None if other programs disturbed every repeat: then the two halves of the times
+    disagree, or the speed is beyond any hardware's.
+    """
+    if not times:
+        return 0.0
+    speed = least_ratio(times)
+    halves = [least_ratio(times[start::2]) for start in (0, 1)]
+    if max(halves) > MOST_SPREAD * min(halves) or not LEAST_SPEED <= speed <= MOST_SPEED:
+        return None
+    return speed
 
 
 def _speed_lines(health: Health) -> Iterator[str]:
     for device, what in health.devices.items():
         yield f"{device}: {what}"
         for dtype, by_work in health.speeds[device].items():
-            cells = [f"{work} {x:.2f}x" if x else f"{work} no" for work, x in by_work.items()]
+            cells = [f"{work} {_shown(speed)}" for work, speed in by_work.items()]
             yield f"  {dtype:9} against fp32: {', '.join(cells)}"
+
+
+def _shown(speed: float | None) -> str:
+    if speed is None:
+        return "not measured: busy"
+    if speed == 0:
+        return "no"
+    return f"{speed:.2f}x" if speed >= 0.1 else f"{speed:.2g}x"

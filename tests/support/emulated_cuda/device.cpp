@@ -475,9 +475,10 @@ void Call::capture(const OperatorHandle& op) {
 void fallback(const OperatorHandle& op, DispatchKeySet, Stack* stack) {
   Call call(op, stack);
   at::AutoDispatchBelowAutograd guard;
+  bool deferred = call.deferred();  // refuses in a capture what waits
   if (capturing && call.target)
     call.capture(op);
-  else if (!call.deferred())
+  else if (!deferred)
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   call.give_back();
 }

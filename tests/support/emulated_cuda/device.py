@@ -7,8 +7,6 @@ AutogradCUDA with its device threads, torch's choice of fused and foreach optimi
 README.md says what a test on it proves, and what it cannot.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -63,6 +63,7 @@ def replace(device):
             "reset_peak_memory_stats": lambda where=None: device.reset_peak_bytes(),
             "empty_cache": lambda: None,
         },
+        torch.cuda.graphs: {"graph_pool_handle": lambda: (0, 0)},
         torch.cuda.nccl: {"is_available": lambda tensors: False},
         # For nn.RNN, which lays its weights out for cuDNN.
         torch.backends.cudnn: {"is_acceptable": torch.cudnn_is_acceptable},

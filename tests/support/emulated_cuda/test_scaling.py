@@ -8,8 +8,7 @@ import torch
 from apex import amp
 from apex._core import finite
 from apex._core.scale import ScaleRule
-from apex._engine.events import ScaleUpdate
-from apex._engine.scaler import DynamicScaler
+from apex._engine.scaler import DynamicScaler, ScaleUpdate
 from tests.support.emulated_cuda import device
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -170,7 +170,7 @@ def _category(op: str, device: str, spec: AutocastSpec, keyset: Any, args: Any) 
     category = _row(op, device, spec.table)
     if category == "low_precision" and has_sparse(args):
         return "fp32"
-    if category == "banned" and spec.allow_banned:
+    if category in ("banned", "banned_16bit") and spec.allow_banned:
         return "fp32"
     if category == "recurrent" and device == "cuda" and torch.version.hip is None:
         # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.

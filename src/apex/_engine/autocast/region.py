@@ -118,6 +118,15 @@ class NoAutocastRegion:
         return under(devices_cast(), None, fn, *args, **kwargs)
 
 
+class AmbientRegion:
+    """Runs functions under the casts of their thread, whichever session's they are."""
+
+    @inlined
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Returns ``fn(*args, **kwargs)``."""
+        return fn(*args, **kwargs)
+
+
 class UncastBlock:
     """Turns casts off in this thread, without a trace of dynamo's. Its exit is idempotent."""
 

@@ -13,19 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes, finite
-from apex._core.param_groups import is_trained, params_in, params_of
+from apex._core.param_groups import exchange, is_trained, move_state, params_in, params_of
 from apex._engine import masters
-from apex._engine.gradients import PassGradients
-from apex._engine.masters import LazyMaster, Master, MasterPair
-from apex._engine.optimizer.exchange import exchange
-from apex._engine.registry import MasterTable
+from apex._engine.masters import LazyMaster, Master, MasterPair, MasterTable
 from apex._pickle import empty
 from apex._torch import parameters
 from apex._torch.autograd import backward_id
-from apex._torch.copies import HostCopy
+from apex._torch.copies import HostCopy, capturing
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
+    from apex._engine.backward import PassGradients
     from apex._engine.session import Session
 
 _dtype = operator.attrgetter("dtype")
@@ -84,6 +82,9 @@ class PreparedOptimizer:
         self.skipped: Tensor | bool = False
         self.steps = 0
         self.shared: set[int] = set()
+        # Gradients that each replay of a CUDA graph writes anew: those of its last block, of which
+        # no step was captured. None without such a graph.
+        self._captured: list[tuple[Tensor, Tensor]] | None = None
         self._skip_copy: HostCopy | None = None
         self.own_pass: PassGradients | None = None
 
@@ -161,7 +162,8 @@ class PreparedOptimizer:
     def read_masters(self) -> None:
         """Has masters follow written weights, for a script that asks for them or for the step."""
         self.adopt_new()
-        masters.follow(self.pairs)
+        if masters.follow(self.pairs):
+            move_state(self.optimizer)
 
     @untraced
     def settle(self) -> None:
@@ -224,6 +226,39 @@ class PreparedOptimizer:
         if opened is not None:
             opened.gradients.note_cleared(params)
 
+    def keep_captured(self) -> None:
+        """Keeps the gradients of a block that a CUDA graph captures, for steps after replays."""
+        self._captured = []
+        for pair in self.pairs:
+            param = pair.master if pair.waiting is None else pair.model
+            grad = parameters.grad_of(param)
+            if grad is not None:
+                self._captured.append((param, grad))
+
+    def _use_captured(self) -> None:
+        """Checks, at a step, the gradients that a CUDA graph has captured; a captured step ends it.
+
+        Raises:
+            RuntimeError: If they were cleared, so that no replay trains anything.
+        """
+        if capturing(self.params()[0].device):
+            self._captured = None
+        elif not self.has_grads():
+            raise RuntimeError(
+                "optimizer.step() has no gradients, although a CUDA graph has captured a "
+                "scale_loss block: they were cleared after the capture, while each replay writes "
+                "the same tensors. Call optimizer.zero_grad() before the capture only, or capture "
+                "the step, too."
+            )
+
+    def _put_captured_back(self) -> None:
+        """Gives parameters the gradients that the next replay of a CUDA graph writes."""
+        for param, grad in self._captured or ():
+            parameters.set_grad(param, grad)
+        if self.found_inf is not None:
+            self.found_inf.zero_()  # the step has used it
+            self.checked = True
+
     # -- overflow ----------------------------------------------------------------------------
 
     def note_overflow(self, found_inf: Tensor) -> None:
@@ -240,6 +275,13 @@ class PreparedOptimizer:
         """Returns whether the next step is skipped."""
         if not self.checked or self.found_inf is None:
             return False
+        if capturing(self.found_inf.device):
+            raise RuntimeError(
+                f"A CUDA graph captures the step of {type(self.optimizer).__name__}, which asks on "
+                "the host whether to skip it. Use an optimizer that skips on the device "
+                "(fused=True of torch.optim, SGD with momentum after its first step; those of "
+                "apex.optimizers), a static loss_scale, or call optimizer.step() outside the graph."
+            )
         return bool(self.found_inf.tolist())  # sync: an optimizer in Python needs the answer
 
     @untraced
@@ -256,6 +298,8 @@ class PreparedOptimizer:
 
         Finishes an open pass, except before a closure, whose own pass may go on with it.
         """
+        if self._captured is not None:
+            self._use_captured()
         if closure:
             self.read_masters()
         else:
@@ -279,6 +323,8 @@ class PreparedOptimizer:
         for pair in self.pairs:
             pair.end_step(shared=id(pair) in self.shared)
         self.checked = self.stepping = False
+        if self._captured is not None:
+            self._put_captured_back()
 
     def skipped_on_host(self) -> bool | None:
         """Returns whether the last step was skipped, None until the answer has arrived."""

@@ -13,14 +13,13 @@ from typing import Any, cast
 from torch.optim import Optimizer
 
 from apex._core.mixins import plain_class, with_mixin
+from apex._core.param_groups import optimizers_in
 from apex._engine import masters
-from apex._engine.gradients import PassGradients
+from apex._engine.backward import PassGradients
 from apex._engine.masters import PREPARED
 from apex._engine.mistakes import BLOCK
-from apex._engine.optimizer import closures
-from apex._engine.optimizer import step as stepping
-from apex._engine.optimizer.exchange import optimizers_in
 from apex._engine.optimizer.prepared import PreparedOptimizer
+from apex._engine.optimizer.step import step, step_with_closure
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 from apex._torch.parameters import without_overrides
@@ -60,8 +59,8 @@ class AmpOptimizer(Optimizer):
         if prepared.stepping:  # an optimizer inside another: the step has begun
             return run() if closure is None else run(closure)
         if closure is None:
-            return stepping.step(prepared, run)
-        return closures.step(prepared, run, closure)
+            return step(prepared, run)
+        return step_with_closure(prepared, run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]

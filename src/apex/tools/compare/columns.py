@@ -22,6 +22,9 @@ COLUMNS = {
     "stored": Column("bytes / param", "weights, masters and optimizer state between steps"),
     "saved": Column("saved", "bytes that autograd saves for backward, not counting weights"),
     "loss": Column("final loss", "mean over the last steps", True),
+    "apart": Column(
+        "loss - fp32, %", "mean difference on the same batches, and its standard error"
+    ),
     "evaluation": Column("evaluate", "what the target's evaluate returned"),
     "distance": Column("from fp32", "distance of the final weights from fp32's, relative to them"),
     "skipped": Column("skipped", "steps that overflowed"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +15,14 @@ from torch import nn
 
 from apex.tools.compare import training
 from apex.tools.compare.results import BASELINE, Comparison, Level, Result
+from apex.tools.compare.soundness import fault
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
 from apex.tools.compare.timing import (
     EMULATION_RATIO,
     LEAST_ROUNDS,
+    LEAST_SECONDS,
     Load,
     LoadMeter,
-    Timing,
     slowdown,
     time_interleaved,
 )
@@ -131,29 +132,38 @@ class _Run:
             self._put(name, training=training.evaluated(record, trainer, experiment))
 
     def time(self) -> None:
-        """Times all trained levels, which take turns."""
-        self._stage("time all, interleaved")
-        with LoadMeter() as meter:
-            try:
-                for name, timing in self._times().items():
-                    self._put(name, timing=timing)
-            except Exception as error:  # noqa: BLE001 - memory, or the user's code
-                text = f"Timing failed: {format_error(error)}."
-                self.notes.append(f"{text} With fewer --levels it takes less memory.")
+        """Times the trained levels, which take turns, as long as a verdict on speed can come."""
+        trained = [result for result in self.results.values() if result.training is not None]
+        baseline = self.results[BASELINE]
+        worth = [r for r in trained if r is not baseline and not fault(r, baseline)]
+        if not worth:
+            return
+        meter = LoadMeter()
+        try:
+            self._time(trained, meter)
+        except Exception as error:  # noqa: BLE001 - memory, or the user's code
+            text = f"Timing failed: {format_error(error)}."
+            self.notes.append(f"{text} With fewer --levels it takes less memory.")
         self.load = meter.load
 
-    def _times(self) -> dict[str, Timing]:
+    def _time(self, trained: Sequence[Result], meter: LoadMeter) -> None:
         batch = training.to_device(self.batches[0], self._options.device)
 
         def step(trainer: Trainer) -> None:
             trainer.backward(batch)
             trainer.step()
 
-        trained = [result for result in self.results.values() if result.training is not None]
         steps = {r.name: functools.partial(step, self._fresh(r, settled=True)[1]) for r in trained}
         most = self._options.rounds
         rounds = {r.name: min(most, LEAST_ROUNDS) if r.emulated else most for r in trained}
-        return time_interleaved(steps, rounds, self._options.device)
+        turns = time_interleaved(steps, rounds, self._options.device)
+        for turn, times in enumerate(turns):  # the first one warms up
+            for name, timing in times.items():
+                self._put(name, timing=timing)
+            if turn > 0 and meter.seconds > LEAST_SECONDS and meter.load.busy:
+                return
+            if turn < most:
+                self._stage(f"time all, interleaved: round {turn + 1} of {most}")
 
     # -- notes -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import textwrap
 from apex.debug.common import aligned
 from apex.tools.compare.columns import COLUMNS
 from apex.tools.compare.results import Comparison, Result
+from apex.tools.compare.soundness import excess
 from apex.tools.compare.training import end_loss
 from apex.tools.compare.verdict import megabytes
 
@@ -95,12 +96,24 @@ def _row(result: Result, comparison: Comparison) -> Row:
             "saved": megabytes(record.saved_bytes),
             "stored": f"{record.stored.per_param:.1f}",
             "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
+            "apart": _apart(result, comparison),
             "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
             "distance": NOTHING if record.distance is None else _percent(record.distance),
             "skipped": f"{len(record.skipped)} of {len(record.losses)}",
             "frozen": NOTHING if record.frozen is None else _percent(record.frozen),
         }
     return row
+
+
+def _apart(result: Result, comparison: Comparison) -> str:
+    """Returns a level's mean paired difference and its standard error, such as "+0.2 ± 0.1"."""
+    record, base = result.training, comparison.baseline.training
+    if record is None or base is None or result is comparison.baseline:
+        return NOTHING
+    found = excess(record.losses, base.losses)
+    if found is None:
+        return NOTHING
+    return f"{100 * found.share:+.2g} ± {100 * found.share_error:.1g}"
 
 
 def three_digits(value: float) -> str:

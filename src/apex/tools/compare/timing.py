@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,12 @@ BUSY = 1.5
 
 MOST_WAITING = 0.1
 """Share of the time that this process may wait for a core on a machine that is not busy."""
+
+LEAST_SECONDS = 0.3
+"""Seconds that are enough to measure the load, or an operator, among other programs."""
+
+LEAST_REPEATS = 8
+"""Repeats of an operator, of which the fastest counts."""
 
 _SHORT = 100.0
 """Milliseconds of a step that is short. Steps of 12 ms of O4 took 1.035 to 1.06 of autocast's time
@@ -121,25 +127,36 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 class LoadMeter:
-    """Measures the load inside a ``with`` block.
+    """Measures the load from its creation on."""
 
-    Attributes:
-        load: The load, once the block has ended.
-    """
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._waited = _waited()
 
-    def __enter__(self) -> LoadMeter:
-        self._start, self._waited = time.perf_counter(), _waited()
-        return self
+    @property
+    def seconds(self) -> float:
+        """Seconds that it has measured."""
+        return time.perf_counter() - self._start
 
-    def __exit__(self, *exc_info: object) -> None:
-        seconds, before = time.perf_counter() - self._start, self._waited
-        waits = [end - before.get(thread, 0.0) for thread, end in _waited().items()]
+    @property
+    def load(self) -> Load:
+        """The load until now."""
+        waits = [end - self._waited.get(thread, 0.0) for thread, end in _waited().items()]
         average = None
         with contextlib.suppress(AttributeError, OSError):  # Windows; a container may hide it
             average = os.getloadavg()[0]
         affinity = getattr(os, "sched_getaffinity", None)  # Linux only
         cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-        self.load = Load(average, cores, max(waits, default=0.0) / seconds)
+        return Load(average, cores, max(waits, default=0.0) / self.seconds)
+
+
+def current_load(device: torch.device) -> Load:
+    """Returns the load while this process computes for a moment."""
+    meter = LoadMeter()
+    work = _matmul(torch.float32, device)
+    while meter.seconds < LEAST_SECONDS:
+        seconds(work, device)
+    return meter.load
 
 
 def _waited() -> dict[str, float]:
@@ -164,23 +181,27 @@ def time_interleaved(
     steps: Mapping[str, Callable[[], object]],
     rounds: Mapping[str, int],
     device: torch.device,
-) -> dict[str, Timing]:
-    """Returns the time of each step, after one warm-up; a round holds one step of each.
+) -> Iterator[dict[str, Timing]]:
+    """Yields the times of each step so far, after a warm-up and after each round of one step each.
 
     Before each short step another of the same level runs, as in training: the others' code is in
     the caches.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     latest = dict.fromkeys(steps, math.inf)
-    for turn in range(-1, max(rounds.values(), default=0)):
+    for turn in range(max(rounds.values(), default=0) + 1):
         for name, step in steps.items():
-            if turn < rounds[name]:
-                if latest[name] < _SHORT:
-                    step()
-                latest[name] = seconds(step, device) * 1e3
-                if turn >= 0:  # the first one allocates the optimizer's state
-                    times[name].append(latest[name])
-    return {name: Timing(tuple(values)) for name, values in times.items() if values}
+            if turn > rounds[name]:
+                continue
+            if latest[name] < _SHORT:
+                step()
+            latest[name] = seconds(step, device) * 1e3
+            if turn > 0:  # the first one allocates the optimizer's state
+                times[name].append(latest[name])
+        yield {name: Timing(tuple(values)) for name, values in times.items() if values}
+
+
+# -- the speed of a dtype --------------------------------------------------------------------------
 
 
 @functools.cache
@@ -192,25 +213,40 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, waiting for a second thread hides the difference
     try:
-        ours, fp32 = (operator_seconds(each, device) for each in (dtype, torch.float32))
-        return max(ours[name] / fp32[name] for name in fp32)
+        times = operator_seconds(dtype, device).values()
     finally:
         torch.set_num_threads(threads)
+    return max(1 / least_ratio(pairs) if pairs else math.inf for pairs in times)
 
 
-def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Returns the least time of a matrix product, and of a convolution with its gradients.
+def operator_seconds(
+    dtype: torch.dtype, device: torch.device
+) -> dict[str, list[tuple[float, float]]]:
+    """Returns the times of two operators in fp32 and in ``dtype``, which take turns.
 
-    Some CPUs have fp16 kernels for the first only. Infinite where the device supports neither.
+    The operators are a matrix product, and a convolution with its gradients: some CPUs have fp16
+    kernels for the first only. Without a kernel there are no times.
     """
     found = {}
     for name, make in (("matmul", _matmul), ("conv", _conv)):
-        try:
-            work = make(dtype, device)
-            found[name] = min(seconds(work, device) for _ in range(10))
-        except (RuntimeError, NotImplementedError):  # noqa: PERF203 - a device lacks some kernels
-            found[name] = math.inf
+        fp32, ours = make(torch.float32, device), make(dtype, device)
+        times: list[tuple[float, float]] = []
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # the device lacks the kernel
+            ours()
+            meter = LoadMeter()
+            while len(times) < LEAST_REPEATS or meter.seconds < LEAST_SECONDS:
+                times.append((seconds(fp32, device), seconds(ours, device)))
+        found[name] = times
     return found
+
+
+def least_ratio(times: Sequence[tuple[float, float]]) -> float:
+    """Returns the least of the first times divided by the least of the second.
+
+    Other programs only ever add time to a repeat, so the least of many is the hardware's own.
+    """
+    first, second = zip(*times, strict=True)
+    return float(min(first) / min(second))
 
 
 def _wait(device: torch.device) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import stdev
 
 import torch
 
@@ -24,15 +23,12 @@ from apex.tools.compare.results import (
     Comparison,
     Recommendation,
     Result,
-    Training,
     Verdict,
     Word,
 )
+from apex.tools.compare.soundness import LEAST_STEPS, excess, fault
 from apex.tools.compare.timing import LEAST_ROUNDS, Interval
-from apex.tools.compare.training import end_loss, last
-
-LEAST_STEPS = 20
-"""Fewest steps that can judge training."""
+from apex.tools.compare.training import end_loss
 
 LEAST_GAIN = 1.05
 """Least speed-up that justifies a change of numerics."""
@@ -49,9 +45,6 @@ LEAST_BYTES_MENTIONED = 1e6
 LEAST_MEMORY_GAIN = 0.9
 """Largest share of fp32's memory that counts as less."""
 
-MOST_FROZEN = 0.05
-MOST_SKIPPED = 0.1
-LOSS_TOLERANCE = 0.05
 ENOUGH_ROUNDS, ENOUGH_STEPS = 20, 100
 
 _FP32_NOT_FINITE = (
@@ -119,23 +112,40 @@ def recommendation(comparison: Comparison) -> Recommendation:
         return Recommendation(None, _FP32_NOT_FINITE, base.errors)
     if len(comparison.results) == 1:
         return Recommendation(None, "Nothing to compare: only fp32 was trained.")
-    if base.timing is None:
-        return Recommendation(None, "No verdict on speed: fp32 was not timed.", base.errors)
-    refusals = {result.name: refusal(result, comparison) for result in comparison.results}
-    timed = {
-        result.name: _Timed(result, speed, base)
-        for result in comparison.results
-        if (speed := comparison.speed(result)) is not None
-    }
-    judged, busy = _judged(comparison, refusals, timed), comparison.load.busy
-    verdicts = [
-        Verdict(result.name, *_word(result, timed.get(result.name), judged, refused, busy=busy))
-        for result, refused in zip(comparison.results, refusals.values(), strict=True)
-    ]
+    refusals = {result.name: _refusal(result, comparison) for result in comparison.results}
+    timed = {}
+    for result in comparison.results:
+        speed = comparison.speed(result)
+        if speed is not None:
+            timed[result.name] = _Timed(result, speed, base)
+    judged = _judged(comparison, refusals, timed)
+    verdicts = []
+    for result in comparison.results:
+        refused = refusals[result.name]
+        word, why = _word(comparison, result, timed.get(result.name), judged, refused)
+        verdicts.append(Verdict(result.name, word, why))
     reasons = _grouped(refusals)
     if judged.best is not None:
         reasons = [*_reasons(judged.best.result, base), *reasons]
+    sound = [verdict.level for verdict in verdicts if verdict.word == "unclear"]
+    if judged.level is None and sound and comparison.steps >= LEAST_STEPS:
+        reasons.append(f"Trains as well as fp32: {', '.join(sound)}.")
     return Recommendation(judged.level, judged.text, tuple(reasons), tuple(verdicts))
+
+
+def _refusal(result: Result, comparison: Comparison) -> str:
+    """Returns why a level is ruled out; empty if it is not."""
+    name = result.level.short_dtype
+    if not result.supported:
+        return f"{name} is not supported by this machine"
+    if result.skipped:
+        return f"{name} is emulated on this machine; --emulated trains it for a few steps"
+    why = fault(result, comparison.baseline)
+    if not result.emulated:
+        return why
+    speed = comparison.speed(result)
+    ratio = "" if speed is None else f": {speed.median:.2f}x the speed of fp32"
+    return "; ".join(filter(None, [f"{name} is emulated on this machine{ratio}", why]))
 
 
 @dataclass(frozen=True)
@@ -180,13 +190,16 @@ def _undecidable(comparison: Comparison) -> str:
     timing = comparison.baseline.timing
     rounds = 0 if timing is None else len(timing.samples)
     whys, again = [], []
-    if rounds < LEAST_ROUNDS:
+    if comparison.load.busy:
+        whys.append(f"No verdict on speed: this machine is busy ({comparison.load}).")
+        again.append("when it is idle")
+    elif timing is None:
+        whys.append("No verdict on speed: fp32 was not timed.")
+        again.append("with fewer --levels")
+    elif rounds < LEAST_ROUNDS:
         few = f"{counted(rounds, 'timed step')} per level {'is' if rounds == 1 else 'are'} too few"
         whys.append(f"No verdict on speed: {few}.")
         again.append(f"with --rounds {ENOUGH_ROUNDS}")
-    if comparison.load.busy:
-        whys.append(f"No verdict on speed: this machine is busy ({comparison.load}).")
-        again.insert(0, "when it is idle")
     if comparison.steps < LEAST_STEPS:
         steps = counted(comparison.steps, "step")
         whys.append(f"No verdict on training: {steps} cannot judge training.")
@@ -235,7 +248,7 @@ def _stay(sound: Sequence[_Timed]) -> str:
 
 
 def _word(
-    result: Result, timed: _Timed | None, judged: _Judged, refused: str, *, busy: bool
+    comparison: Comparison, result: Result, timed: _Timed | None, judged: _Judged, refused: str
 ) -> tuple[Word, str]:
     """Returns the verdict on a level in one word, and the reason."""
     if result.name == BASELINE:
@@ -247,7 +260,10 @@ def _word(
     if not result.level.advised:
         return "no", f"{facts}; no fp32 masters, for comparison only"
     if judged.level is None or timed is None:
-        return "unclear", "the machine is busy" if busy else facts
+        if comparison.load.busy:
+            facts = "no speed, as the machine is busy"
+        enough = comparison.steps >= LEAST_STEPS
+        return "unclear", f"trains as well as fp32; {facts}" if enough else facts
     if result.name == judged.level:
         return "use", facts
     if timed in judged.ties:
@@ -270,10 +286,11 @@ def _reasons(best: Result, base: Result) -> list[str]:
     if not (best.timing and base.timing and best.training and base.training):
         return []
     ours, fp32 = best.training, base.training
+    loss = f"Final loss: {end_loss(ours.losses):.4g}, against {end_loss(fp32.losses):.4g} in fp32"
+    difference = excess(ours.losses, fp32.losses)
     return [
         f"Time: {best.timing.median:.3g} ms a step, against {base.timing.median:.3g} ms in fp32.",
-        f"Final loss: {end_loss(ours.losses):.4g}, against {end_loss(fp32.losses):.4g} in fp32 "
-        f"(standard deviation {noise(fp32.losses):.2g}).",
+        f"{loss}." if difference is None else f"{loss}; {difference}.",
         f"Stored: {ours.stored.per_param:.1f} bytes per parameter, against "
         f"{fp32.stored.per_param:.1f}. Saved for backward: {megabytes(ours.saved_bytes)}, against "
         f"{megabytes(fp32.saved_bytes)}.",
@@ -286,53 +303,3 @@ def megabytes(count: int) -> str:
     if value < 0.1:
         return f"{count / 1e3:.1f} kB"
     return f"{value:.0f} MB" if value >= 100 else f"{value:.1f} MB"
-
-
-# -- whether a level trains as well as fp32 --------------------------------------------------------
-
-
-def refusal(result: Result, comparison: Comparison) -> str:
-    """Returns why a level is ruled out; empty if it is not."""
-    base = comparison.baseline
-    if result.name == base.name:
-        return ""
-    own = [error for error in result.errors if error not in base.errors]  # shared: the target's
-    name = result.level.short_dtype
-    if not result.supported:
-        return f"{name} is not supported by this machine"
-    if result.skipped:
-        return f"{name} is emulated on this machine; --emulated trains it for a few steps"
-    record = result.training
-    if own or record is None or base.training is None:
-        return "; ".join(own or result.errors)
-    frozen = record.frozen or 0.0
-    lost = frozen - (base.training.frozen or 0.0)  # by the level
-    skipped, steps = len(record.skipped), len(record.losses)
-    speed = comparison.speed(result)
-    ratio = "" if speed is None else f": {speed.median:.2f}x the speed of fp32"
-    judges = not result.emulated and steps >= LEAST_STEPS
-    rules = (
-        (result.emulated, f"{name} is emulated on this machine{ratio}"),
-        (not math.isfinite(record.losses[-1]), "the final loss is not finite"),
-        (judges, _worse(record, base.training)),
-        (lost > MOST_FROZEN, f"rounding lost the updates of up to {frozen:.0%} of the weights"),
-        (skipped > 2 + MOST_SKIPPED * steps, f"{skipped} of {steps} steps were skipped"),
-    )
-    return "; ".join(reason for holds, reason in rules if holds and reason)
-
-
-def noise(losses: Sequence[float]) -> float:
-    """Returns the standard deviation of the last steps' losses; NaN if one is not finite."""
-    steps = last(losses)
-    if not all(map(math.isfinite, steps)):
-        return math.nan
-    return stdev(steps) if len(steps) > 1 else 0.0
-
-
-def _worse(record: Training, base: Training) -> str:
-    """Returns the final losses if a level's exceeds fp32's by more than fp32's own noise."""
-    losses = base.losses[: len(record.losses)]
-    ours, fp32 = end_loss(record.losses), end_loss(losses)
-    if not ours > fp32 + max(2 * noise(losses), LOSS_TOLERANCE * abs(fp32)):
-        return ""
-    return f"final loss {ours:.4g}, against {fp32:.4g} in fp32"

@@ -36,7 +36,7 @@ SKIPPED = frozenset({"site-packages", "dist-packages", "build", "__pycache__"})
 
 _DATA = configparser.ConfigParser(delimiters=("=",), interpolation=None)
 _DATA.optionxform = str  # type: ignore[assignment, method-assign] # names keep their case
-_DATA.read_string(resources.files("apex.tools").joinpath("migrate.ini").read_text("utf-8"))
+_DATA.read_string(resources.files("apex.tools.migrate").joinpath("notes.ini").read_text("utf-8"))
 NOTES, ATTRIBUTES = dict(_DATA["notes"]), dict(_DATA["optimizer"])
 IDLE = {name: words.split() for name, words in _DATA["idle"].items()}
 """Notes on names and on attributes of optimizers; arguments without effect."""

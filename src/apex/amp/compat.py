@@ -1,0 +1,14 @@
+"""The one name of apex's module for old releases of torch that scripts import."""
+
+from collections.abc import Iterable
+
+from apex import _unavailable
+
+__getattr__ = _unavailable.names_instead(
+    __name__, {}, others="torch's own functions, such as torch.is_floating_point"
+)
+
+
+def filter_attrs(module: object, attrs: Iterable[str]) -> list[str]:
+    """Returns those of the names ``attrs`` that ``module`` has."""
+    return [name for name in attrs if hasattr(module, name)]

@@ -1,0 +1,23 @@
+"""The names of apex's module of helpers for casts that scripts import."""
+
+from typing import Any
+
+from torch import Tensor
+
+from apex import _unavailable
+
+__getattr__ = _unavailable.names_instead(
+    __name__, {}, others="amp.half_function, amp.float_function or torch's own functions"
+)
+
+
+def is_nested(x: Any) -> bool:
+    """Returns whether ``x`` is a tuple or a list."""
+    return isinstance(x, tuple | list)
+
+
+def is_fp_tensor(x: Any) -> bool:
+    """Returns whether ``x`` is a floating-point tensor, or a tuple or list of such alone."""
+    if is_nested(x):
+        return all(map(is_fp_tensor, x))
+    return isinstance(x, Tensor) and x.is_floating_point()

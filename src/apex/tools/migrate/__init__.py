@@ -1,0 +1,1 @@
+"""``apex migrate``: every use of apex in scripts, and whether it works here."""

@@ -1,0 +1,129 @@
+"""Whether a level trains as well as fp32, judged by paired differences on the same batches."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from apex.tools.compare.soundness import excess, fault
+from tests.tools.cases import by_name, compared, result_of, written
+
+SEEDS = range(20)
+STEPS = 60
+
+
+class Task:
+    """A small model, its batches and its loss, all drawn from a seed."""
+
+    def __init__(self, seed, *, classes, repeated):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, classes))
+        teacher = nn.Linear(16, classes)
+        inputs = [torch.randn(32, 16) for _ in range(4 if repeated else STEPS)]
+        labels = [teacher(x).detach() for x in inputs]
+        self.regresses = classes == 1
+        if not self.regresses:
+            labels = [label.argmax(1) for label in labels]
+        self.batches = list(zip(inputs, labels, strict=True))
+
+    def losses(self, *, rate=1.0, dtype=None):
+        """Trains a copy with SGD at a share of the learning rate, under autocast to ``dtype``."""
+        model = copy.deepcopy(self.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate * (0.02 if self.regresses else 0.3))
+        measure = nn.functional.mse_loss if self.regresses else nn.functional.cross_entropy
+        losses = []
+        for step in range(STEPS):
+            inputs, labels = self.batches[step % len(self.batches)]
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = measure(model(inputs).float(), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return tuple(losses)
+
+
+def judged(losses, fp32, **changes):
+    steps = (1.0,) * (len(losses) + 1)
+    base = result_of("O0", losses=fp32, loss_scales=steps)
+    return fault(result_of("O4", **{"losses": losses, "loss_scales": steps} | changes), base)
+
+
+TASKS = pytest.mark.parametrize(
+    ("classes", "repeated"), [(10, False), (10, True), (1, False), (1, True)]
+)
+
+
+@TASKS
+def test_an_equal_level_is_never_accused(classes, repeated):
+    for seed in SEEDS:
+        task = Task(seed, classes=classes, repeated=repeated)
+        fp32 = task.losses()
+        assert judged(fp32, fp32) == ""
+        assert judged(task.losses(dtype=torch.bfloat16), fp32) == ""
+
+
+@TASKS
+def test_a_level_that_learns_a_tenth_more_slowly_is_found_with_the_figures(classes, repeated):
+    for seed in SEEDS:
+        task = Task(seed, classes=classes, repeated=repeated)
+        fp32 = task.losses()
+        why = judged(task.losses(rate=0.9), fp32)
+        assert why.startswith("loss "), seed
+        assert " % higher on the same batches (standard error " in why
+        assert judged(tuple(1.05 * loss for loss in task.losses(dtype=torch.bfloat16)), fp32)
+
+
+@pytest.mark.parametrize("steps", [20, 60, 300])
+def test_a_steep_fall_hides_nothing(steps):
+    fp32 = tuple(math.exp(-5 * step / steps) for step in range(steps))
+    assert judged(fp32, fp32) == ""
+    assert "5.0 % higher" in judged(tuple(1.05 * loss for loss in fp32), fp32)
+
+
+def test_steps_that_were_skipped_are_as_many_steps_behind():
+    fp32 = tuple(math.exp(-step / 20) for step in range(STEPS))
+    late = (1.0, 1.0, *fp32[:-2])
+    scales = (4.0, 2.0, *(1.0,) * (STEPS - 1))
+    assert judged(late, fp32, loss_scales=scales) == ""
+    assert judged(late, fp32)
+
+
+def test_values_that_are_not_finite_are_left_out_and_sizes_may_be_negative():
+    fp32 = [-1.0] * 12
+    ours = [-0.9] * 11 + [math.inf]
+    found = excess(ours, fp32)
+    assert (found.steps, found.worse) == (7, 7)
+    assert found.share == pytest.approx(0.1)
+    assert excess([math.nan] * 12, fp32) is None
+
+
+SLOW_AT_O5 = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+teacher = nn.Linear(16, 10)
+inputs = [torch.randn(32, 16) for _ in range(60)]
+batches = [(x, teacher(x).argmax(1).detach()) for x in inputs]
+
+
+def loss(model, batch):
+    inputs, labels = batch
+    found = nn.functional.cross_entropy(model(inputs).float(), labels)
+    slow = next(model.parameters()).dtype == torch.bfloat16
+    return found - 0.1 * (found - found.detach()) if slow else found
+"""
+
+
+@pytest.mark.usefixtures("every_dtype_is_fast")
+def test_compare_finds_the_level_that_learns_more_slowly(tmp_path):
+    found = compared(written(tmp_path, SLOW_AT_O5), "O4,O5", steps=STEPS, rounds=1)
+    why = {verdict.level: verdict.why for verdict in found.recommendation.verdicts}
+    words = {verdict.level: verdict.word for verdict in found.recommendation.verdicts}
+    assert words == {"O0": "baseline", "O4": "unclear", "O5": "no"}
+    assert "in 20 of the last 20 steps" in why["O5"]
+    assert by_name(found)["O4"].timing is not None
