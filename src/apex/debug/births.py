@@ -45,6 +45,10 @@ _DEFINED_EVERYWHERE = set(
 )
 
 
+_MOST_NEXT = 3
+"""Lines that are listed which overflow next."""
+
+
 @dataclass(eq=False)
 class Birth:
     """The call that first produced a non-finite value, and what has become of it.
@@ -133,10 +137,9 @@ class Birth:
         """The largest finite absolute value of the inputs."""
         return max((values.largest for values in self.inputs), default=0.0)
 
-    @property
-    def in_fp16(self) -> bool:
-        """Whether the first input is in fp16."""
-        return bool(self.inputs) and self.inputs[0].dtype == "float16"
+    def reads(self, dtype: str) -> bool:
+        """Returns whether the first input has the named dtype."""
+        return bool(self.inputs) and self.inputs[0].dtype == dtype
 
     @property
     def fits_fp32(self) -> bool:
@@ -175,6 +178,15 @@ class Birth:
     def is_lost(self) -> bool:
         """Whether fp16 lost a value that no softmax or exp has mapped to the right result."""
         return self.cause == "range" and self.dtype is torch.float16 and not self.absorbed
+
+    def note_next(self, place: Place, largest: float | None) -> None:
+        """Records a line of a forward that overflows, too, once the values are clamped."""
+        known = {self.place.location, *(earlier.location for earlier in self.next)}
+        if not place.inside or place.direction == "backward" or place.location in known:
+            return
+        limit = 1.001 * torch.finfo(self.dtype).max
+        if largest is not None and limit < largest < math.inf and len(self.next) < _MOST_NEXT:
+            self.next[place] = largest
 
     @property
     def site(self) -> tuple[str, str]:
@@ -261,6 +273,8 @@ class Births:
         if not birth.deliberate:
             self._pending.append(birth)
             if birth.is_lost:
+                for earlier in self._lost.values():
+                    earlier.note_next(birth.place, birth.true)
                 self._lost.setdefault(birth.site, birth)
         return birth
 

@@ -76,7 +76,7 @@ def finding_of(birth: Birth | None) -> Finding | None:
             true=_true(birth),
             scale=birth.scale,
             eps=birth.eps,
-            names=birth.names or "of a tensor without a name",
+            names=birth.names and f" ({birth.names})",
         ),
         remedies=tuple(_remedies_of(birth, section, pattern)),
         inputs=birth.inputs,
@@ -88,14 +88,14 @@ def finding_of(birth: Birth | None) -> Finding | None:
 
 def _remedies_of(birth: Birth, section: str, pattern: str) -> list[Remedy]:
     """Returns the remedies that apply, the best first."""
-    ways = remedies(pattern, birth.way) if pattern else []
-    if birth.cause != "range" or not birth.fits_fp32:
-        return (ways or remedies(section, birth.way))[:_MOST_REMEDIES]
-    if not pattern and section != "range":
-        ways = remedies(section, birth.way)
+    ways = remedies(pattern or section, birth.way)
+    if birth.cause != "range" or not birth.fits_fp32 or "alone" in data()[pattern or section]:
+        return ways[:_MOST_REMEDIES]
+    if section == "range":
+        ways = ways if pattern else []
+        ways += in_fp32(birth.place, birth.way, birth.device)
     in_bf16 = remedies("in bf16", birth.way)
-    others = _MOST_REMEDIES - len(in_bf16)
-    return [*ways, *in_fp32(birth.place, birth.way, birth.device)][:others] + in_bf16
+    return ways[: _MOST_REMEDIES - len(in_bf16)] + in_bf16
 
 
 def _next(place: Place, largest: float) -> str:
@@ -142,10 +142,17 @@ def _loses_eps(birth: Birth) -> bool:
     return in_fp16 and torch.tensor(birth.eps, dtype=torch.float16).item() == 0.0
 
 
+def _is_cast(birth: Birth) -> bool:
+    return birth.fits_fp32 and birth.name in ("to_copy", "copy")
+
+
 def _is_masked(birth: Birth) -> bool:
     """Returns whether a mask's 0 met an infinite derivative."""
     met = birth.cause == "derivative" and birth.kind == "nan"
-    return birth.masked_again or (met and not birth.node.startswith("Linalg"))
+    return birth.masked_again or (met and birth.node in _INFINITE_SLOPES)
+
+
+_INFINITE_SLOPES = {"Sqrt", "Rsqrt", "Pow", "Log", "Div", "Reciprocal", "Acos", "Asin"}
 
 
 _SECTIONS: tuple[tuple[str, str, Callable[[Birth], bool]], ...] = (
@@ -162,12 +169,9 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Birth], bool]], ...] = (
     ("scaled gradients", "a clip of scaled gradients", lambda _: True),
     ("range", "growth", _has_grown),
     ("range", "a gradient in fp16", lambda birth: birth.fits_fp32 and birth.backward),
-    ("range", "a cast to fp16", lambda birth: birth.fits_fp32 and birth.name in _CASTS),
+    ("range", "a cast to fp16", _is_cast),
 )
 """The sections of causes.ini that divide a cause, and where they apply, the first that does."""
-
-_CASTS = ("to_copy", "copy")
-
 
 # -- formulas that are known to overflow or to leave a domain --------------------------------------
 
@@ -190,12 +194,17 @@ _LARGE = 1e7
 
 
 def _is_below_fp16(birth: Birth) -> bool:
-    is_number = any(number < -65504.0 or number > _LARGE for number in birth.numbers)
-    return birth.dtype is torch.float16 and (is_number or birth.lowest < -_LARGE)
+    if birth.dtype is not torch.float16:
+        return False
+    largest = max(birth.numbers, default=0.0)
+    if largest > _LARGE and birth.feeds_softmax:  # that is subtracted
+        return True
+    return min(birth.numbers, default=0.0) < -65504.0 or birth.lowest < -_LARGE
 
 
 _FLAGS: dict[str, Callable[[Birth], bool]] = {
-    "fp16": lambda birth: birth.in_fp16,
+    "fp16": lambda birth: birth.reads("float16"),
+    "bf16": lambda birth: birth.reads("bfloat16"),
     "beyond-fp16": _is_below_fp16,
     "negative": lambda birth: birth.lowest < 0.0 and birth.kind == "nan",
     "below-0": lambda birth: birth.lowest < 0.0,

@@ -28,8 +28,6 @@ _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _MAX_INPUTS = 4
-_MAX_NEXT = 3
-"""Places that are listed which overflow next."""
 
 _MAX_COPIED = 2**24
 """Elements of the arguments of one call that are copied, at most: 64 MiB in fp32."""
@@ -333,21 +331,10 @@ class OverflowDetector(Detector):
         is_new_nan = kind == "nan" and all(read.kind != "nan" for read in before.inputs)
         if worst.deliberate and worst.cause == "constant" and is_new_nan:
             return self._birth(call, before, kind, bad, "constant")
-        if worst.fits_fp32 and worst.is_lost and len(worst.next) < _MAX_NEXT:
-            self._look_ahead(worst, before.call)
+        if worst.fits_fp32 and worst.is_lost and self.tracker.direction == "forward":
+            clamped = before.call.mapped(lambda t: t.nan_to_num() if t.is_floating_point() else t)
+            worst.note_next(self.tracker.place, tracing.largest_in_double(clamped))
         return worst
-
-    def _look_ahead(self, birth: Birth, call: Call) -> None:
-        """Records whether a call overflows, too, once the values of an overflow are clamped."""
-        limit = torch.finfo(birth.dtype).max
-        place = self.tracker.place
-        known = {birth.place.location, *(earlier.location for earlier in birth.next)}
-        if not place.inside or place.direction == "backward" or place.location in known:
-            return
-        clamped = call.mapped(lambda t: t.nan_to_num() if t.is_floating_point() else t)
-        largest = tracing.largest_in_double(clamped)
-        if largest is not None and 1.001 * limit < largest < math.inf:
-            birth.next[place] = largest
 
     def _first_birth(self, call: Call, before: _Before, bad: list[Tensor], kind: Kind) -> Birth:
         """Returns the birth of non-finite outputs of finite inputs."""
@@ -444,6 +431,8 @@ class OverflowDetector(Detector):
             negative=kind == "inf" and all(tracing.is_negative(tensor) for tensor in bad),
             scale=scale,
             dynamic=dynamic,
+            # A norm of scaled gradients may overflow. What comes of it is what counts.
+            absorbed=not backward and self._scaled.scale_of(call.arguments) != 1.0,
             by_numpy=cause == "data" and imports_numpy(),
         )
         self._name_weights(birth, bad)
@@ -486,10 +475,12 @@ class OverflowDetector(Detector):
 
     def _params(self) -> list[Tensor]:
         """Returns the parameters of all models, and those that optimizers have stepped."""
-        own = [param for model in self.tracker.models for param in model.parameters()]
+        params: list[Tensor] = []
+        for model in self.tracker.models:
+            params += model.parameters()
         for optimizer in self._optimizers:
-            own += params_of(optimizer)
-        return own
+            params += params_of(optimizer)
+        return params
 
     def _buffers(self) -> set[int]:
         return keys([list(model.buffers()) for model in self.tracker.models])

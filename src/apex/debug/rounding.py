@@ -109,6 +109,7 @@ class Origin(NamedTuple):
     error: float
 
 
+_ROUND = ("aten._to_copy", "aten.arange", "aten.full", "aten.linspace", "aten.lift_fresh")
 _CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
 """What a line has that casts by itself, and not because autocast or the model's dtype does."""
 
@@ -124,10 +125,8 @@ def _row(
 ) -> RoundingRow:
     """Returns what happened, why, and what to do."""
     inherited = call.inherited
-    origin = call.origin
-    if origin is None or kind != "cancellation" or origin.place.location == place.location:
-        origin = None
-    is_early = origin is not None and _CASTS.search(origin.place.source)
+    origin = call.origin if kind == "cancellation" else None
+    is_early = origin is not None and origin.op in _ROUND and _CASTS.search(origin.place.source)
     section = "an early rounding" if is_early else kind
     ways = remedies(section, way, origin="" if origin is None else origin.place.location)
     if kind == "rounding":
@@ -136,7 +135,7 @@ def _row(
         modules = [remedy for remedy in in_fp32(place, way) if "fp32_modules" in remedy]
         ways = [*modules, *ways]
     notes = []
-    if origin is not None:
+    if origin is not None and origin.place.location != place.location:
         text = f"{origin.op}, where the error enters ({origin.error:.2g})\n{origin.place.shown}"
         notes = [("from", text)]
     return RoundingRow(
@@ -678,6 +677,10 @@ def _whole(tensor: Tensor) -> Tensor:
     return _widened(stored.set_(tensor.untyped_storage())).clone()
 
 
+_Read = tuple[Tensor, Tensor, _Shadow | None]
+"""An input, its shadow's values and its shadow."""
+
+
 class _ShadowCall:
     """One operator call; created before it runs, if it writes to its arguments.
 
@@ -709,7 +712,7 @@ class _ShadowCall:
         self.first: Tensor | None = None
         if changed is not None and self._may_last(call.args[changed], shadows):
             self.first = self.own.args[changed].clone()
-        read = [
+        read: list[_Read] = [
             (low, high, shadows.of(low))
             for low, high in _pairs(call.arguments, self.shadows.arguments)
             if call.traits.reads_written or id(low) not in self._written
@@ -717,12 +720,16 @@ class _ShadowCall:
         units = [rules.roundoff(low.dtype) for low, _, _ in read if dtypes.is_low_precision(low)]
         self.unit = max([*units, *(shadow.unit for *_, shadow in read if shadow)], default=0.0)
         self.inputs = [rules.distance(low.detach(), high) for low, high, _ in read]
-        errors = self._errors(read)
+        shares = self._shares(read)
+        entering = zip(self.inputs, read, shares, strict=True)
+        errors = [share * self._entry(error, *pair) for error, pair, share in entering]
         self.inherited = max(errors, default=0.0)
         self.origin: Origin | None = None
-        if self.inherited > _NEGLIGIBLE * self.unit:
-            worst = read[errors.index(self.inherited)][2]
-            self.origin = None if worst is None else worst.origin
+        largest = _NEGLIGIBLE * self.unit
+        for error, (_, _, shadow), share in zip(self.inputs, read, shares, strict=True):
+            if shadow is not None and share * error.relative > largest:
+                largest = share * error.relative
+                self.origin = shadow.origin
 
     def _may_last(self, value: Tensor, shadows: _Shadows) -> bool:
         """Returns whether a value may be a state, such as an average, and not an activation."""
@@ -742,22 +749,25 @@ class _ShadowCall:
 
         return self._call.mapped(wide, dict.fromkeys(dtypes.LOW_PRECISION, torch.float32))
 
-    def _errors(self, read: list[tuple[Tensor, Tensor, _Shadow | None]]) -> list[float]:
-        """Returns the errors of the inputs; in a sum, by their shares of the largest."""
-        errors, sizes = [], []
-        for (low, high, shadow), found in zip(read, self.inputs, strict=True):
-            entry = None
-            if self.name in rules.LINEAR and shadow and low.numel() == shadow.values.numel():
-                entry = shadow.entry
-            errors.append(found.relative if entry is None else entry)
+    def _entry(
+        self, error: rules.Distance, low: Tensor, high: Tensor, shadow: _Shadow | None
+    ) -> float:
+        """Returns an input's error; of one that continues a chain, that with which it began."""
+        if shadow is None or self.name not in rules.LINEAR or shadow.entry is None:
+            return error.relative
+        return shadow.entry if low.numel() == shadow.values.numel() else error.relative
+
+    def _shares(self, read: list[_Read]) -> list[float]:
+        """Returns by how much each input's error counts: in a sum, by its share of the largest."""
+        if self.name not in rules.SUMS_OF_OPERANDS:
+            return [1.0] * len(read)
+        sizes = []
+        for (_, high, _), error in zip(read, self.inputs, strict=True):
             # A broadcast operand counts as often as it is used.
-            sizes.append(found.size / math.sqrt(max(1, high.numel())))
-        if self.name in rules.SUMS_OF_OPERANDS:
-            numbers = [abs(x) for x in self.own.arguments if isinstance(x, int | float)]
-            largest = max([*sizes, *numbers], default=0.0)
-            shares = [size / largest if largest else 0.0 for size in sizes]
-            errors = [error * share for error, share in zip(errors, shares, strict=True)]
-        return errors
+            sizes.append(error.size / math.sqrt(max(1, high.numel())))
+        numbers = [abs(x) for x in self.own.arguments if isinstance(x, int | float)]
+        largest = max([*sizes, *numbers], default=0.0)
+        return [size / largest if largest else 0.0 for size in sizes]
 
     def run(self, in_fp32: Call, result: Any) -> list[MasterPair]:
         """Runs ``shadows`` or ``own``, whose arguments it may overwrite.
