@@ -1,9 +1,11 @@
 """Which formula a trace takes an overflow for; test_remedies.py shows that the remedies cure."""
 
+import pytest
 import torch
 from torch import nn
 
 from apex.debug.overflow import trace_overflow
+from tests.support.memory import new_memory_holds_nan
 
 X = torch.tensor([[0.5, -1.0, 2.0]])
 
@@ -33,3 +35,71 @@ def test_a_wider_dtype_is_no_remedy_for_what_exceeds_it_too():
 def test_a_cast_of_large_numbers_is_no_mask():
     first = first_of(lambda x: (x * 1e6).half().softmax(-1), torch.tensor([[1.0, 2.0, 3.0]]))
     assert (first.op, first.cause, first.pattern) == ("aten._to_copy", "range", "")
+
+
+def half(function, x=X, **modules):
+    """Traces a model in fp16 whose forward is a function of it and of a linear layer's output."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3, bias=False)
+            nn.init.eye_(self.linear.weight)
+            for name, module in modules.items():
+                setattr(self, name, module)
+
+        def forward(self, x):
+            return function(self, self.linear(x))
+
+    with trace_overflow() as trace:
+        function(Net(), X)  # a first call makes the model known
+        net = Net().half()
+        net(x.half()).float().sum().backward()
+    return trace.first
+
+
+def test_a_product_is_an_attention_s_only_between_activations_before_a_softmax():
+    large = torch.full((1, 3), 300.0)
+    product = "a product, as of an attention's scores"
+    assert half(lambda net, x: (x.mT @ x).softmax(-1), large).pattern == product
+    assert half(lambda net, x: (x.mT @ x) / x.sum(), large).pattern == ""
+    layer = nn.Linear(3, 3)
+    nn.init.constant_(layer.weight, 300.0)
+    first = half(lambda net, x: net.layer(x).softmax(-1), large, layer=layer)
+    assert first.pattern == ""
+    assert first.remedies[-1].startswith("use bf16")
+
+
+@pytest.mark.parametrize("clamped", [True, False])
+def test_the_next_places_that_overflow_are_listed(clamped):
+    def twice(net, x):
+        y = x * x
+        y = y.clamp(-1e3, 1e3) if clamped else y
+        return (y * 1e3).sum()
+
+    first = half(twice, torch.full((1, 3), 300.0))
+    assert (first.op, len(first.notes)) == ("aten.mul", 1)
+    assert "once that is clamped" in first.notes[0][1]
+
+
+def test_a_parameter_that_nothing_initialized_is_named():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+
+        def forward(self, x):
+            return x * self.weight
+
+    with new_memory_holds_nan(), trace_overflow() as trace:
+        Net()(X).sum().backward()
+    assert trace.first.cause == "weights"
+    assert "the parameter (weight) was made by torch.empty" in trace.first.why
+    assert "nn.init" in trace.first.remedy
+
+
+@pytest.mark.parametrize("function", [torch.log, torch.sqrt])
+def test_a_mask_that_does_not_help_says_why(function):
+    first = first_of(lambda x: torch.where(x > 9, function(x - x.detach()), 0.0), X)
+    assert "0 * inf is NaN" in first.why
+    assert first.remedies[0].startswith("mask the input, before the function")
