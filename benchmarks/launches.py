@@ -5,8 +5,14 @@ On a machine without a GPU, the tests' emulated device runs the iterations.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.loops import Batch, MakeOptimizer, Task, device, native, with_amp
+from apex import optimizers
+from benchmarks.loops import Batch, MakeOptimizer, Task, device, fused_adamw, native, with_amp
+from benchmarks.measurement import Goal, Measurement
 from benchmarks.race import Work
+from tests.support.emulated_cuda import build
 
 NAME = "launches"
 ROOT = Path(__file__).parents[1]
@@ -32,6 +41,26 @@ DTYPES = {
     "O5": torch.bfloat16,
 }
 """The ways to train, with the dtype of each: autocast, the former with a GradScaler, and levels."""
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW": fused_adamw,
+    "FusedAdam": optimizers.FusedAdam,
+    "FusedSGD": partial(optimizers.FusedSGD, lr=0.1, momentum=0.9, set_grad_none=True),
+    "FusedLAMB": optimizers.FusedLAMB,
+    "FusedNovoGrad": optimizers.FusedNovoGrad,
+    "FusedAdagrad": optimizers.FusedAdagrad,
+}
+MACHINERY = {"O1": (108, 20), "O2": (15, 20), "O4": (97, 12), "O5": (4, 12)}
+"""Launches and bytes per parameter, for the casts, the scale and the masters of each level."""
+STEPS = {
+    "AdamW": (3, 28),
+    "FusedAdam": (8, 28),
+    "FusedSGD": (7, 20),
+    "FusedLAMB": (83, 76),
+    "FusedNovoGrad": (87, 36),
+    "FusedAdagrad": (8, 20),
+}
+"""The same of each optimizer's step; LAMB and NovoGrad launch one kernel for each tensor."""
 
 WARMUP = 5
 """Iterations before the counted one: blocks that are inspected for mistakes ask more."""
@@ -171,28 +200,30 @@ def machinery(mode: str, optimizer: MakeOptimizer, **options: Any) -> LaunchCoun
         optimizer: Makes the optimizer.
         **options: Those of :func:`benchmarks.loops.with_amp`.
     """
+    counted = _counted(work(mode, optimizer, **options))
+    baseline = _counted(passes(DTYPES[mode]))
+    counted.calls.subtract(baseline.calls)
+    counted.bytes -= baseline.bytes
+    return counted
+
+
+def work(mode: str, optimizer: MakeOptimizer, **options: Any) -> Work:
+    """Returns an iteration; the arguments are those of :func:`machinery`."""
     task = Task(_model, _batch, optimizer)
-    dtype = DTYPES[mode]
     if mode.startswith("O"):
-        work = with_amp(task, mode, **options)
-    else:
-        work = native(task, dtype)
-    counted = _counted(work)
-    passes = _counted(_passes(dtype))
-    counted.calls.subtract(passes.calls)
-    counted.bytes -= passes.bytes
-    return counted
+        return with_amp(task, mode, **options)
+    return native(task, DTYPES[mode])
 
 
-def _counted(work: Work) -> LaunchCounter:
+def _counted(iteration: Work) -> LaunchCounter:
     for _ in range(WARMUP):
-        work()
+        iteration()
     with LaunchCounter() as counted:
-        work()
+        iteration()
     return counted
 
 
-def _passes(dtype: torch.dtype) -> Work:
+def passes(dtype: torch.dtype) -> Work:
     """Returns the passes of the same model, all in 16 bits but for the loss."""
     model = _model().to(device(), dtype)
     inputs, labels = _batch()
@@ -211,3 +242,80 @@ def _model() -> nn.Module:
 
 def _batch() -> Batch:
     return torch.randn(4, WIDTH), torch.randint(0, WIDTH, (4,))
+
+
+# -- the rows ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way to train takes.
+
+    Attributes:
+        case: Its level, or torch's autocast, and its optimizer.
+        launches: Kernels of one iteration, without those of a 16-bit model's passes.
+        moved: Bytes that they read and write, by parameter.
+        most_launches: The goal; None for torch's own, given for comparison.
+        most_moved: The goal.
+    """
+
+    case: str
+    launches: int
+    moved: float
+    most_launches: int | None = None
+    most_moved: float | None = None
+
+
+def run(*, quick: bool) -> Iterator[Measurement]:
+    """Yields launches and bytes per parameter of each way to train with each optimizer."""
+    for row in _counted_elsewhere(quick=quick):
+        launches, moved = row.most_launches, row.most_moved
+        most_launches = None if launches is None else Goal("<=", launches)
+        most_moved = None if moved is None else Goal("<=", moved)
+        yield Measurement(NAME, row.case, row.launches, "launches", most_launches, digits=0)
+        yield Measurement(NAME, row.case, row.moved, "bytes/param", most_moved, digits=1)
+
+
+def rows(*, quick: bool) -> Iterator[Row]:
+    """Counts in this process, which has a GPU or the emulated device."""
+    params = sum(param.numel() for param in _model().parameters())
+
+    def row(mode: str, name: str, title: str, **options: Any) -> Row:
+        counted = machinery(mode, OPTIMIZERS[name], **options)
+        goals: tuple[int, float] | tuple[None, None] = (None, None)
+        if mode in MACHINERY:
+            launches, moved = MACHINERY[mode]
+            step_launches, step_moved = STEPS[name]
+            goals = launches + step_launches, moved + step_moved
+        if options:
+            goals = None, None
+        return Row(title, counted.launches, counted.bytes / params, *goals)
+
+    yield row("fp16", "AdamW", "autocast fp16 + GradScaler, AdamW")
+    yield row("bf16", "AdamW", "autocast bf16, AdamW")
+    for name in list(OPTIMIZERS)[: 1 if quick else None]:
+        for level in MACHINERY:
+            yield row(level, name, f"{level}, {name}")
+    for level in MACHINERY:
+        yield row(level, "AdamW", f"{level}, AdamW, clipped", max_norm=0.1)
+
+
+def _counted_elsewhere(*, quick: bool) -> list[Row]:
+    """Returns the rows of a process that has a device; none if this machine cannot have one."""
+    start = [sys.executable, "-m"]
+    if not torch.cuda.is_available():
+        start.append("tests.support.emulated_cuda")
+        try:
+            build.library()
+        except build.Unavailable as reason:
+            print(f"launches: left out, no emulated CUDA: {reason}", file=sys.stderr)
+            return []
+    command = [*start, "benchmarks.launches", *(["--quick"] if quick else [])]
+    done = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return [Row(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message="fp16 is emulated")
+    for counted_row in rows(quick="--quick" in sys.argv):
+        print(json.dumps(asdict(counted_row)), flush=True)

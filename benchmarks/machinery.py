@@ -1,40 +1,39 @@
-"""The overhead of amp itself: an iteration of many tiny layers."""
+"""The overhead of amp itself: an iteration of many tiny layers, and one without kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from apex import amp
 from benchmarks.loops import Task, fused_adamw, native, with_amp
 from benchmarks.measurement import Goal, Measurement, sampled
-from benchmarks.race import race
+from benchmarks.race import Builder, Times, Work, race
 
 NAME = "machinery"
 LAYERS = 150
+TENSORS = 400
+HOST_TIME = {"O1": 1.1, "O2": 1.5, "O4": 1.0, "O5": 1.5}
+"""The most time on the host, relative to GradScaler and a fused optimizer."""
 
 
 def run(*, quick: bool) -> Iterator[Measurement]:
     """Yields O1 against autocast and GradScaler in fp16, O4 against autocast in bf16.
 
     O4 also with a plain ``loss.backward()``, without a goal: nothing turns casts off in that pass,
-    so that each product and sum in it calls a kernel in Python (docs/concepts/op_policy.md).
+    so that each product and sum in it calls a kernel in Python (docs/concepts/op_policy.md). Then
+    the time on the host of what surrounds the passes.
     """
     pairs = ("O1", torch.float16, True), ("O4", torch.bfloat16, True), ("O4", torch.bfloat16, False)
     for level, dtype, scaled in pairs:
-        times = race(
-            {
-                "amp": partial(with_amp, TASK, level, scaled=scaled),
-                "native": partial(native, TASK, dtype),
-            },
-            rounds=5,
-            heats=2 if quick else 20,  # a process stays as fast as its memory happens to lie
-            calls=8,
-            warmup=40,  # past the blocks that are inspected for mistakes
-            threads=1,
-        )
+        ours = partial(with_amp, TASK, level, scaled=scaled)
+        heats = 2 if quick else 20
+        times = _race({"amp": ours, "native": partial(native, TASK, dtype)}, heats)
         name = level if scaled else f"{level} without scale_loss"
         peer = "autocast + GradScaler" if dtype is torch.float16 else "autocast"
         ratios = times.ratios("amp", "native")
@@ -43,6 +42,25 @@ def run(*, quick: bool) -> Iterator[Measurement]:
         yield sampled(NAME, name, times.milliseconds("amp"), "ms")
         if scaled:
             yield sampled(NAME, peer, times.milliseconds("native"), "ms")
+    levels = {level: partial(around_a_pass, level) for level in HOST_TIME}
+    times = _race({"native": around_a_native_pass, **levels}, 1 if quick else 8)
+    peer = "GradScaler, fused AdamW"
+    for level, most in HOST_TIME.items():
+        case = f"{TENSORS} tensors without kernels, {level} / {peer}"
+        yield sampled(NAME, case, times.ratios(level, "native"), "x", goal=Goal("<=", most))
+    case = f"{TENSORS} tensors without kernels, {peer}"
+    yield sampled(NAME, case, times.milliseconds("native"), "ms")
+
+
+def _race(racers: Mapping[str, Builder], heats: int) -> Times:
+    return race(
+        racers,
+        rounds=5,
+        heats=heats,  # a process stays as fast as its memory happens to lie
+        calls=8,
+        warmup=40,  # past the blocks that are inspected for mistakes
+        threads=1,
+    )
 
 
 def _model() -> nn.Module:
@@ -55,3 +73,92 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 
 TASK = Task(_model, _batch, fused_adamw)
+
+
+# -- time on the host ----------------------------------------------------------------------------
+
+
+LIST_OPERATORS = (
+    "_foreach_copy_",
+    "_foreach_add_.Scalar",
+    "_foreach_add_.List",
+    "_foreach_add_.Tensor",
+    "_foreach_sub_.List",
+    "_foreach_mul_.Tensor",
+    "_amp_foreach_non_finite_check_and_unscale_",
+    "_fused_adamw_",
+)
+"""Operators over lists, which a GPU runs in the background."""
+
+
+def without_kernels() -> torch.library.Library:
+    """Has operators over lists do nothing, in this process, as long as the result lives."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*overriding a previously registered kernel")
+        for name in LIST_OPERATORS:
+            library.impl(name, lambda *args, **kwargs: None, "CPU")
+    return library
+
+
+class Passes(torch.autograd.Function):
+    """A loss of parameters without computation, which gives them gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        """Returns 0 in fp32."""
+        ctx.params = params
+        return torch.zeros((), dtype=torch.float32, device=params[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Returns gradients of any values."""
+        return tuple([torch.empty_like(param) for param in ctx.params])
+
+
+class Weights(nn.Module):
+    """Many parameters of one element."""
+
+    def __init__(self) -> None:
+        """Makes them."""
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(TENSORS)])
+
+    def forward(self) -> Tensor:
+        """Returns a loss that depends on all."""
+        loss: Tensor = Passes.apply(*self.weights)
+        return loss
+
+
+def around_a_pass(level: str) -> Work:
+    """Returns an iteration at ``level`` without kernels."""
+    library = without_kernels()
+    model: nn.Module = Weights()
+    optimizer = fused_adamw(list(model.parameters()))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def iteration() -> object:
+        with amp.scale_loss(model(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return library
+
+    return iteration
+
+
+def around_a_native_pass() -> Work:
+    """Returns the same iteration with a GradScaler."""
+    library = without_kernels()
+    model = Weights()
+    optimizer = fused_adamw(list(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+
+    def iteration() -> object:
+        scaler.scale(model()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return library
+
+    return iteration

@@ -1,17 +1,20 @@
-"""Photographs what the tools show: ``python -m docs.pictures`` writes docs/_static/*.png.
+"""Photographs what the tools show: ``python -m docs.pictures [NAME ...]`` writes them.
 
-Needs Chromium (Debian's package `chromium`). By hand, when a page's looks change: no test compares
-pictures.
+The picture of a report is of ``report.html``, which ``make demo`` writes on an idle machine.
+Needs Chromium (Debian's package `chromium`) and Pillow. By hand, when a page's looks change: no
+test compares pictures.
 """
 
 from __future__ import annotations
 
 import html
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from PIL import Image, ImageChops
 from torch import nn
 
 from apex import amp
@@ -60,12 +63,20 @@ def trace() -> str:
     return _TERMINAL % html.escape(text)
 
 
-PICTURES = {"trace": (trace, 940, 275)}
-"""What makes each picture's page, and its size in pixels."""
+def report() -> str:
+    """Returns the demo's report."""
+    return Path("report.html").read_text("utf-8")
+
+
+PICTURES = {"trace": (trace, 940, 3000), "demo-report": (report, 1280, 900)}
+"""What makes each picture's page, its width, and its largest height in pixels."""
+
+MARGIN = 20
+"""Pixels that are kept below a page's content."""
 
 
 def photograph(page: str, target: Path, width: int, height: int) -> None:
-    """Writes a picture of the top of an HTML page."""
+    """Writes a picture of an HTML page, as high as its content if that is less than ``height``."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "page.html")
         source.write_text(page, "utf-8")
@@ -83,10 +94,15 @@ def photograph(page: str, target: Path, width: int, height: int) -> None:
             check=True,
             capture_output=True,
         )
+    picture = Image.open(target).convert("RGB")
+    below = Image.new("RGB", picture.size, picture.getpixel((0, height - 1)))
+    _, _, _, bottom = ImageChops.difference(picture, below).getbbox()
+    picture.crop((0, 0, width, min(bottom + MARGIN, height))).save(target)
 
 
 if __name__ == "__main__":
-    for name, (make, width, height) in PICTURES.items():
+    for name in sys.argv[1:] or PICTURES:
+        make, width, height = PICTURES[name]
         torch.manual_seed(0)
         photograph(make(), FOLDER / f"{name}.png", width, height)
         print(FOLDER / f"{name}.png")

@@ -42,8 +42,8 @@ MUTANTS = [
     Mutant(
         "growth interval off by one",
         f"{CORE}/scale.py",
-        "rule.growth_factor, rule.backoff_factor, rule.window\n",
-        "rule.growth_factor, rule.backoff_factor, rule.window + 1\n",
+        "        rule.growth_interval,\n    )",
+        "        rule.growth_interval + 1,\n    )",
         "tests/loop/test_scale_rule.py tests/loop/test_loss_scale.py",
     ),
     Mutant(

@@ -21,7 +21,7 @@ _NORMAL, _SUBNORMAL, _END = -14, -24, 16  # fp16
 _LEFT, _WIDTH, _TALL = 20, 590, 92
 
 _STEPS = 16000
-_RULE = ScaleRule(ceiling=2.0**24)
+_RULE = ScaleRule(max_scale=2.0**24)
 
 
 def below_normal() -> float:

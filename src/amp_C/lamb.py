@@ -9,7 +9,14 @@ from amp_C.lists import TensorLists, takes
 from amp_C.steps import adam_rule
 from apex._core.foreach import lamb as rules
 from apex._core.foreach.adam import AdamRule, directions_
-from apex._core.foreach.scalars import Scalar, as_scalar, as_tensor, descend_, skip_flag
+from apex._core.foreach.scalars import (
+    Scalar,
+    as_scalar,
+    as_tensor,
+    descend_,
+    descend_each_,
+    skip_flag,
+)
 from apex._core.foreach.working import store, working
 
 __all__ = [
@@ -47,7 +54,9 @@ def multi_tensor_lamb(
     options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
     rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm)
-    rules.lamb_(tensor_lists, rule, step, divisor=divisor, nvlamb=bool(use_nvlamb))
+    grads, params, exp_avgs, exp_avg_sqs = tensor_lists
+    nvlamb = bool(use_nvlamb)
+    rules.lamb_(grads, params, exp_avgs, exp_avg_sqs, rule, step, divisor=divisor, nvlamb=nvlamb)
 
 
 @takes(4, 5)
@@ -79,14 +88,18 @@ def multi_tensor_lamb_mp(
     - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients.
     """
     device = noop_flag.device
-    skip, count = skip_flag(noop_flag, device), as_scalar(step, device)
+    skip = skip_flag(noop_flag, device)
+    count = as_scalar(step, device)
     options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
     rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm) / as_scalar(inv_scale, device)
-    lists, nvlamb = tensor_lists[:4], bool(use_nvlamb)
-    rules.lamb_(lists, rule, count, skip, divisor=divisor, nvlamb=nvlamb)
-    for copies in tensor_lists[4:]:
-        store(copies, lists[1], skip)
+    grads, params, exp_avgs, exp_avg_sqs, *copies = tensor_lists
+    nvlamb = bool(use_nvlamb)
+    rules.lamb_(
+        grads, params, exp_avgs, exp_avg_sqs, rule, count, skip, divisor=divisor, nvlamb=nvlamb
+    )
+    for low_precision in copies:
+        store(low_precision, params, skip)
 
 
 @takes(5)
@@ -110,11 +123,11 @@ def multi_tensor_lamb_stage1_cuda(
     rule = AdamRule(1.0, (beta1, beta2), epsilon, weight_decay=0.0, decoupled=True)
     divisor = _divisor(noop_flag, global_grad_norm, max_global_grad_norm)
     decays = list(per_tensor_decay.reshape(-1).to(torch.float32).unbind())
-    with working(tensor_lists) as (grads, params, *averages, updates):
+    with working(*tensor_lists) as (grads, params, exp_avgs, exp_avg_sqs, updates):
         clipped = list(torch._foreach_div(grads, divisor))
-        found = directions_(clipped, params, *averages, rule=rule, step=step + 1)
-        torch._foreach_add_(found, torch._foreach_mul(params, decays))
-        store(updates, found)
+        directions = directions_(clipped, params, exp_avgs, exp_avg_sqs, rule=rule, step=step + 1)
+        torch._foreach_add_(directions, torch._foreach_mul(params, decays))
+        store(updates, directions)
 
 
 @takes(2)
@@ -135,12 +148,15 @@ def multi_tensor_lamb_stage2_cuda(
     apex's first version, which lacked this argument.
     """
     params, updates = tensor_lists
-    norms = (each.reshape(-1).float() for each in (per_tensor_param_norm, per_tensor_update_norm))
-    with working([updates, params]) as (directions, weights):
+    rate = as_scalar(lr, noop_flag.device)
+    with working(updates, params) as (directions, weights):
         if use_nvlamb or weight_decay != 0.0:
-            ratios = list(rules.trust_ratios(*norms).unbind())
-            directions[:] = torch._foreach_mul(directions, ratios)
-        descend_(weights, directions, as_scalar(lr, noop_flag.device))
+            param_norms = per_tensor_param_norm.reshape(-1).float()
+            update_norms = per_tensor_update_norm.reshape(-1).float()
+            ratios = rules.trust_ratios(param_norms, update_norms)
+            descend_each_(weights, directions, rate * ratios)
+        else:
+            descend_(weights, directions, rate)
 
 
 def _divisor(noop_flag: Tensor, norm: Scalar, max_norm: Scalar) -> Tensor:

@@ -24,7 +24,7 @@ def multi_tensor_scale(
     """
     sources, factor = tensor_lists[0], as_scalar(scale, noop_flag.device)
     set_noop_(noop_flag, any_non_finite(sources, noop_flag.device))
-    with working(tensor_lists) as (values, targets):
+    with working(*tensor_lists) as (values, targets):
         store(targets, values)
         torch._foreach_mul_(targets, factor)
 
@@ -46,7 +46,7 @@ def multi_tensor_axpby(
     checked = {0: tensor_lists[:1], 1: tensor_lists[1:2], -1: tensor_lists[:2]}[arg_to_check]
     device = noop_flag.device
     set_noop_(noop_flag, any_non_finite([t for tensors in checked for t in tensors], device))
-    with working(tensor_lists) as (xs, ys, targets):
+    with working(*tensor_lists) as (xs, ys, targets):
         left = torch._foreach_mul(xs, as_scalar(a, device))
         right = torch._foreach_mul(ys, as_scalar(b, device))
         store(targets, torch._foreach_add(left, right))

@@ -42,7 +42,8 @@ def multi_tensor_adam(
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``.
     """
     rule = adam_rule(noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction)
-    adam_(tensor_lists, rule, step)
+    grads, params, exp_avgs, exp_avg_sqs = tensor_lists
+    adam_(grads, params, exp_avgs, exp_avg_sqs, rule, step)
 
 
 @takes(4, 5)
@@ -68,12 +69,12 @@ def multi_tensor_adam_capturable(
     """
     device = noop_flag.device
     skip = skip_flag(noop_flag, device)
-    grads, params, *averages = tensor_lists[:4]
-    masters = tensor_lists[-1] if len(tensor_lists) == 5 else params
+    grads, params, exp_avgs, exp_avg_sqs, *masters = tensor_lists
+    stepped = masters[0] if masters else params
     rule = adam_rule(noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction)
     unscaled = scale_(grads, as_tensor(inv_scale, device), skip)
-    adam_([unscaled, masters, *averages], rule, as_scalar(step, device), skip)
-    store(params, masters, skip)
+    adam_(unscaled, stepped, exp_avgs, exp_avg_sqs, rule, as_scalar(step, device), skip)
+    store(params, stepped, skip)
 
 
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
@@ -105,10 +106,10 @@ def multi_tensor_sgd(
     rule = SGDRule(rate, momentum, dampening, wd, bool(nesterov), bool(wd_after_momentum))
     if scale != 1.0:
         grads = torch._foreach_mul([grad.to(math_dtype(grad)) for grad in grads], scale)
-    lists = [grads, params, momenta] if momentum else [grads, params]
-    sgd_(lists, rule, skip, first_run=bool(first_run))
-    for each in copies:
-        store(each, params, skip)
+    buffers = momenta if momentum else []
+    sgd_(grads, params, buffers, rule, skip, first_run=bool(first_run))
+    for low_precision in copies:
+        store(low_precision, params, skip)
 
 
 @takes(3)
@@ -125,8 +126,16 @@ def multi_tensor_adagrad(
 
     ``tensor_lists`` are ``[grads, params, sums]``.
     """
-    rate, decoupled = as_scalar(lr, noop_flag.device), mode == 1
-    adagrad_(tensor_lists, lr=rate, eps=epsilon, weight_decay=weight_decay, decoupled=decoupled)
+    grads, params, sums = tensor_lists
+    adagrad_(
+        grads,
+        params,
+        sums,
+        lr=as_scalar(lr, noop_flag.device),
+        eps=epsilon,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+    )
 
 
 @takes(3)
@@ -154,7 +163,8 @@ def multi_tensor_novograd(
     """
     options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
     rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
-    novograd_(tensor_lists, grad_norms, rule, step, norm_type=norm_type)
+    grads, params, exp_avgs = tensor_lists
+    novograd_(grads, params, exp_avgs, grad_norms, rule, step, norm_type=norm_type)
 
 
 def adam_rule(
@@ -169,5 +179,12 @@ def adam_rule(
     grad_averaging: int = 1,
 ) -> AdamRule:
     """Returns the rule of these arguments, which mean the same in every function."""
-    rate, flags = as_scalar(lr, noop_flag.device), (mode == 1, bool(bias_correction))
-    return AdamRule(rate, (beta1, beta2), epsilon, weight_decay, *flags, bool(grad_averaging))
+    return AdamRule(
+        lr=as_scalar(lr, noop_flag.device),
+        betas=(beta1, beta2),
+        eps=epsilon,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
+        averaged=bool(grad_averaging),
+    )

@@ -1,8 +1,8 @@
 """Mixed precision for PyTorch through NVIDIA apex's interface: ``from apex import amp``.
 
-Subpackages are available as attributes too (``import apex; apex.amp.initialize(...)``), imported on
-first use: a package that imports its subpackages deadlocks where threads import both. Where
-NVIDIA's apex is installed, its ``apex/__init__.py`` runs in place of this file (``_apex_amp.py``).
+Subpackages are also available as attributes (``import apex; apex.amp.initialize(...)``). They are
+imported on first use, because importing them here can deadlock if another thread imports one. If
+NVIDIA's apex is installed, its ``apex/__init__.py`` runs instead of this file (``_apex_amp.py``).
 """
 
 import importlib

@@ -12,17 +12,18 @@ from typing import Any
 _KINDS = {
     "prepared": "apex._engine.optimizer.prepared:PreparedOptimizer",
     "cast": "apex.amp._initialize:AppliedCast",
-    "fp32_hooks": "apex._engine.conversion.state_dict:Fp32Hooks",
-    "input_cast": "apex._engine.conversion.state:InputCast",
+    "fp32_module": "apex._engine.conversion.casts:Fp32Module",
     "master_link": "apex._engine.conversion.state_dict:MasterLink",
-    "model": "apex._engine.conversion.subclass:rebuild_model",
-    "model_state": "apex._engine.conversion.state:ModelState",
+    "model": "apex._engine.conversion.subclass:set_saved_state",
+    "model_state": "apex._engine.conversion.state:rebuild_state",
     "optimizer": "apex._engine.optimizer.subclass:rebuild_optimizer",
-    "output_cast": "apex._engine.conversion.state:OutputCast",
-    "tracked_pair": "apex._engine.masters:rebuild_pair",
+    "master_pair": "apex._engine.masters:rebuild_pair",
     "plan": "apex._engine.conversion.plan:ModelPlan",
 }
-"""Location of each kind's class or function. Existing files use them: keep what can be loaded."""
+"""Location of each kind's class or function, which no import shows.
+
+Existing files use the kinds: keep what can be loaded.
+"""
 
 
 def rebuild(kind: str, *parts: Any) -> Any:

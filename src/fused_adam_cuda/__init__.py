@@ -1,6 +1,6 @@
 """apex's ``fused_adam_cuda``: one Adam step on one tensor, on every device, in any floating dtype.
 
-Scripts with a FusedAdam of their own call it, such as OpenNMT-py 1.x.
+Projects that define their own FusedAdam call it, such as OpenNMT-py 1.x.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ def adam(
 ) -> None:
     """Takes one step in place, computed in fp32 (fp64 for fp64 tensors) and rounded once.
 
-    ``m`` and ``v`` are the averages of the gradients and of their squares, and ``out_p`` receives
-    the new parameter in its own dtype; an empty tensor for none. ``g``, not changed, is divided by
-    ``scale``. ``step`` counts from 1; ``mode`` is 0 to add ``eps`` inside the square root, 1
-    outside. With ``bias_correction``, 1 or 0, the step size is corrected. Weight decay is decoupled
-    and multiplied by ``lr``.
+    ``m`` and ``v`` are the averages of the gradients and of their squares. ``out_p`` receives the
+    new parameter in its own dtype; pass an empty tensor to skip this. The gradient is ``g`` divided
+    by ``scale``; ``g`` itself does not change. ``step`` counts from 1. ``mode`` 0 adds ``eps``
+    inside the square root, and 1 outside. ``bias_correction`` 1 corrects the step size. Weight
+    decay is decoupled and multiplied by ``lr``.
+
+    Raises:
+        ValueError: If ``mode`` is neither 0 nor 1.
     """
     if mode not in (0, 1):
         raise ValueError(f"mode is {mode!r}; it must be 0 (eps inside the root) or 1 (outside).")
@@ -50,6 +53,6 @@ def adam(
         bias_correction=False,
         eps_inside_sqrt=mode == 0,
     )
-    adam_([[grad], [p], [m.view_as(p)], [v.view_as(p)]], rule, step)
+    adam_([grad], [p], [m.view_as(p)], [v.view_as(p)], rule, step)
     if out_p.numel():
         out_p.copy_(p.view_as(out_p))

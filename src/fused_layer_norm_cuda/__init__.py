@@ -1,8 +1,8 @@
 """apex's ``fused_layer_norm_cuda``: layer norm and RMS norm with their statistics, and backward.
 
 Autograd functions of other projects call it (NVIDIA's Transformer, Fast-LLM, VeOmni). It runs on
-every device, in any mix of floating dtypes: computed in fp32 (fp64 for fp64 tensors), rounded once.
-Statistics are fp32 or wider, of shape ``[rows]``. Nothing here records gradients.
+every device and accepts any mix of floating dtypes. It computes in fp32 (fp64 for fp64 tensors) and
+rounds once. Statistics are fp32 or wider, of shape ``[rows]``. No function here records gradients.
 """
 
 # ruff: noqa: A002 - `input` is apex's and torch's name for it
@@ -31,18 +31,26 @@ def forward_affine(
     out: torch.dtype | None = None,
     centered: bool = True,
 ) -> list[Tensor]:
-    """Returns the normalized input, the rows' means, and one over their deviations.
+    """Returns the normalized input, the rows' means, and the inverse of their deviations.
 
-    The result has the input's dtype, or ``out``. An RMS norm, if not ``centered``, has no means.
+    The result has the input's dtype, or ``out``. With ``centered=False`` this is an RMS norm, which
+    has no means.
     """
-    (x, wide_weight, wide_bias), dims = _widened(input, weight, bias), _dims(normalized_shape)
-    means = [x.mean(dims, keepdim=True)] if centered else []
-    y = x - means[0] if centered else x
+    y, wide_weight, wide_bias = _widened(input, weight, bias)
+    dims = _dims(normalized_shape)
+    statistics = []
+    if centered:
+        mean = y.mean(dims, keepdim=True)
+        y = y - mean
+        statistics.append(mean.flatten())
     invvar = torch.rsqrt(y.square().mean(dims, keepdim=True) + eps)
+    statistics.append(invvar.flatten())
     y = y * invvar
-    y = y if wide_weight is None else y * wide_weight
-    y = y if wide_bias is None else y + wide_bias
-    return [y.to(out or input.dtype), *(each.flatten() for each in (*means, invvar))]
+    if weight is not None:
+        y = y * wide_weight
+    if bias is not None:
+        y = y + wide_bias
+    return [y.to(out or input.dtype), *statistics]
 
 
 def forward_affine_mixed_dtypes(
@@ -60,7 +68,7 @@ def forward(input: Tensor, normalized_shape: Shape, eps: float) -> list[Tensor]:
 def rms_forward_affine(
     input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float
 ) -> list[Tensor]:
-    """Returns the input over each row's root mean square with a weight, and one over these."""
+    """Returns the RMS norm of the input, and the inverse of each row's root mean square."""
     return forward_affine(input, normalized_shape, weight, None, eps, centered=False)
 
 
@@ -68,8 +76,9 @@ def rms_forward_affine_mixed_dtypes(
     input: Tensor, normalized_shape: Shape, weight: Tensor, eps: float
 ) -> list[Tensor]:
     """Returns `rms_forward_affine` with a result of the weight's dtype."""
-    out = weight.dtype
-    return forward_affine(input, normalized_shape, weight, None, eps, out=out, centered=False)
+    return forward_affine(
+        input, normalized_shape, weight, None, eps, out=weight.dtype, centered=False
+    )
 
 
 def rms_forward(input: Tensor, normalized_shape: Shape, eps: float) -> list[Tensor]:
@@ -91,39 +100,47 @@ def backward_affine(
     *,
     centered: bool = True,
 ) -> list[Tensor]:
-    """Returns the gradients of the input, and where given, of weight and bias.
+    """Returns the gradients of the input, and if given, of weight and bias.
 
-    With ``y`` the input over its deviation and ``g`` the gradient that reaches it, the input's is
-    ``(g - y * mean(g * y)) / deviation``, less its mean where the norm is centered.
+    Let ``y`` be the input divided by its deviation, and ``grad_y`` its gradient. The input's
+    gradient is ``(grad_y - y * mean(grad_y * y)) / deviation``. A centered norm also subtracts the
+    mean of ``grad_y``.
 
     Args:
         grad: Gradient of the result.
-        mean: Mean of each row, ``[rows]``; not read if ``memory_efficient``.
-        invvar: One over each row's deviation, ``[rows]``.
-        input_or_output: What was normalized, or the result if ``memory_efficient``.
+        mean: Mean of each row, ``[rows]``; ignored if ``memory_efficient``.
+        invvar: Inverse of each row's deviation, ``[rows]``.
+        input_or_output: The forward's input, or its result if ``memory_efficient``.
         normalized_shape: Sizes of the last dimensions.
         weight: Weight of the norm.
         bias: Bias of the norm.
-        eps: Least magnitude of a weight that the result is divided by.
-        memory_efficient: Whether the input is computed from the result.
+        eps: Smallest magnitude of a weight by which the result is divided.
+        memory_efficient: Whether to compute the input from the result.
         centered: False for an RMS norm.
     """
-    g, saved, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
+    wide_grad, y, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
     dims = _dims(normalized_shape)
-    rows = (*saved.shape[: saved.dim() - len(dims)], *(1 for _ in dims))
-    factor = invvar.to(saved.dtype).view(rows)
+    rows = (*y.shape[: -len(dims)], *(1 for _ in dims))
+    factor = invvar.to(y.dtype).view(rows)
     if memory_efficient:
-        y = saved if wide_bias is None else saved - wide_bias
-        y = y if wide_weight is None else y / _away_from_zero(wide_weight, eps)
+        if bias is not None:
+            y = y - wide_bias
+        if weight is not None:
+            y = y / _away_from_zero(wide_weight, eps)
     else:
-        y = (saved if mean is None else saved - mean.to(saved.dtype).view(rows)) * factor
-    of_y = g if wide_weight is None else g * wide_weight
-    of_x = of_y - y * (of_y * y).mean(dims, keepdim=True)
+        if mean is not None:
+            y = y - mean.to(y.dtype).view(rows)
+        y = y * factor
+    grad_y = wide_grad if weight is None else wide_grad * wide_weight
+    grad_x = grad_y - y * (grad_y * y).mean(dims, keepdim=True)
     if centered:
-        of_x = of_x - of_y.mean(dims, keepdim=True)
-    like = [each for each in (input_or_output, weight, bias) if each is not None]
-    found = (of_x * factor, g * y, g)
-    return [f.sum_to_size(t.shape).to(t.dtype) for f, t in zip(found, like, strict=False)]
+        grad_x = grad_x - grad_y.mean(dims, keepdim=True)
+    grads = [(grad_x * factor).to(input_or_output.dtype)]
+    if weight is not None:
+        grads.append((wide_grad * y).sum_to_size(weight.shape).to(weight.dtype))
+    if bias is not None:
+        grads.append(wide_grad.sum_to_size(bias.shape).to(bias.dtype))
+    return grads
 
 
 def backward(
@@ -136,8 +153,10 @@ def backward(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the input's gradient; see `backward_affine`."""
-    saved = (grad, mean, invvar, input_or_output, normalized_shape)
-    return backward_affine(*saved, None, None, eps, memory_efficient)[0]
+    (grad_input,) = backward_affine(
+        grad, mean, invvar, input_or_output, normalized_shape, None, None, eps, memory_efficient
+    )
+    return grad_input
 
 
 def rms_backward_affine(
@@ -149,7 +168,7 @@ def rms_backward_affine(
     eps: float,
     memory_efficient: bool = False,
 ) -> list[Tensor]:
-    """Returns the gradients of the input, and where given, of the weight; see `backward_affine`."""
+    """Returns the gradients of the input, and if given, of the weight; see `backward_affine`."""
     saved = (grad, None, invvar, input_or_output, normalized_shape)
     return backward_affine(*saved, weight, None, eps, memory_efficient, centered=False)
 
@@ -163,13 +182,15 @@ def rms_backward(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the input's gradient; see `backward_affine`."""
-    saved = (grad, invvar, input_or_output, normalized_shape)
-    return rms_backward_affine(*saved, None, eps, memory_efficient)[0]
+    (grad_input,) = rms_backward_affine(
+        grad, invvar, input_or_output, normalized_shape, None, eps, memory_efficient
+    )
+    return grad_input
 
 
 def _widened(*tensors: Tensor | None) -> list[Any]:
-    wide = math_dtype(*(each for each in tensors if each is not None))
-    return [None if each is None else each.to(wide) for each in tensors]
+    wide = math_dtype(*(tensor for tensor in tensors if tensor is not None))
+    return [None if tensor is None else tensor.to(wide) for tensor in tensors]
 
 
 def _dims(shape: Shape) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
-"""Finds ``apex`` where nobody provides it, and adds to another ``apex`` the parts that it lacks.
+"""Provides ``apex`` if no other package does; otherwise adds the parts that the other one lacks.
 
-``apex_amp.pth`` runs :func:`install` whenever Python starts, so this file imports only what the
-interpreter has loaded already.
+``apex_amp.pth`` runs :func:`install` whenever Python starts. Therefore this file imports only
+modules that the interpreter has already loaded.
 """
 
 import os
 import sys
 from _thread import _local
 
-TYPE_CHECKING = False  # that of typing takes 2 ms
+TYPE_CHECKING = False  # importing typing would take 2 ms
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from importlib.machinery import ModuleSpec
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# importlib.machinery takes 1 ms.
+# Importing importlib.machinery would take 1 ms.
 PathFinder: "Any" = sys.modules["_frozen_importlib_external"].PathFinder
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -38,15 +38,15 @@ _searching = _local()  # threads may import at the same time
 
 
 class Finder:
-    """Stands first in ``sys.meta_path``; answers for ``apex`` and the kernels alone."""
+    """The first finder in ``sys.meta_path``; finds only ``apex`` and the kernels."""
 
     @classmethod
     def find_spec(cls, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
-        """Returns the spec of theirs where another distribution has the module, or else of ours.
+        """Returns the spec of another distribution's module if there is one, otherwise of ours.
 
         Raises:
-            ModuleNotFoundError: If their ``apex`` has ``amp``, but not this kernel. None would let
-                the path line of ``apex_amp.pth`` find ours.
+            ModuleNotFoundError: If the other ``apex`` has ``amp``, but not this kernel. With None,
+                the path line of ``apex_amp.pth`` would still find ours.
         """
         if (name != "apex" and name not in KERNELS) or getattr(_searching, "on", False):
             return None
@@ -66,7 +66,7 @@ class Finder:
 
     @classmethod
     def find_distributions(cls, context: "Any" = None) -> "Iterator[Distribution]":
-        """Yields metadata of ``apex`` where asked for that name, and nobody else has any."""
+        """Yields metadata for the name ``apex`` if no other distribution has that name."""
         if getattr(context, "name", None) != "apex" or getattr(_searching, "on", False):
             return
         from importlib import metadata
@@ -99,17 +99,15 @@ def find_ours(name: str) -> "ModuleSpec | None":
 
 
 def find_theirs(name: str) -> "ModuleSpec | None":
-    """Returns the spec of a module outside SITE, or None; a folder without files is none."""
+    """Returns the spec of a module outside SITE, or None; ignores a folder without files."""
     _searching.on = True
     try:
         for finder in tuple(sys.meta_path):
             find = getattr(finder, "find_spec", None)
             if finder is Finder or find is None:
                 continue
-            elsewhere = None
-            if finder is PathFinder:
-                elsewhere = [entry for entry in sys.path if os.path.realpath(entry) != REAL_SITE]
-            spec: ModuleSpec | None = find(name, elsewhere)
+            path = _path_without_ours() if finder is PathFinder else None
+            spec: ModuleSpec | None = find(name, path)
             if spec is not None and spec.origin is not None:
                 return spec
     finally:
@@ -118,13 +116,17 @@ def find_theirs(name: str) -> "ModuleSpec | None":
 
 
 def has_amp(spec: "ModuleSpec | None") -> bool:
-    """Returns whether a spec is of an ``apex`` with ``amp``, of before May 2025."""
+    """Returns whether a spec belongs to an ``apex`` from before May 2025, which has ``amp``."""
     folders = (spec and spec.submodule_search_locations) or ()
     return any(os.path.isfile(os.path.join(folder, "amp", "__init__.py")) for folder in folders)
 
 
+def _path_without_ours() -> list[str]:
+    return [entry for entry in sys.path if os.path.realpath(entry) != REAL_SITE]
+
+
 def _add_parts(loader: "Any") -> None:
-    """Makes the module that this loader executes import our parts as attributes."""
+    """Makes our parts attributes of the module that this loader executes."""
     execute = loader.exec_module
 
     def exec_module(module: "ModuleType") -> None:
@@ -142,12 +144,12 @@ def _add_parts(loader: "Any") -> None:
 
         module.__dict__["__getattr__"] = __getattr__
 
-    loader.exec_module = exec_module  # of this instance
+    loader.exec_module = exec_module  # only for this instance
 
 
 def install() -> None:
     """Installs the finder; with the environment's ``APEX_AMP=off``, hides the package instead."""
     if os.environ.get("APEX_AMP") == "off":
-        sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != REAL_SITE]
+        sys.path[:] = _path_without_ours()
     elif Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex._core.scale import (
-    SMALLEST_SCALE,
-    ScaleRule,
-    ScaleState,
-    next_scale,
-    update_scale_,
-)
+from apex._core.scale import SMALLEST_SCALE, ScaleRule, ScaleState, next_scale, update_scale_
 from tests.support.reference import loops as plain_loops
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -31,7 +25,7 @@ def test_the_scale_never_grows_to_inf():
 
 @pytest.mark.parametrize("overflow", [False, True])
 def test_an_update_keeps_the_scale_within_its_bounds(overflow):
-    rule = ScaleRule(floor=8.0, ceiling=2.0**24)
+    rule = ScaleRule(min_scale=8.0, max_scale=2.0**24)
     assert next_scale(ScaleState(2.0**30, 3), rule, overflow=overflow).scale == 2.0**24
     assert next_scale(ScaleState(2.0, 0), rule, overflow=overflow).scale == 8.0
 
@@ -41,45 +35,45 @@ bounds = st.one_of(st.none(), st.floats(2.0**-20, 2.0**20, width=32), st.floats(
 
 @st.composite
 def rules(draw):
-    floor, ceiling = draw(bounds), draw(bounds)
-    if ceiling is not None:
-        ceiling = max(ceiling, SMALLEST_SCALE)
-    if floor is not None:
-        floor = min(floor, FLOAT32_MAX, math.inf if ceiling is None else ceiling)
+    lowest, highest = draw(bounds), draw(bounds)
+    if highest is not None:
+        highest = max(highest, SMALLEST_SCALE)
+    if lowest is not None:
+        lowest = min(lowest, FLOAT32_MAX, math.inf if highest is None else highest)
     return ScaleRule(
         growth_factor=draw(st.sampled_from([2.0, 1.5]) | st.floats(1.0, 1e9, exclude_min=True)),
         backoff_factor=draw(st.sampled_from([0.5]) | st.floats(1e-9, 0.999)),
         growth_interval=draw(st.integers(1, 5) | st.just(2**40)),
-        floor=floor,
-        ceiling=ceiling,
+        min_scale=lowest,
+        max_scale=highest,
     )
 
 
 class Device:
     """The state as 0-d tensors."""
 
-    def __init__(self, scale, clean_steps):
+    def __init__(self, scale, growth_tracker):
         self.scale = torch.tensor(scale, dtype=torch.float32)
-        self.clean_steps = torch.tensor(clean_steps, dtype=torch.int32)
+        self.growth_tracker = torch.tensor(growth_tracker, dtype=torch.int32)
 
     def update(self, overflow, rule):
         found_inf = torch.tensor(float(overflow))
-        update_scale_(self.scale, self.clean_steps, found_inf, rule)
+        update_scale_(self.scale, self.growth_tracker, found_inf, rule)
 
     def state(self):
-        return ScaleState(float(self.scale), int(self.clean_steps))
+        return ScaleState(float(self.scale), int(self.growth_tracker))
 
 
 scales = st.floats(SMALLEST_SCALE, FLOAT32_MAX, width=32)
 
 
 @given(rules(), st.lists(st.booleans(), max_size=60), scales, st.integers(0, 2**31 - 1))
-def test_the_device_form_follows_the_plain_rule_bit_for_bit(rule, overflows, scale, clean_steps):
-    clean_steps %= rule.window
-    state, device = ScaleState(scale, clean_steps), Device(scale, clean_steps)
+def test_the_device_form_follows_the_plain_rule_bit_for_bit(rule, overflows, scale, growth_tracker):
+    growth_tracker %= rule.growth_interval
+    state, device = ScaleState(scale, growth_tracker), Device(scale, growth_tracker)
     for overflow in overflows:
         plain = next_scale(state, rule, overflow=overflow)
-        state = ScaleState(fp32(plain.scale), plain.clean_steps)
+        state = ScaleState(fp32(plain.scale), plain.growth_tracker)
         device.update(overflow, rule)
         assert device.state() == state
 
@@ -97,13 +91,13 @@ class Operators(TorchDispatchMode):
 def test_the_device_form_takes_two_operators():
     found_inf, device = torch.zeros(()), Device(2.0**16, 0)
     with Operators() as operators:
-        update_scale_(device.scale, device.clean_steps, found_inf, ScaleRule())
+        update_scale_(device.scale, device.growth_tracker, found_inf, ScaleRule())
     assert operators.count == 2
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 4))
 def test_the_plain_rule_equals_the_one_written_by_hand(overflows, interval):
-    rule = ScaleRule(growth_interval=interval, floor=2.0**10, ceiling=2.0**20)
+    rule = ScaleRule(growth_interval=interval, min_scale=2.0**10, max_scale=2.0**20)
     state = by_hand = ScaleState(2.0**16, 0)
     for overflow in overflows:
         state = next_scale(state, rule, overflow=overflow)
@@ -114,8 +108,8 @@ def test_the_plain_rule_equals_the_one_written_by_hand(overflows, interval):
 
 
 @given(rules(), scales, st.integers(0, 4))
-def test_the_scale_never_reaches_0(rule, scale, clean_steps):
-    state = ScaleState(scale, clean_steps)
+def test_the_scale_never_reaches_0(rule, scale, growth_tracker):
+    state = ScaleState(scale, growth_tracker)
     for _ in range(40):
         state = next_scale(state, rule, overflow=True)
     assert fp32(state.scale) >= SMALLEST_SCALE

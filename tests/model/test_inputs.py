@@ -1,5 +1,6 @@
 """Inputs and outputs of a model: containers, objects with a ``to``, arguments that are not cast."""
 
+import collections.abc
 import copy
 import dataclasses
 import types
@@ -344,6 +345,81 @@ def test_wrong_names_are_refused_before_anything_changes(names, level, error, wo
         amp.initialize(model, opt_level=level, fp32_inputs=names, verbosity=0)
     assert type(model) is Timed
     assert model.body.weight.dtype is torch.float32
+
+
+class Flexible(Timed):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_a_named_input_among_args_is_kept_by_keyword_and_else_refused_by_name():
+    model = converted(Flexible(), fp32_modules=["embed"], fp32_inputs=["timestep"])
+    times = torch.tensor([998.39])
+    model(torch.ones(1, 2), timestep=times)
+    assert model.seen[1] is times
+    with pytest.raises(TypeError, match=r"forward takes \*args.*Pass timestep=\.\.\. by keyword"):
+        model(torch.ones(1, 2), times)
+
+
+# -- what casts are given stays as it is ----------------------------------------------------------
+
+
+class View(collections.abc.MutableMapping):
+    """As the node data of a DGL graph."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getitem__(self, key):
+        return self.store[key]
+
+    def __setitem__(self, key, value):
+        self.store[key] = value
+
+    def __delitem__(self, key):
+        del self.store[key]
+
+    def __iter__(self):
+        return iter(self.store)
+
+    def __len__(self):
+        return len(self.store)
+
+
+class Store:
+    """Moves and casts its items in place."""
+
+    def __init__(self, **items):
+        self.items = items
+
+    def to(self, *args):
+        for name, item in self.items.items():
+            self.items[name] = item.to(*args)
+        return self
+
+
+class Items(tuple):
+    pass
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_casts_never_write_into_what_they_were_given(level):
+    x = torch.tensor([1 / 3])
+    model = converted(Echo(), level)
+    for given, items in ((View({"x": x}), dict), (Store(x=x), lambda store: store.items)):
+        model(given)
+        seen = items(model.seen[0][0])["x"]
+        assert seen.dtype is (LOW if level == "O5" else torch.float16)
+        assert items(given)["x"] is x
+
+
+def test_tuples_keep_their_attributes():
+    model = converted(Echo())
+    for given in (Scaled(torch.ones(1)), Items([torch.ones(1)])):
+        given.tag = "kept"
+        model(given)
+        seen = model.seen[0][0]
+        assert (type(seen), seen.tag, seen[0].dtype) == (type(given), "kept", LOW)
 
 
 # -- arguments that are written -------------------------------------------------------------------

@@ -3,20 +3,11 @@
 import pytest
 from torch import nn
 
-from apex import amp
 from tests.model.cases import prepared, train
 from tests.support import loops
 from tests.support.loops import LEVELS_SHORT
 
 every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
-
-
-@every_level
-def test_a_lazy_buffer_is_refused(level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False))
-    with pytest.raises(RuntimeError, match=r"buffer 1\.running_mean is not initialized yet"):
-        amp.initialize(model, opt_level=level, verbosity=0)
-    assert type(model) is nn.Sequential
 
 
 @every_level

@@ -91,6 +91,28 @@ def test_other_names_can_be_added_and_unknown_ones_are_refused():
     assert type(model) is nn.Sequential
 
 
+ORDERLESS = {
+    "sine": torch.arange(2048.0)[:, None].mul(torch.tensor([1.0, 0.1])).sin(),
+    "window": torch.hann_window(4096),
+    "noise": torch.linspace(0, 99, 4096).sin().mul(1e4).frac(),
+}
+
+
+@pytest.mark.parametrize("name", ORDERLESS)
+@LOW_LEVELS
+def test_tables_without_an_order_are_not_named(caplog, level, name):
+    converted(nn.Sequential(Positions(ORDERLESS[name])), level)
+    assert not messages(caplog)
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (4096, 1), (8, 512), (4096,)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ordered_tables_of_any_shape_are_named(caplog, shape, sign):
+    table = sign * torch.linspace(0, 1, 4096).view(shape)
+    converted(nn.Sequential(Positions(table)))
+    assert "0.table" in messages(caplog)[0]
+
+
 # -- what a model writes in 16 bits ---------------------------------------------------------------
 
 
@@ -207,6 +229,85 @@ def test_frozen_weights_that_are_loaded_or_stay_are_not_named(caplog):
     assert not messages(caplog)
 
 
+def test_checkpoints_that_are_loaded_one_after_another_are_not_named(caplog):
+    model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+    average = copy.deepcopy(converted(model))
+    for _ in range(5):
+        model.load_state_dict(nn.Sequential(nn.Linear(4, 4)).state_dict())
+        average.load_state_dict(model.state_dict())
+        model(torch.ones(2, 4))
+    assert not messages(caplog)
+
+
+def test_the_remedy_for_frozen_weights_of_the_model_itself_is_one(caplog):
+    model = converted(nn.Linear(4, 4).requires_grad_(False))
+    for _ in range(4):
+        model(torch.ones(2, 4))
+        with torch.no_grad():
+            model.weight.lerp_(torch.ones_like(model.weight), 0.01)
+    assert "amp.restore(copy.deepcopy(model))" in messages(caplog)[0]
+
+
+class Overwrites(nn.Module):
+    """Keeps a cache, a queue, a state and a moving window: each forward replaces what it writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        for name in ("cache", "queue", "state", "window", "assigned", "data"):
+            self.register_buffer(name, torch.ones(4, 4))
+        self.old = nn.utils.spectral_norm(nn.Linear(4, 4))
+        self.at = 0
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.cache.copy_(y.mean(0).expand(4, 4))
+            self.queue[self.at] = y[0]
+            self.at = (self.at + 1) % 4
+            self.state.zero_().add_(y.mean())
+            self.window[1:] = self.window[:-1].clone()
+            self.window[0] = y[0]
+            self.assigned = torch.cat((self.assigned[1:], y[:1]))
+            self.data.data = y.new_ones(4, 4)
+        return y
+
+
+@LOW_LEVELS
+def test_buffers_that_are_overwritten_are_not_named(caplog, level):
+    trained(nn.Sequential(Overwrites()), level=level, loss_scale=1.0, steps=6)
+    assert not messages(caplog)
+
+
+def test_averages_are_named_however_they_are_written(caplog):
+    def by_item(self, new):
+        self.average[:] = self.average * 0.99 + new * 0.01
+
+    def by_copy(self, new):
+        self.average.copy_(torch.lerp(self.average.float(), new.float(), 0.01))
+
+    def by_out(self, new):
+        torch.lerp(self.average, new, 0.01, out=self.average)
+
+    def by_one(self, new):
+        self.average[0] += new[0] * 0.01
+
+    def by_foreach(self, new):
+        torch._foreach_mul_([self.average], 0.9)
+
+    for write in (by_item, by_copy, by_out, by_one, by_foreach):
+
+        class Averaging(Codebook):
+            def forward(self, x, write=write):
+                with torch.no_grad():
+                    write(self, x.mean(0))
+                return self.linear(x)
+
+        caplog.clear()
+        trained(nn.Sequential(Averaging()))
+        assert "0.average" in messages(caplog)[0], write
+
+
 # -- averages and casts of the model itself -------------------------------------------------------
 
 
@@ -276,6 +377,14 @@ def test_16_bit_weights_after_initialize_are_told_once(caplog, level, cast, dtyp
     assert f"weights are now {dtype}" in text
     assert "without fp32 masters" in text
     assert "O2 or O5" in text
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_copy_may_be_cast_to_be_saved(caplog, level):
+    model, _optimizer = trained(nn.Linear(4, 4), level=level, loss_scale=1.0)
+    for dtype in (torch.float16, torch.float32):
+        assert copy.deepcopy(model).to(dtype).weight.dtype is dtype
+    assert not messages(caplog)
 
 
 # -- mixed dtypes ---------------------------------------------------------------------------------

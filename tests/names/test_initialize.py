@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -65,11 +66,27 @@ def test_a_dtype_behind_patch_torch_functions_is_the_rocm_forks(order):
     """Its ``patch_torch_functions_type``; without one, the order is NVIDIA's."""
     model = loops.net()
     given = (True, "O4", None, True, *order, None, None, 8.0, FP32, 2, 0, 1.0, 2.0**10)
-    amp.initialize(model, loops.sgd(model), *given)
+    amp.initialize(model, loops.sgd(model.parameters()), *given)
     properties = amp._amp_state.opt_properties
     assert properties.patch_torch_functions_type is (FP16 if order else BF16)
     assert (properties.loss_scale, properties.cast_model_outputs) == (8.0, FP32)
     assert (len(amp.state_dict()), amp._amp_state.max_loss_scale) == (2, 2.0**10)
+
+
+@pytest.mark.parametrize("level", loops.LEVELS)
+def test_fake_tensors_are_prepared_as_real_ones(level):
+    def dtypes():
+        model = loops.Net()
+        model.register_buffer("positions", torch.arange(300.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        masters = optimizer.param_groups[0]["params"]
+        tensors = (*model.parameters(), *model.buffers(), *masters)
+        return [tensor.dtype for tensor in tensors]
+
+    with FakeTensorMode():
+        fake = dtypes()
+    assert fake == dtypes()
 
 
 def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
@@ -317,6 +334,8 @@ def test_bad_models_are_refused(level):
     refused(RuntimeError, words, loops.Net().to("meta"), level=level)
     words = r"parameter 0\.weight is not initialized yet \(a lazy module\).*one batch"
     refused(RuntimeError, words, nn.Sequential(nn.LazyLinear(2)), level=level)
+    words = r"buffer 0\.running_mean is not initialized yet"
+    refused(RuntimeError, words, nn.Sequential(nn.LazyBatchNorm1d(affine=False)), level=level)
     refused(ValueError, "same model twice. Pass each model once", [model, model], level=level)
     refused(TypeError, "got int instead of a model", [loops.Net(), 3], level=level)
     refused(TypeError, "got the class Linear instead of a model.*first", nn.Linear, level=level)

@@ -89,7 +89,7 @@ def test_devices_without_fused_kernels_take_the_same_steps(flag, monkeypatch):
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr("apex._torch.foreach.has_fused", lambda *_: False)
-        for name in ("FusedAdam", "FusedAdam-plain", "FusedSGD", "FusedSGD-dampened"):
+        for name in cases.MAKERS:
             params = cases.parameters()
             optimizer = cases.MAKERS[name](params)
             cases.run(optimizer, params, 1)

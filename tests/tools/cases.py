@@ -44,7 +44,7 @@ def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated=True
     """Compares on the CPU; notes each stage."""
     given = parse_levels(levels)
     options = Options(given, steps, rounds, seed, torch.device("cpu"), emulated)
-    return compare(target, options, ([] if stages is None else stages).append)
+    return compare(target, options, ([] if stages is None else stages).append, warn=str)
 
 
 def by_name(comparison):
@@ -70,7 +70,6 @@ def result_of(
             "stored": Stored(params=100, model=400, masters=0, optimizer=800),
             "frozen": 0.0,
             "saved_bytes": saved,
-            "distance": 0.01,
             **changes,
         }
     )

@@ -147,11 +147,22 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(apex, tmp_path
         (["compare", "x.py", "--steps", "abc"], "--steps: invalid count value: 'abc'"),
         (["compare", "x.py", "--device"], "--device: expected one argument"),
         (["compare", "x.py", "--json", "report.html"], "--output and --json name the same file"),
+        (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
+        (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--levels NAMES]"),
+        (["trace", "--keepgoing", "x.py"], "apex trace: error: unrecognized arguments: --keepg"),
+        (
+            ["compare", "lab.ipynb"],
+            "lab.ipynb is a notebook. Convert it to a script first: jupyter",
+        ),
+        (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jupyter"),
+        (["compare", "old.py"], "line 1. This is Python 2. Convert it first: 2to3 -w FILE"),
         (["no-such-command"], "invalid choice"),
         ([], "apex: name a COMMAND: trace, compare, migrate, doctor"),
     ],
 )
-def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, arguments, message):
+def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, tmp_path, arguments, message):
+    (tmp_path / "lab.ipynb").write_text("{}")
+    (tmp_path / "old.py").write_text("print 'epoch'\n")
     code, out, err = apex(*arguments)
     assert (code, out) == (BAD_INPUT, "")
     assert message in err
@@ -174,6 +185,28 @@ def test_a_file_that_cannot_be_written_is_found_before_the_training(
     assert (code, out) == (NOT_WRITTEN, "")
     assert err.startswith(f"apex compare: {reason}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "target.py"]
+
+
+@pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("from .model import width\n", "Run apex trace -m package.inner.train"),
+        ("print 'epoch'\n", "This is Python 2. Convert it first: 2to3 -w FILE"),
+        ("from apex import amp\namp.initialise()\n", "Did you mean initialize?"),
+        ("from apex.optimizers import FusedAdm\n", "Did you mean FusedAdam?"),
+        ("from apex import amp\namp.initialize(1, optlevel='O1')\n", "Did you mean opt_level?"),
+    ],
+)
+def test_a_script_that_fails_before_it_trains_is_told_how_to_run(apex, tmp_path, text, message):
+    folder = tmp_path / "package" / "inner"
+    folder.mkdir(parents=True)
+    (tmp_path / "package" / "__init__.py").touch()
+    (folder / "__init__.py").touch()
+    (folder / "train.py").write_text(text)
+    code, out, _ = apex("trace", "package/inner/train.py")
+    assert code == 1
+    assert message in out
 
 
 def test_an_interrupt_is_exit_code_130(apex, tmp_path):

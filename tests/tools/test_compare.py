@@ -120,10 +120,7 @@ def test_emulated_levels_are_skipped_unless_asked_for(tmp_path, monkeypatch):
     trained = compared(written(tmp_path), "O0,O4", steps=12, rounds=8)
     emulated = by_name(trained)["O4"]
     assert len(emulated.training.losses) == 10
-    # Its six rounds are no pairs of fp32's eight: the speed is a ratio of medians.
-    assert len(emulated.timing.samples) == 6
-    ratio = by_name(trained)["O0"].timing.median / emulated.timing.median
-    assert trained.speed(emulated).median == ratio
+    assert emulated.timing is None
     assert found.speed(skipped) is None
 
 

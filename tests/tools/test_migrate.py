@@ -1,23 +1,24 @@
 """Uses of apex in scripts are found, by whatever name, and each gets the right verdict."""
 
 import importlib
+import inspect
 import json
 import pkgutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from apex._unavailable import INSTEAD
 from apex.cli import BAD_INPUT, FAILED, NOT_WRITTEN, OK, main
-from apex.tools.migrate.report import (
-    NOTES,
-    Name,
-    migration_of,
-    names,
-    verdict_of,
-    verdict_of_name,
-)
+from apex.tools.migrate.definitions import definition_of, parameters
+from apex.tools.migrate.names import Name, names
+from apex.tools.migrate.notes import NOTES
+from apex.tools.migrate.report import migration_of
+from apex.tools.migrate.verdicts import verdict_of, verdict_of_name
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -95,28 +96,63 @@ def test_attributes_of_optimizers_are_found_without_an_import():
     assert found(program) == [(1, "optimizer._amp_stash"), (2, "optimizer.clip_master_grads")]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_clipping_a_models_gradients_is_noted_where_the_optimizer_has_masters(level):
+    program = f"""
+    import torch, apex
+    model, optimizer = apex.amp.initialize(model, optimizer, opt_level="{level}")
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), 1.0)
+    """
+    notes = [use for use in names(textwrap.dedent(program)) if use.name.startswith("clip")]
+    assert [use.line for use in notes] == ([4] if level != "O1" else [])
+    for use in notes:
+        kind, text = verdict_of(use)
+        assert kind == "note"
+        assert "clip_grad_norm_(amp.master_params(optimizer), max_norm)" in text
+
+
 # -- verdicts ----------------------------------------------------------------------------------
 
 
-def public_names():
-    """Every module of the package that scripts may import, and every public name in it."""
-    roots = [importlib.import_module(root) for root in ("apex", "amp_C", "apex_C")]
-    for root in roots:
-        yield root.__name__
-        for info in pkgutil.walk_packages(root.__path__, f"{root.__name__}."):
-            parts = info.name.split(".")[1:]
-            inner = any(part.startswith("_") for part in parts)
-            if inner or parts[0] in ("tools", "cli", "integrations"):
+def modules():
+    """Every module of the package that scripts may import."""
+    for root in ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda"):
+        module = importlib.import_module(root)
+        yield module
+        for info in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{root}."):
+            part = info.name.split(".")[1]
+            if not part.startswith("_") and part not in ("tools", "cli", "integrations"):
+                yield importlib.import_module(info.name)
+
+
+def test_every_name_of_the_package_works():
+    names = [f"{module.__name__}.{name}" for module in modules() for name in vars(module)]
+    names = [name for name in names if not name.rpartition(".")[2].startswith("__")]
+    assert len(names) > 1000
+    assert [name for name in names if verdict_of_name(name)[0] == "not supported"] == []
+
+
+def test_arguments_read_from_the_source_are_those_that_functions_take():
+    for module in modules():
+        for name in getattr(module, "__all__", ()):
+            read = parameters(definition_of(f"{module.__name__}.{name}"))
+            if read is None or isinstance(getattr(module, name), ModuleType):
                 continue
-            module = importlib.import_module(info.name)
-            yield info.name
-            yield from (f"{info.name}.{name}" for name in getattr(module, "__all__", ()))
+            taken = inspect.signature(getattr(module, name)).parameters.values()
+            positional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+            assert read - {"self"} == {p.name for p in taken if p.kind not in positional}, name
 
 
-def test_every_public_name_of_the_package_works():
-    own = list(public_names())
-    assert len(own) > 200
-    assert [name for name in own if verdict_of_name(name)[0] == "not supported"] == []
+def test_a_script_whose_names_all_exist_is_judged_without_torch(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    code = (
+        "import sys; from apex.cli import main; main(sys.argv[1:]); "
+        "sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
+    )
+    for arguments in (["migrate", tmp_path / "train.py"], ["doctor", "--help"], []):
+        done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], check=False)
+        assert done.returncode == 0
 
 
 def test_the_notes_are_on_names_that_exist():
@@ -134,6 +170,8 @@ def test_what_is_not_here_is_not_supported_and_says_what_to_use():
     [
         ("apex.optimizers.NpuFusedSGD", "apex.optimizers.NpuFusedSGD is not part of this apex."),
         ("apex.contrib.nothing.Thing", "apex.contrib.nothing is not part of this apex."),
+        ("apex.amp.initialise", "apex.amp.initialise is not part of this apex. Did you mean init"),
+        ("apex.optimizers.FusedAdm", "apex.optimizers.FusedAdm is not part of this apex. Did you"),
     ],
 )
 def test_a_name_that_does_not_exist_is_not_supported_and_named(name, message):
@@ -145,7 +183,8 @@ def test_a_name_that_does_not_exist_is_not_supported_and_named(name, message):
 @pytest.mark.parametrize(
     ("name", "argument", "verdict"),
     [
-        ("apex.amp.initialize", "combine_grad", "takes no argument combine_grad: remove it."),
+        ("apex.amp.initialize", "combine_grad", "takes no argument combine_grad. Remove it."),
+        ("apex.amp.initialize", "optlevel", "no argument optlevel. Did you mean opt_level?"),
         ("apex.optimizers.FusedSGD", "materialize_master_grads", "has no effect: remove it."),
     ],
 )
@@ -166,7 +205,11 @@ model, optimizer = amp.initialize(model, FusedNovoGrad(model.parameters()))
 """
 USE = b"from apex import amp\n"
 UNREADABLE = {
-    "broken.py": (b"import apex\nprint 'apex'\n", "line 2: not valid Python 3 syntax."),
+    "broken.py": (b"import apex\nx = = 1\n", "line 2: not valid Python 3 syntax."),
+    "old.py": (
+        b"import apex\nprint 'apex'\n",
+        "line 2: not valid Python 3 syntax. This is Python 2",
+    ),
     "latin.py": (b"# apex \xe9\n", "cannot be decoded: invalid or missing encoding declaration."),
     "rot13.py": (b"# coding: rot13\n" + USE, "cannot be decoded: 'rot13' is not a text encoding"),
     "sum.py": (USE + b"x = " + b"+".join([b"1"] * 20_000), "nested too deeply to be read."),

@@ -41,14 +41,26 @@ def test_what_the_user_names_is_escaped():
     assert "<machine>" not in text
 
 
+def drawn(comparison, which):
+    """Returns the points of a chart's lines or bands, by level, and the edges of its grey area."""
+    text = report(comparison).split("<svg")[which]
+    points = {}
+    for part in ("line", "band"):
+        for level, path in re.findall(rf'class="{part} ([\w-]+)" d="M([^"]*)"', text):
+            numbers = list(map(float, path.rstrip("Z").split()))
+            points[part, level] = list(zip(numbers[::2], numbers[1::2], strict=True))
+    area = re.search(r'class="area" d="M0 ([\d.]+)H100V([\d.]+)', text)
+    return points, area and [float(edge) for edge in area.groups()]
+
+
 def test_there_are_two_charts_of_every_level_that_is_not_emulated():
     found = comparison_of(*EVERY[:-1], result_of("bf16", emulated=True))
     loss, apart = charts(found)
-    assert [line.level for line in loss.lines] == [*LEVELS][:-1]
-    assert [line.level for line in apart.lines] == [*LEVELS][1:-1]
-    assert all(line.band for line in apart.lines)
-    assert 0 < apart.area[0] < apart.area[1] < 100  # around 0
-    assert report(found).count("<svg") == 2
+    assert [*loss.curves] == [*LEVELS][:-1]
+    assert [*apart.curves] == [*LEVELS][1:-1]
+    text = report(found)
+    assert text.count("<svg") == 2
+    assert text.count('class="line ') == text.count('class="band ') == 8 + 7
 
 
 @pytest.mark.parametrize("losses", [NAN, (math.inf,) * 25, (1.0,)])
@@ -62,24 +74,29 @@ def test_without_values_there_is_no_chart_and_no_axis(losses):
 
 def test_a_curve_ends_where_its_values_do_and_stays_inside_its_chart():
     diverging = tuple(1.0 / step for step in range(1, 11)) + (1e9,) * 5 + (math.nan,) * 10
-    loss, apart = charts(comparison_of(result_of(), result_of("O4", losses=diverging)))
-    for chart, count in ((loss, 15), (apart, 8)):  # the first eight steps are one value
-        by_level = {line.level: line for line in chart.lines}
-        points = re.findall(r"([\d.]+) ([\d.]+)", by_level["O4"].path)
-        assert len(points) == count
-        points += re.findall(r"([\d.]+) ([\d.]+)", by_level["O4"].band)
-        assert all(0 <= float(x) <= 100 and 0 <= float(y) <= 100 for x, y in points)
+    found = comparison_of(result_of(), result_of("O4", losses=diverging))
+    for which, count in ((1, 15), (2, 8)):  # the first eight steps are one difference
+        points, _ = drawn(found, which)
+        assert len(points["line", "O4"]) == count
+        assert len(points["band", "O4"]) == 2 * count
+        inside = [0 <= x <= 100 and 0 <= y <= 100 for path in points.values() for x, y in path]
+        assert all(inside)
 
 
 def test_the_band_of_a_level_that_trains_worse_ends_above_0_and_its_curve_above_the_area():
     worse = tuple(1.1 / step for step in range(1, 26))
-    _, apart = charts(comparison_of(result_of(), result_of("O4", losses=worse)))
-    (line,) = apart.lines
-    zero = fmean(apart.area)
-    ends = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", line.path)]
-    assert ends[-1] < apart.area[0]
-    band = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", line.band)]
-    assert max(band[len(band) // 2 - 1 : len(band) // 2 + 1]) < zero  # the last step's
+    points, area = drawn(comparison_of(result_of(), result_of("O4", losses=worse)), 2)
+    line, band = points["line", "O4"], points["band", "O4"]
+    assert line[-1][1] < area[0] < area[1]
+    assert band[len(line) - 1][1] < line[-1][1] < band[len(line)][1] < fmean(area)
+
+
+def test_a_bar_is_as_long_as_its_value():
+    text = report(comparison_of(result_of(), result_of("O4", milliseconds=5.0, saved=1400)))
+    widths = re.findall(r'class="bar O4" style="width:([\d.]+)%', text)
+    assert len(widths) == 4
+    assert 49 < float(widths[0]) < 51
+    assert float(widths[3]) == 35.0
 
 
 # -- the table -------------------------------------------------------------------------------
@@ -117,8 +134,8 @@ def test_emulated_levels_are_starred_with_a_footnote_and_skipped_ones_have_no_ro
     [
         ("loss", {"losses": NAN}, "diverged"),
         ("frozen", {"frozen": 0.000_01}, "<0.01 %"),
-        ("distance", {"distance": 0.034}, "3.4 %"),
-        ("distance", {"distance": math.inf}, "inf"),
+        ("frozen", {"frozen": 0.034}, "3.4 %"),
+        ("apart", {"losses": tuple(1.1 / step for step in range(1, 26))}, "+10 ± 0.4"),
         ("skipped", {"loss_scales": (2.0, 1.0) * 13}, "13 of 25"),
         ("evaluate", {"evaluation": 0.75}, "0.75"),
     ],

@@ -174,7 +174,7 @@ def test_an_fp32_loss_that_is_not_finite_is_told_first():
         ({"losses": SLOW_LOSSES}, ": 100.0 % higher on the same batches (standard error "),
         ({"frozen": 0.7}, "updates of up to 70% of the weights"),
         ({"loss_scales": tuple(2.0**-i for i in range(26))}, "25 of 25 steps were skipped."),
-        ({"emulated": True, "samples": [400.0] * 6}, "bf16 is emulated on this machine: 0.0"),
+        ({"emulated": True, "samples": [400.0] * 6}, "bf16 is emulated on this machine."),
         ({"errors": ("training failed: RuntimeError: no",)}, "training failed: RuntimeError: no"),
     ],
     ids=["nan", "loss", "frozen", "skips", "emulated", "error"],
@@ -207,9 +207,8 @@ def test_the_interval_holds_the_true_median_as_often_as_it_says():
 def test_a_load_that_slows_whole_rounds_cancels_between_pairs():
     loads = [random.Random(1).uniform(1, 10) for _ in range(20)]
     base, ours = (Timing(tuple(cost * load for load in loads)) for cost in (3, 2))
-    found, apart = (speed_of(ours, base, paired=paired) for paired in (True, False))
+    found = speed_of(ours, base)
     assert found.median == found.low == found.high == 1.5
-    assert apart.low <= found.low <= found.high <= apart.high
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -217,10 +216,8 @@ def test_levels_take_turns_after_one_step_each_that_is_not_counted(short, monkey
     monkeypatch.setattr(timing, "_SHORT", math.inf if short else 0.0)
     taken = []
     steps = {name: (lambda name=name: taken.append(name)) for name in ("O0", "O1", "O4")}
-    rounds = {"O0": 3, "O1": 1, "O4": 3}
-    warm, *_, found = timing.time_interleaved(steps, rounds, torch.device("cpu"))
+    warm, *_, found = timing.time_interleaved(steps, 2, torch.device("cpu"))
     assert warm == {}
-    first, turns = ["O0", "O1", "O4"], ["O0", "O1", "O4", "O0", "O4", "O0", "O4"]
     # A short step follows another of the same level.
-    assert taken == [*first, *(name for name in turns for _ in range(1 + short))]
-    assert {name: len(each.samples) for name, each in found.items()} == rounds
+    assert taken == [*steps, *(name for name in [*steps] * 2 for _ in range(1 + short))]
+    assert {name: len(each.samples) for name, each in found.items()} == dict.fromkeys(steps, 2)

@@ -8,7 +8,6 @@ sets them to zeros. A different batch size starts from zeros.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from apex._core import arguments
 __all__ = ["RNNCell", "bidirectionalRNN", "flatten_list", "is_iterable", "stackedRNN"]
 
 Hiddens = Sequence[Any]
-"""Tensors ``[layers, batch, features]`` per hidden state; lists of them with ``collect_hidden``."""
+"""A tensor ``[layers, batch, features]`` per hidden state, or with ``collect_hidden`` a list."""
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -114,19 +113,21 @@ class RNNCell(nn.Module):
         Raises:
             RuntimeError: If there are no states yet.
         """
-        if any(state is None for state in self.hidden):
-            raise RuntimeError(
-                "detach_hidden was called before the hidden states exist. Call the network or "
-                "init_hidden(batch_size) first."
-            )
-        self.hidden = [state if state is None else state.detach() for state in self.hidden]
+        for index, state in enumerate(self.hidden):
+            if state is None:
+                raise RuntimeError(
+                    "detach_hidden was called before the hidden states exist. Call the network or "
+                    "init_hidden(batch_size) first."
+                )
+            self.hidden[index] = state.detach()
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """Returns the new states, output first, for one step's input ``[batch, features]``."""
         self.init_hidden(input.shape[0])
-        before = self.hidden[0] if self.n_hidden_states == 1 else self.hidden
-        new = self.cell(input, before, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
-        states = [new] if self.n_hidden_states == 1 else list(new)
+        single = self.n_hidden_states == 1
+        hidden = self.hidden[0] if single else self.hidden
+        result = self.cell(input, hidden, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        states = [result] if single else list(result)
         if self._projects:
             states[0] = F.linear(states[0], self.w_ho)
         self.hidden = list(states)
@@ -143,29 +144,29 @@ class RNNCell(nn.Module):
 class Stateful(nn.Module):
     """A module whose ``rnns`` keep hidden states."""
 
-    rnns: nn.ModuleList
+    rnns: Any  # a ModuleList of cells or of stacks
 
     def reset_parameters(self) -> None:
         """Reinitializes all parameters."""
-        self._of_each("reset_parameters")
+        for rnn in self.rnns:
+            rnn.reset_parameters()
 
     def init_hidden(self, bsz: int) -> None:
         """Creates zero states for a batch of ``bsz``; keeps states of that size."""
-        self._of_each("init_hidden", bsz)
+        for rnn in self.rnns:
+            rnn.init_hidden(bsz)
 
     init_inference = init_hidden
 
     def reset_hidden(self, bsz: int) -> None:
         """Resets all states to zeros for a batch of ``bsz``."""
-        self._of_each("reset_hidden", bsz)
+        for rnn in self.rnns:
+            rnn.reset_hidden(bsz)
 
     def detach_hidden(self) -> None:
         """Detaches all states from their graph."""
-        self._of_each("detach_hidden")
-
-    def _of_each(self, method: str, *args: int) -> None:
-        for each in self.rnns:
-            getattr(each, method)(*args)
+        for rnn in self.rnns:
+            rnn.detach_hidden()
 
 
 class stackedRNN(Stateful):
@@ -205,26 +206,29 @@ class stackedRNN(Stateful):
             ValueError: If the input has a wrong shape or no steps.
         """
         self._check(input)
-        by_step = [self._step(step) for step in (input.flip(0) if reverse else input)]
-        last = by_step[-1]
-        by_step = by_step[::-1] if reverse else by_step
-        output = torch.stack([layers[-1][0] for layers in by_step])
+        steps = input.flip(0) if reverse else input
+        layers_by_step = [self._step(step) for step in steps]
+        last = layers_by_step[-1]
+        if reverse:
+            layers_by_step.reverse()
+        output = torch.stack([layers[-1][0] for layers in layers_by_step])
         if not collect_hidden:
             return output, _by_state(last)
-        return output, [list(states) for states in zip(*map(_by_state, by_step), strict=True)]
+        states_by_step = map(_by_state, layers_by_step)
+        return output, [list(state) for state in zip(*states_by_step, strict=True)]
 
     def _step(self, input: Tensor) -> list[tuple[Tensor, ...]]:
         """Returns the states of every layer after one step."""
-        states: list[tuple[Tensor, ...]] = []
-        for layer, cell in enumerate(self.rnns):
-            if layer and self.dropout:
+        layers: list[tuple[Tensor, ...]] = []
+        for index, cell in enumerate(self.rnns):
+            if index and self.dropout:
                 input = F.dropout(input, self.dropout, self.training)
-            states.append(cell(input))
-            input = states[-1][0]
-        return states
+            layers.append(cell(input))
+            input = layers[-1][0]
+        return layers
 
     def _check(self, input: Tensor) -> None:
-        features: Any = self.rnns[0].input_size
+        features = self.rnns[0].input_size
         if input.dim() != 3 or input.shape[-1] != features or not len(input):
             raise ValueError(
                 f"RNN got an input of shape {list(input.shape)}; it takes [steps, batch, "
@@ -247,20 +251,20 @@ class bidirectionalRNN(Stateful):
         self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:
-        """Runs both stacks and concatenates their features; arguments are those of `stackedRNN`."""
-        ahead, ahead_states = self.fwd(input, collect_hidden=collect_hidden)
-        back, back_states = self.bckwrd(input, collect_hidden=collect_hidden, reverse=True)
-        pairs = zip(ahead_states, back_states, strict=True)
-        return torch.cat([ahead, back], -1), tuple(itertools.starmap(_side_by_side, pairs))
+        """Runs both stacks and concatenates their features; for arguments, see `stackedRNN`."""
+        output, states = self.fwd(input, collect_hidden=collect_hidden)
+        reverse_output, reverse_states = self.bckwrd(input, collect_hidden, reverse=True)
+        both = map(_concatenated, states, reverse_states)
+        return torch.cat([output, reverse_output], -1), tuple(both)
 
 
 def is_iterable(maybe_iterable: object) -> bool:
-    """Returns whether it is a list or tuple."""
+    """Returns whether the argument is a list or tuple."""
     return isinstance(maybe_iterable, list | tuple)
 
 
 def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
-    """Returns tensors of one shape stacked along a new first dimension; a tensor as it is."""
+    """Returns tensors of one shape stacked along a new first dimension; a tensor unchanged."""
     return tens_list if isinstance(tens_list, Tensor) else torch.stack(list(tens_list))
 
 
@@ -278,7 +282,8 @@ def _by_state(layers: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.stack(states) for states in zip(*layers, strict=True)]
 
 
-def _side_by_side(ahead: Any, back: Any) -> Any:
-    if isinstance(ahead, Tensor):
-        return torch.cat([ahead, back], -1)
-    return [torch.cat(pair, -1) for pair in zip(ahead, back, strict=True)]
+def _concatenated(forward: Any, reverse: Any) -> Any:
+    """Concatenates the features of one state in both directions, or of a list of states."""
+    if isinstance(forward, Tensor):
+        return torch.cat([forward, reverse], -1)
+    return [torch.cat(pair, -1) for pair in zip(forward, reverse, strict=True)]

@@ -32,9 +32,9 @@ def LSTMCell(
         return torch.lstm_cell(input, [output, state], w_ih, w_hh, b_ih, b_hh)
     # torch's cell has no output projection.
     gates = F.linear(input, w_ih, b_ih) + F.linear(output, w_hh, b_hh)
-    enter, forget, candidate, leave = gates.chunk(4, dim=-1)
-    state = forget.sigmoid() * state + enter.sigmoid() * candidate.tanh()
-    return leave.sigmoid() * state.tanh(), state
+    input_gate, forget_gate, candidate, output_gate = gates.chunk(4, dim=-1)
+    state = forget_gate.sigmoid() * state + input_gate.sigmoid() * candidate.tanh()
+    return output_gate.sigmoid() * state.tanh(), state
 
 
 GRUCell = torch.gru_cell

@@ -25,7 +25,7 @@ def toRNNBackend(  # noqa: N802 - apex's name
 
 
 def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[..., Network]:
-    """Returns the function ``name`` that makes networks of a cell."""
+    """Returns the function ``name``, which creates networks of a cell."""
 
     def make(
         input_size: int,
@@ -63,13 +63,13 @@ def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[...
     return make
 
 
-def _plain(gates: int, function: Callable[..., Any], states: int) -> Callable[..., RNNCell]:
+def _cell(gates: int, function: Callable[..., Any], states: int) -> Callable[..., RNNCell]:
     return lambda inputs, hidden, *rest: RNNCell(gates, inputs, hidden, function, states, *rest)
 
 
-LSTM = _network("LSTM", "a long short-term memory network", _plain(4, LSTMCell, 2))
-GRU = _network("GRU", "a network of gated recurrent units", _plain(3, GRUCell, 1))
-ReLU = _network("ReLU", "an Elman network with ReLU activation", _plain(1, ReLUCell, 1))
-Tanh = _network("Tanh", "an Elman network with tanh activation", _plain(1, TanhCell, 1))
+LSTM = _network("LSTM", "a long short-term memory network", _cell(4, LSTMCell, 2))
+GRU = _network("GRU", "a network of gated recurrent units", _cell(3, GRUCell, 1))
+ReLU = _network("ReLU", "an Elman network with ReLU activation", _cell(1, ReLUCell, 1))
+Tanh = _network("Tanh", "an Elman network with tanh activation", _cell(1, TanhCell, 1))
 # Krause et al., "Multiplicative LSTM for sequence modelling", arXiv:1609.07959.
 mLSTM = _network("mLSTM", "a multiplicative LSTM network", mLSTMRNNCell)  # noqa: N816

@@ -1,4 +1,4 @@
-"""apex's private helpers for autocast, which fused layers of other projects import."""
+"""apex's private autocast helpers, which other projects' fused layers import."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ __all__ = ["_cast_if_autocast_enabled"]
 
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """Returns ``args`` with the tensors of each device that autocasts in its autocast dtype.
+    """Returns ``args`` with the tensors cast to the autocast dtype of their device.
 
-    Casts in any nesting; keeps fp64 tensors, as autocast does.
+    Looks into nested containers. Leaves fp64 tensors and tensors of devices without active autocast
+    unchanged.
     """
     return tree.map_tensors(_cast, args)
 
 
 def _get_current_dtype(dtype: torch.dtype | None = None) -> torch.dtype:
-    """Returns autocast's dtype on CUDA, or fp32 where autocast is off; ignores ``dtype``."""
+    """Returns autocast's dtype on CUDA, or fp32 if autocast is off; ignores ``dtype``."""
     del dtype  # as in apex
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
 
 
 def _get_autocast_dtypes() -> list[torch.dtype]:
-    """Returns the 16-bit dtypes that autocast supports on CUDA; both where there is no GPU."""
+    """Returns the 16-bit dtypes that autocast supports on CUDA; both without a GPU."""
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         return [torch.float16]
     return [torch.float16, torch.bfloat16]

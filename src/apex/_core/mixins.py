@@ -1,65 +1,92 @@
-"""Classes generated for objects that exist already, under the name of their own class."""
+"""Classes generated for objects that exist already, which stay objects of their own class.
+
+Note [Generated class]
+    A generated class puts methods of ours before the methods of an object's own class, so that they
+    run with the right object in copies, replicas and threads. Nobody else needs to know. The object
+    says that its ``__class__`` is its own one, so ``super(self.__class__, self)`` works, and it can
+    be given another. What is called, or set, on ``type(self)`` reaches the own class.
+"""
 
 from __future__ import annotations
 
-import types
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds its mixin."""
 
-
-def with_mixin(mixin: type, own: type) -> Any:
-    """Returns the subclass of ``own`` whose methods are looked up in ``mixin`` first, always one.
-
-    Its last base is ``own``, and so is its objects' ``self.__class__``: as in Horovod, methods may
-    call ``super(self.__class__, self)``.
-    """
-    if (known := known_with_mixin(mixin, own)) is not None:
-        return known
-    seen = property(lambda self: own, vars(object)["__class__"].__set__)
-    return new_class(own, (mixin, own), {MIXIN: mixin, "__class__": seen})
+Overrides = Callable[[type], dict[str, Any]]
+"""Returns the attributes of the generated class of a class."""
 
 
-def new_class(own: type, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
-    """Returns a class with the given bases and attributes, under the name of ``own``."""
-    shown = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names = {**shown, **names}
-    try:
-        return types.new_class(own.__name__, bases, {}, lambda scope: scope.update(names))
-    except Exception:  # noqa: BLE001 - a metaclass that requires keywords or forbids subclasses
-        return type.__new__(type(own), own.__name__, bases, names)
+class _Generated(type):
+    """The metaclass of generated classes, with the metaclass of the own class as another base."""
+
+    def mro(cls) -> list[type]:
+        """Puts the mixin before the own class, without making it a base.
+
+        Python lets an object change to a class of the same layout only, which the single base
+        ensures. The mixin hides generated classes from registries in ``__init_subclass__``.
+        """
+        first, *rest = super().mro()
+        mixin = mixin_of(cls)
+        added = () if mixin is None else mixin.__mro__
+        return [first, *(base for base in added if base not in rest), *rest]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an object of the own class."""
+        if mixin_of(cls) is None:
+            return super().__call__(*args, **kwargs)
+        return plain_class(cls)(*args, **kwargs)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Sets an attribute of the own class."""
+        if mixin_of(cls) is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(plain_class(cls), name, value)
 
 
-def known_with_mixin(mixin: type, own: type) -> Any:
-    """Returns the class that was generated for ``own`` and ``mixin`` before, or ``None``.
-
-    Python's weak list of subclasses serves as the cache.
-    """
+def with_mixin(mixin: type, own: type, overrides: Overrides | None = None) -> Any:
+    """Returns the generated class of ``own`` with the methods of ``mixin``, always the same one."""
+    # Python's weak list of subclasses serves as the cache.
     subclasses: list[type] = type.__subclasses__(own)
-    found = (each for each in subclasses if each.__bases__[-1] is own and mixin_of(each) is mixin)
-    return next(found, None)
+    for known in subclasses:
+        if mixin_of(known) is mixin:
+            return known
+
+    def change_class(self: object, new: type) -> None:
+        is_generated = mixin_of(new) is not None
+        swap_class(self, new if is_generated else with_mixin(mixin, new, overrides))
+
+    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names[MIXIN] = mixin
+    names["__class__"] = property(lambda self: own, change_class)
+    if overrides is not None:
+        names |= overrides(own)
+    metaclass = type("_Generated", (_Generated, type(own)), {})
+    # Past the own metaclass's ``__new__``, which may register classes or require keywords.
+    return type.__new__(metaclass, own.__name__, (own,), names)
 
 
-def mixin_of(kind: type) -> Any:
+def mixin_of(cls: type) -> Any:
     """Returns the mixin of a generated class; ``None`` for other classes."""
-    return vars(kind).get(MIXIN)
+    return vars(cls).get(MIXIN)
 
 
-def plain_class(kind: type) -> type:
-    """Returns ``kind`` without the classes that were generated for it.
-
-    A class on top of a generated one, such as ``fully_shard`` makes, is rebuilt over the plain one.
-    """
-    if mixin_of(kind) is not None:
-        return kind.__bases__[-1]
-    if all(mixin_of(each) is None for each in kind.__mro__):
-        return kind
-    names = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
-    rebuilt: type = new_class(kind, tuple(map(plain_class, kind.__bases__)), names)
-    return rebuilt
+def plain_class(cls: type) -> type:
+    """Returns the own class of which ``cls`` is the generated one, or ``cls`` itself."""
+    return cls if mixin_of(cls) is None else cls.__bases__[0]
 
 
 def swap_class(obj: object, new: type) -> None:
     """Sets the class of ``obj``, past its own ``__setattr__`` and a property ``__class__``."""
     vars(object)["__class__"].__set__(obj, new)
+
+
+def shown_as(function: Any, wrapper: Any) -> Any:
+    """Shows ``wrapper`` as ``function``, also to ``inspect.getfullargspec``."""
+    wrapper.__signature__ = inspect.signature(function)
+    return functools.update_wrapper(wrapper, function)

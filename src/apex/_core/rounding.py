@@ -24,8 +24,14 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
 
 
 @torch.no_grad()
-def makes_equal(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns whether rounding to ``dtype`` makes distinct elements equal, as a 0-d bool tensor."""
-    exact = value.detach().flatten().sort().values
-    rounded = exact.to(dtype)
-    return ((exact[1:] != exact[:-1]) & (rounded[1:] == rounded[:-1])).any()
+def loses_order(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns whether rounding makes neighbours of an ordered table equal, as a 0-d bool tensor.
+
+    Ordered are values that strictly rise, or fall, along the last dimension, as positions do.
+    """
+    exact = value.detach().squeeze()
+    if exact.layout is not torch.strided or exact.dim() == 0 or exact.numel() < 3:
+        return torch.zeros((), dtype=torch.bool, device=exact.device)
+    steps = exact.diff()
+    is_ordered = (steps > 0).all() | (steps < 0).all()
+    return is_ordered & (exact.to(dtype).diff() == 0).any()

@@ -6,7 +6,6 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,21 +19,23 @@ SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
 """Lower bound of every scale: positive, and its inverse is finite in fp32."""
 
 
-_PUBLIC = {"floor": "min_loss_scale", "ceiling": "max_loss_scale"}
+_PUBLIC = {"min_scale": "min_loss_scale", "max_scale": "max_loss_scale"}
+"""Arguments of ``initialize`` for the bounds, which errors name."""
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 _FIRST_INF = 2.0**128 - 2.0**103
 """The smallest value that rounds to inf in fp32."""
 
-_MAX_STEPS = torch.iinfo(torch.int32).max
+_MAX_INTERVAL = torch.iinfo(torch.int32).max
+"""The growth tracker on the device is an int32."""
 
 
 class ScaleState(NamedTuple):
     """A loss scale (multiplier) and the clean steps since it last changed."""
 
     scale: float
-    clean_steps: int
+    growth_tracker: int
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class ScaleRule:
         growth_factor: Multiplier after ``growth_interval`` clean steps; above 1.
         backoff_factor: Multiplier after an overflow; between 0 and 1.
         growth_interval: Clean steps before growth; at least 1. A whole float becomes an int.
-        floor: Smallest scale; ``None`` means the smallest normal fp32.
-        ceiling: Largest scale; ``None`` means the largest finite fp32.
+        min_scale: Smallest scale; ``None`` means the smallest normal fp32.
+        max_scale: Largest scale; ``None`` means the largest finite fp32.
 
     Raises:
         TypeError: If a value is not a number, or the interval not an integer.
@@ -58,31 +59,32 @@ class ScaleRule:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    floor: float | None = None
-    ceiling: float | None = None
+    min_scale: float | None = None
+    max_scale: float | None = None
 
     def __post_init__(self) -> None:
-        interval: object = self.growth_interval
-        if isinstance(interval, float) and interval.is_integer():
-            object.__setattr__(self, "growth_interval", int(interval))
         for name, value in vars(self).items():
-            optional = value is None and name in ("floor", "ceiling")
-            kind: type = numbers.Integral if name == "growth_interval" else numbers.Real
-            if not (optional or (is_number(value) and isinstance(value, kind))):
-                wanted = "an integer" if kind is numbers.Integral else "a number"
+            wanted = "a number"
+            accepted = is_number(value) or (value is None and name in _PUBLIC)
+            if name == "growth_interval":
+                wanted = "an integer"
+                accepted = accepted and value % 1 == 0
+            if not accepted:
                 raise TypeError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {wanted}.")
-        floor, ceiling, positive = self.floor, self.ceiling, "a positive number or None"
-        for name, holds, accepted in (
-            ("growth_factor", 1.0 < self.growth_factor < math.inf, "above 1"),
-            ("backoff_factor", 0.0 < self.backoff_factor < 1.0, "in (0, 1)"),
-            ("growth_interval", self.growth_interval >= 1, "at least 1"),
-            ("floor", floor is None or floor > 0.0, positive),
-            ("ceiling", ceiling is None or ceiling > 0.0, positive),
-            ("floor", self.least <= self.greatest, f"at most {self.greatest}"),
-        ):
-            if not holds:
-                value = getattr(self, name)
-                raise ValueError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {accepted}.")
+        interval = min(int(self.growth_interval), _MAX_INTERVAL)
+        object.__setattr__(self, "growth_interval", interval)  # frozen for everybody else
+        self._require("growth_factor", 1.0 < self.growth_factor < math.inf, "above 1")
+        self._require("backoff_factor", 0.0 < self.backoff_factor < 1.0, "in (0, 1)")
+        self._require("growth_interval", interval >= 1, "at least 1")
+        for name in _PUBLIC:
+            bound = getattr(self, name)
+            self._require(name, bound is None or bound > 0.0, "a positive number or None")
+        self._require("min_scale", self.least <= self.greatest, f"at most {self.greatest}")
+
+    def _require(self, name: str, holds: bool, accepted: str) -> None:
+        if not holds:
+            value = getattr(self, name)
+            raise ValueError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {accepted}.")
 
     @classmethod
     def symmetric(cls, factor: Any, interval: Any, **bounds: Any) -> ScaleRule:
@@ -94,17 +96,12 @@ class ScaleRule:
     @property
     def least(self) -> float:
         """The smallest scale, always above 0."""
-        return max(SMALLEST_SCALE, self.floor or 0.0)
+        return max(SMALLEST_SCALE, self.min_scale or 0.0)
 
     @property
     def greatest(self) -> float:
         """The largest scale, always finite in fp32."""
-        return _LARGEST_SCALE if self.ceiling is None else min(_LARGEST_SCALE, self.ceiling)
-
-    @property
-    def window(self) -> int:
-        """The growth interval, capped to the int32 count on the device."""
-        return min(self.growth_interval, _MAX_STEPS)
+        return min(_LARGEST_SCALE, self.max_scale or math.inf)
 
 
 def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleState:
@@ -118,26 +115,37 @@ def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleSt
         rule: Factors, interval and bounds.
         overflow: Whether any gradient held inf or NaN.
     """
-    scale, clean_steps = state.scale, state.clean_steps + 1
+    scale = state.scale
+    growth_tracker = state.growth_tracker + 1
     if overflow:
-        scale, clean_steps = scale * rule.backoff_factor, 0
-    elif clean_steps >= rule.window:
+        scale *= rule.backoff_factor
+        growth_tracker = 0
+    elif growth_tracker >= rule.growth_interval:
         grown = scale * rule.growth_factor
-        scale, clean_steps = grown if grown < _FIRST_INF else scale, 0
-    return ScaleState(min(max(scale, rule.least), rule.greatest), clean_steps)
+        if grown < _FIRST_INF:
+            scale = grown
+        growth_tracker = 0
+    return ScaleState(min(max(scale, rule.least), rule.greatest), growth_tracker)
 
 
-def update_scale_(scale: Tensor, clean_steps: Tensor, found_inf: Tensor, rule: ScaleRule) -> None:
-    """Updates ``scale`` and ``clean_steps`` in place as :func:`next_scale`, without a host sync.
+def update_scale_(
+    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, rule: ScaleRule
+) -> None:
+    """Updates ``scale`` and ``growth_tracker`` in place as :func:`next_scale`, without a host sync.
 
     Args:
         scale: 0-d fp32.
-        clean_steps: 0-d int32 on the same device, below the interval.
+        growth_tracker: 0-d int32 on the same device, below the interval.
         found_inf: 0-d fp32 on the same device; non-zero means overflow.
         rule: Factors, interval and bounds.
     """
     foreach.update_scale_(
-        scale, clean_steps, found_inf, rule.growth_factor, rule.backoff_factor, rule.window
+        scale,
+        growth_tracker,
+        found_inf,
+        rule.growth_factor,
+        rule.backoff_factor,
+        rule.growth_interval,
     )
     scale.clamp_(rule.least, rule.greatest)
 

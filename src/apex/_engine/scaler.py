@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ from apex._core.foreach.scalars import as_tensor
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._torch import dtensor
-from apex._torch.copies import HostCopy, capturing, moved
+from apex._torch.copies import HostCopy, capturing, has_values, moved
+
+if TYPE_CHECKING:
+    from apex._engine.optimizer.prepared import OverflowFlag
 
 INITIAL_SCALE = 2.0**16
 
@@ -72,17 +75,18 @@ class Readback(Generic[T]):
     def send(self, source: T, values: Tensor) -> None:
         """Queues the present values of a 1-d tensor, with what they belong to.
 
-        Nothing is queued while a CUDA graph is captured: a replay has no host side.
+        Nothing is queued while a CUDA graph is captured, as a replay has no host side, nor for
+        fake tensors, which have no values.
         """
         self.prepare(source, values)()
 
     def prepare(self, source: T, values: Tensor) -> Callable[[], None]:
         """Returns a function that does what ``send`` does, and allocates its memory now."""
+        if capturing(values.device) or not has_values(values):
+            return lambda: None
         if values.device.type == "cpu" and not self._in_flight:
             # On the host, tolist() reads memory in place: no kernel, no wait.
             return lambda: self._ready.append((source, tuple(values.tolist())))
-        if capturing(values.device):
-            return lambda: None
         copy = HostCopy(values)
         return lambda: self._in_flight.append((source, copy.start()))
 
@@ -110,7 +114,10 @@ class Scaler(ABC):
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
         loss_id: Index of the loss in its session.
-        pending: Whether the scale is not updated from the flag yet: the next pass adds to it.
+        waits_for_update: Whether the scale is not updated from the flag yet: the next pass adds to
+            it.
+        unchecked: Flags of the optimizers of those passes, as the keys of a dict; raised when a
+            block updates the scale, and not when a script does.
         version: Changes with the scale.
         own_update: What a script put in place of a dynamic scale's update: reads and sets flag,
             scale and count itself, and returns whether to skip the step. ``None`` without one.
@@ -126,7 +133,8 @@ class Scaler(ABC):
         self._bind(torch.tensor([first, 0.0], dtype=torch.float32, device="cpu"))
         self.rule = rule
         self.loss_id = loss_id
-        self.pending = False
+        self.waits_for_update = False
+        self.unchecked: dict[OverflowFlag, None] = {}
         self.version = 0
         self.own_update: Callable[[], object] | None = None
 
@@ -172,13 +180,17 @@ class Scaler(ABC):
         if over := dtensor.groups(params):
             dtensor.all_reduce_(self.found_inf, over, "MAX")
 
+    def end_pass(self, optimizers: int) -> None:
+        """Ends a block that updates the scale, and raises the flags of its optimizers."""
+        self.update(optimizers)
+
     @abstractmethod
-    def update(self, optimizers: int, *, own: bool = False) -> None:
-        """Ends the pass: updates a dynamic scale from its flag, or counts a static one's step.
+    def update(self, optimizers: int, *, is_done: bool = False) -> None:
+        """Updates a dynamic scale from its flag, or counts a static one's step.
 
         Args:
             optimizers: Number of optimizers of the pass, for the report.
-            own: Whether ``own_update`` has updated a dynamic scale already.
+            is_done: Whether ``own_update`` has updated a dynamic scale already.
         """
 
     def read_updates(self) -> list[ScaleUpdate]:
@@ -192,7 +204,7 @@ class Scaler(ABC):
         """Returns the scale as a number. Syncs with the device if it is dynamic."""
 
     @abstractmethod
-    def read_clean_steps(self) -> int:
+    def read_growth_tracker(self) -> int:
         """Returns the clean steps since the scale last changed; of a static one, all steps.
 
         Syncs if it is dynamic.
@@ -211,7 +223,7 @@ class Scaler(ABC):
         """
 
     @abstractmethod
-    def set_clean_steps(self, clean_steps: int) -> None:
+    def set_growth_tracker(self, growth_tracker: int) -> None:
         """Sets the count of clean steps; a dynamic scale's stays below the interval."""
 
     def set_rule(self, rule: ScaleRule) -> None:
@@ -245,7 +257,7 @@ class StaticScaler(Scaler):
         """
         self._take(loss_scale)
         super().__init__(self._scale, rule, loss_id)
-        self._clean_steps = 0
+        self._growth_tracker = 0
 
     def _take(self, loss_scale: float) -> None:
         self._scale = checked_static(loss_scale)  # exact; fp32 may round it
@@ -264,30 +276,30 @@ class StaticScaler(Scaler):
         if values and scale != 1.0:
             unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
 
-    def update(self, optimizers: int, *, own: bool = False) -> None:
+    def update(self, optimizers: int, *, is_done: bool = False) -> None:
         """Counts a step."""
-        self._clean_steps += 1
+        self._growth_tracker += 1
 
     def read_scale(self) -> float:
         return self._scale
 
-    def read_clean_steps(self) -> int:
-        return self._clean_steps
+    def read_growth_tracker(self) -> int:
+        return self._growth_tracker
 
     def set_scale(self, loss_scale: float) -> None:
         self._take(loss_scale)
         self.version += 1
         self.loss_scale.fill_(self._scale)
 
-    def set_clean_steps(self, clean_steps: int) -> None:
-        self._clean_steps = clean_steps
+    def set_growth_tracker(self, growth_tracker: int) -> None:
+        self._growth_tracker = growth_tracker
 
 
 class DynamicScaler(Scaler):
     """A scale that backs off on overflow and grows after clean steps, all on the device.
 
     Attributes:
-        clean_steps: Clean steps since the scale last changed, 0-d int32.
+        growth_tracker: Clean steps since the scale last changed, 0-d int32.
     """
 
     dynamic = True
@@ -302,21 +314,21 @@ class DynamicScaler(Scaler):
         """
         first = min(max(checked_static(initial), rule.least), rule.greatest)
         super().__init__(first, rule, loss_id)
-        self.clean_steps = torch.tensor(0, dtype=torch.int32, device="cpu")
+        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._readback: Readback[int] = Readback()
         self._skipped_in_row = 0
 
     def set_rule(self, rule: ScaleRule) -> None:
         super().set_rule(rule)
-        self.clean_steps.clamp_(max=rule.window - 1)
+        self.growth_tracker.clamp_(max=rule.growth_interval - 1)
 
     def factor(self) -> Tensor:
         return self.loss_scale.clone()
 
     def begin_pass(self) -> None:
-        if not self.pending:
+        if not self.waits_for_update:
             self.found_inf.zero_()
-        self.pending = True
+        self.waits_for_update = True
 
     def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
         """Divides gradients in place, and raises the flag on inf or NaN."""
@@ -326,13 +338,24 @@ class DynamicScaler(Scaler):
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
             unscale_and_check_(values, inverse, self.found_inf)
 
-    def update(self, optimizers: int, *, own: bool = False) -> None:
+    def end_pass(self, optimizers: int) -> None:
+        """Ends a block that updates the scale, and raises the flags of its optimizers."""
+        unchecked = self.unchecked  # first, because the script's own update clears it
+        own_update = self.own_update
+        if own_update is not None:
+            self.found_inf.fill_(float(bool(own_update())))
+        for flag in unchecked:
+            flag.add(self.found_inf)
+        self.update(optimizers, is_done=own_update is not None)
+
+    def update(self, optimizers: int, *, is_done: bool = False) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""
         # First, because memory may run out.
         send = self._readback.prepare(optimizers, self._scale_and_flag)
-        if not own:
-            update_scale_(self.loss_scale, self.clean_steps, self.found_inf, self.rule)
-        self.pending = False
+        if not is_done:
+            update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
+        self.waits_for_update = False
+        self.unchecked = {}
         self.version += 1
         send()
 
@@ -350,20 +373,20 @@ class DynamicScaler(Scaler):
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number
 
-    def read_clean_steps(self) -> int:
-        return int(self.clean_steps)  # sync: the caller asks for a host number
+    def read_growth_tracker(self) -> int:
+        return int(self.growth_tracker)  # sync: the caller asks for a host number
 
     def set_scale(self, loss_scale: float) -> None:
         """Sets the scale, which may exceed the rule's bounds until the next update."""
         self.loss_scale.fill_(checked_static(loss_scale))
         self.version += 1
 
-    def set_clean_steps(self, clean_steps: int) -> None:
-        self.clean_steps.fill_(min(clean_steps, self.rule.window - 1))
+    def set_growth_tracker(self, growth_tracker: int) -> None:
+        self.growth_tracker.fill_(min(growth_tracker, self.rule.growth_interval - 1))
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
-        self.clean_steps = moved(self.clean_steps, device)
+        self.growth_tracker = moved(self.growth_tracker, device)
 
 
 def scaler_for(

@@ -14,6 +14,8 @@ undefined until an event has passed. The event must be on the stream of *the ten
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -80,3 +82,9 @@ class HostCopy:
 def capturing(device: torch.device) -> bool:
     """Returns whether ``device`` is CUDA and the thread's current stream captures a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Returns whether ``tensor`` has values to read, as meta and fake tensors have not."""
+    fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
+    return not tensor.is_meta and (fake_tensor is None or not fake_tensor.is_fake(tensor))

@@ -33,10 +33,10 @@ def without_autocast(device: str) -> Callable[[], Any]:
     return functools.partial(torch._C._ExcludeDispatchKeyGuard, keys)
 
 
-release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor number of the installed torch; nothing above this package asks for it."""
 
-weight_cache_is_safe = release >= (2, 11)
+weight_cache_is_safe = TORCH_VERSION >= (2, 11)
 """Whether autocast's weight cache tells casts with a gradient from those under ``no_grad``.
 
 Before torch 2.11 a weight whose first use is under ``no_grad`` gets no gradient from later ones.
@@ -81,7 +81,7 @@ def has_autocast(op: str, device: str) -> bool:
     return has_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
 
 
-def own_kernel(op: str, device: str) -> Any:
+def native_kernel(op: str, device: str) -> Any:
     """Returns torch's autocast kernel of an operator; None without one, and before torch 2.9."""
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
     if get_kernel is None or not has_autocast(op, device):
@@ -97,28 +97,29 @@ def overload(op: str) -> Any:
 
 def schema(op: str) -> torch.FunctionSchema:
     """Returns the schema of an aten operator."""
-    found: torch.FunctionSchema = overload(op)._schema
-    return found
+    return overload(op)._schema  # type: ignore[no-any-return]
 
 
 def direct_call(op: str) -> Callable[..., Any]:
     """Returns a function that calls an aten operator 0.2 us faster than its overload."""
-    found: Callable[..., Any] = overload(op)._op
-    return found
+    return overload(op)._op  # type: ignore[no-any-return]
 
 
 def overloads_of(name: str) -> tuple[str, ...]:
     """Returns the overloads of an aten operator that take a tensor, without ``out=`` variants."""
     packet = getattr(torch.ops.aten, name, None)
-    found = []
-    for each in () if packet is None else packet.overloads():
-        op = name if each == "default" else f"{name}.{each}"
-        if has_operator(f"aten::{op}"):
-            given = schema(op).arguments
-            takes = any("Tensor" in str(argument.type) for argument in given)
-            if takes and not any(argument.is_out for argument in given):
-                found.append(op)
-    return tuple(found)
+    if packet is None:
+        return ()
+    ops = []
+    for overload_name in packet.overloads():
+        op = name if overload_name == "default" else f"{name}.{overload_name}"
+        if not has_operator(f"aten::{op}"):
+            continue
+        arguments = schema(op).arguments
+        takes_tensor = any("Tensor" in str(argument.type) for argument in arguments)
+        if takes_tensor and not any(argument.is_out for argument in arguments):
+            ops.append(op)
+    return tuple(ops)
 
 
 def is_builtin(name: str) -> bool:

@@ -42,6 +42,8 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     One call takes targets of one dtype, as CUDA's kernel in torch 2.6 to 2.10 writes past others
     (https://github.com/pytorch/pytorch/pull/173531), and sources of one, as that kernel is for.
     """
+    if not targets:
+        return
     if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
         torch._foreach_copy_(list(targets), list(sources))
         return
@@ -80,6 +82,7 @@ group: Callable[..., Any] = Optimizer._group_tensors_by_device_and_dtype
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
+fused_adagrad_: Callable[..., Any] = torch._fused_adagrad_
 
 
 def has_fused(name: str, device: torch.device) -> bool:

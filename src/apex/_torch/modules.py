@@ -7,9 +7,17 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields every parameter once, by qualified name, past methods of the model's own class.
+
+    What a model's ``parameters()`` returns may be a part of them, or groups for an optimizer.
+    """
+    return nn.Module.named_parameters(model)
+
+
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of ``model``, then its buffers, each once, by qualified name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {**dict(named_parameters(model)), **dict(nn.Module.named_buffers(model))}
 
 
 def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -27,3 +35,10 @@ def state_dict_hooks(module: nn.Module) -> Mapping[int, object]:
     """Returns the ``state_dict`` post-hooks of a module."""
     hooks: Mapping[int, object] = module._state_dict_hooks
     return hooks
+
+
+def flatten_rnns(model: nn.Module) -> None:
+    """Makes the weights of RNNs contiguous again after a change of dtype, for cuDNN."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

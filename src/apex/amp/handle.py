@@ -80,8 +80,11 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    # Each once: a pass moves gradients only once. None is None if there is a session.
-    prepared_optimizers: list[Any] = [*dict.fromkeys(map(prepared_state, unwrapped(optimizers)))]
+    prepared_optimizers: list[Any] = []  # no None once there is a session
+    for optimizer in unwrapped(optimizers):
+        prepared = prepared_state(optimizer)
+        if prepared not in prepared_optimizers:  # a pass moves its gradients once
+            prepared_optimizers.append(prepared)
     session = session_of(prepared_optimizers, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
@@ -114,7 +117,8 @@ class AmpHandle:
         has_cache: The argument ``enable_caching``; no cast is cached in any case.
     """
 
-    verbose, has_cache = False, True
+    verbose = False
+    has_cache = True
     _session: Session | None = None
     _models: Iterable[nn.Module] = ()
 
@@ -134,8 +138,9 @@ class AmpHandle:
             verbose: Value of ``verbose``.
             session: A session with casts, which the handle keeps alive instead of starting one.
         """
-        self._session = start_init_session(loss_scale) if session is None else session
-        self.verbose, self.has_cache = verbose, enable_caching
+        self._session = session or start_init_session(loss_scale)
+        self.verbose = verbose
+        self.has_cache = enable_caching
 
     def cast_in(self, models: Iterable[nn.Module]) -> None:
         """Turns the casts on in the forward passes of ``models``, too."""
@@ -183,12 +188,12 @@ class AmpHandle:
         return self._session.backward_pass(loss, [prepared], scaler or _scaler(self._session, 0))
 
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
-        own = unwrap(optimizer)
-        if self._session is not None and prepared_state(own) is None:
+        unwrapped_optimizer = unwrap(optimizer)
+        if self._session is not None and prepared_state(unwrapped_optimizer) is None:
             with ExitStack() as undo:
-                self._session.bind(own, undo)
+                self._session.bind(unwrapped_optimizer, undo)
                 undo.pop_all()
-        return prepared_state(own)
+        return prepared_state(unwrapped_optimizer)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wraps an optimizer to add ``scale_loss``, with one scale per loss."""
@@ -233,10 +238,13 @@ class OptimWrapper:
     def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
         """Wraps ``optimizer``; under a ``NoOpHandle``, losses are not scaled."""
         num_loss = arguments.integer("num_loss", num_loss, least=1)
-        self._optimizer, self._handle, self._loss_index = optimizer, amp_handle, 0
+        self._optimizer = optimizer
+        self._handle = amp_handle
+        self._loss_index = 0  # of the next block since the last step
         amp_handle._bind(optimizer)
-        session, rule = amp_handle._session, ScaleRule(ceiling=2.0**24)
+        session = amp_handle._session
         scale = 1.0 if session is None else session.policy.loss_scale
+        rule = ScaleRule(max_scale=2.0**24)
         self._loss_scaler = [scaler_for(scale, rule, loss_id=index) for index in range(num_loss)]
 
     @untraced
@@ -246,16 +254,17 @@ class OptimWrapper:
         Raises:
             RuntimeError: If there are more blocks between two steps than ``num_loss``.
         """
-        index, count = self._loss_index, len(self._loss_scaler)
-        scales = self._handle._session is not None
-        if scales and index >= count:
+        if self._handle._session is None:
+            return nullcontext(loss)
+        count = len(self._loss_scaler)
+        if self._loss_index == count:
             raise RuntimeError(
                 f"optimizer.scale_loss was called more than {count} times without a step. Pass "
                 "num_loss=... to handle.wrap_optimizer, one for each loss."
             )
-        scaler = self._loss_scaler[index % count]
+        scaler = self._loss_scaler[self._loss_index]
         block = self._handle._backward_pass("optimizer.scale_loss", loss, self._optimizer, scaler)
-        self._loss_index += scales
+        self._loss_index += 1
         return block
 
     @untraced_frame
@@ -300,23 +309,31 @@ AmpState.handle_of = staticmethod(handle_of)
 def session_of(
     prepared_optimizers: Sequence[PreparedOptimizer | None], *, caller: str
 ) -> Session | None:
-    """Returns the newest session of optimizers' prepared_optimizers; None if amp is disabled.
+    """Returns the newest session of these optimizers, or of all without one; None if amp is off.
 
     Raises:
         RuntimeError: If ``caller``, a public function, got an optimizer without a session.
     """
-    sessions: set[Any] = {prepared and prepared.session for prepared in prepared_optimizers}
-    session = None if sessions else _amp_state.current()
-    if sessions and None not in sessions:
-        newest = [session for session in _amp_state.sessions() if session in sessions][-1:]
-        session = newest[0] if newest else sessions.pop()
-        if session.deactivated:  # apex's scalers are then the later call's
-            session = _amp_state.current() or session
+    session = _newest(prepared_optimizers)
     if session is not None:
         return session if _amp_state.is_on(session) else None
-    if not any(prepared_optimizers) and not _amp_state.enabled:
+    if any(prepared_optimizers) or _amp_state.enabled:
+        raise RuntimeError(_not_prepared(prepared_optimizers, caller))
+    return None
+
+
+def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
+    sessions: set[Any] = {prepared and prepared.session for prepared in prepared_optimizers}
+    if None in sessions:
         return None
-    raise RuntimeError(_not_prepared(prepared_optimizers, caller))
+    newest = None
+    for session in _amp_state.sessions():
+        if session in sessions:
+            newest = session
+    newest = newest or next(iter(sessions), None)  # an ended session is not among them
+    if newest is None or newest.deactivated:  # as in apex, whose scalers are the latest call's
+        newest = _amp_state.current() or newest
+    return newest
 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:

@@ -13,33 +13,6 @@ from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.policy import LossScale, Policy
 from apex._core.scale import checked_static
 
-_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
-
-_NAMES = (
-    *("enabled", "opt_level", "cast_model_type", "patch_torch_functions"),
-    *("patch_torch_functions_type", "keep_batchnorm_fp32", "master_weights", "loss_scale"),
-    "cast_model_outputs",
-)
-_LEVELS: Mapping[str, tuple[Any, ...]] = {
-    "O0": (_FP32, False, None, None, False, 1.0, None),
-    "O1": (None, True, _FP16, None, None, "dynamic", None),
-    "O2": (_FP16, False, None, True, True, "dynamic", None),
-    "O3": (_FP16, False, None, False, False, 1.0, None),
-    "O4": (None, True, _BF16, None, None, 1.0, None),
-    "O5": (_BF16, False, None, True, True, 1.0, None),
-}
-"""Defaults by level, in the order of ``_NAMES`` from the third on."""
-
-DESCRIPTIONS: Mapping[str, str] = {
-    "O0": "the whole training in fp32.",
-    "O1": "fp16 casts around operators, fp32 parameters.",
-    "O2": "fp16 model, fp32 batch norm and fp32 master weights.",
-    "O3": "the whole training in fp16.",
-    "O4": "bf16 casts around operators, fp32 parameters.",
-    "O5": "bf16 model, fp32 batch norm and fp32 master weights.",
-}
-"""Descriptions for the start-up report, by level."""
-
 
 class Properties:
     """The options of an ``initialize`` call, readable and settable as attributes.
@@ -53,9 +26,18 @@ class Properties:
     options: dict[str, Any]
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        unset = {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
-        given = {name: unset.get(name) for name in _NAMES} if options is None else options
-        self.__dict__["options"] = dict(given)
+        unset = {
+            "enabled": False,
+            "opt_level": None,
+            "cast_model_type": None,
+            "patch_torch_functions": False,
+            "patch_torch_functions_type": None,
+            "keep_batchnorm_fp32": None,
+            "master_weights": None,
+            "loss_scale": 1.0,
+            "cast_model_outputs": None,
+        }
+        self.__dict__["options"] = unset if options is None else dict(options)
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look up attributes before ``options`` exists.
@@ -71,21 +53,121 @@ class Properties:
         self.options[name] = value
 
 
+class Level:
+    """One level: a callable that sets the level's defaults in :class:`Properties`.
+
+    Attributes:
+        description: What the start-up report says of the level.
+    """
+
+    description = ""
+
+    def __call__(self, properties: Properties) -> Properties:
+        """Sets every option to the level's default; returns ``properties``."""
+        level = type(self)
+        for name in properties.options:
+            properties.options[name] = getattr(level, name, None)
+        properties.enabled = True
+        properties.opt_level = level.__name__
+        return properties
+
+    @property
+    def brief(self) -> str:
+        """The level's name and description."""
+        return f"{type(self).__name__}:  {self.description}"
+
+    more = brief
+
+
+class O0(Level):
+    """A baseline."""
+
+    description = "the whole training in fp32."
+    cast_model_type = torch.float32
+    patch_torch_functions = False
+    master_weights = False
+    loss_scale = 1.0
+
+
+class O1(Level):
+    """The recommended fp16 default."""
+
+    description = "fp16 casts around operators, fp32 parameters."
+    patch_torch_functions = True
+    patch_torch_functions_type = torch.float16
+    loss_scale = "dynamic"
+
+
+class O2(Level):
+    """The fastest in fp16."""
+
+    description = "fp16 model, fp32 batch norm and fp32 master weights."
+    cast_model_type = torch.float16
+    patch_torch_functions = False
+    keep_batchnorm_fp32 = True
+    master_weights = True
+    loss_scale = "dynamic"
+
+
+class O3(Level):
+    """A speed limit."""
+
+    description = "the whole training in fp16."
+    cast_model_type = torch.float16
+    patch_torch_functions = False
+    keep_batchnorm_fp32 = False
+    master_weights = False
+    loss_scale = 1.0
+
+
+class O4(Level):
+    """The recommended bf16 default."""
+
+    description = "bf16 casts around operators, fp32 parameters."
+    patch_torch_functions = True
+    patch_torch_functions_type = torch.bfloat16
+    loss_scale = 1.0
+
+
+class O5(Level):
+    """The fastest in bf16."""
+
+    description = "bf16 model, fp32 batch norm and fp32 master weights."
+    cast_model_type = torch.bfloat16
+    patch_torch_functions = False
+    keep_batchnorm_fp32 = True
+    master_weights = True
+    loss_scale = 1.0
+
+
+opt_levels: Mapping[str, Level] = {
+    "O3": O3(),
+    "O2": O2(),
+    "O1": O1(),
+    "O0": O0(),
+    "O4": O4(),
+    "O5": O5(),
+}
+"""Levels by name, in apex's order."""
+
+
 def level_defaults(opt_level: object, **overrides: Any) -> Properties:
     """Returns the defaults of a level, with ``overrides`` that are known to fit.
 
     Raises:
         RuntimeError: If there is no such level; the message lists the levels and suggests one.
     """
-    if isinstance(opt_level, str) and opt_level in _LEVELS:
-        row = dict(zip(_NAMES, (True, opt_level, *_LEVELS[opt_level]), strict=True))
-        return Properties({**row, **overrides})
+    if isinstance(opt_level, str) and opt_level in opt_levels:
+        properties = opt_levels[opt_level](Properties())
+        properties.options.update(overrides)
+        return properties
     text = str(opt_level).strip().upper()
-    text = f"O{int(text)}" if text.isdigit() else text
-    meant = f" Did you mean {text!r}?" if text in _LEVELS else ""
+    if text.isdigit():
+        text = f"O{int(text)}"
+    meant = f" Did you mean {text!r}?" if text in opt_levels else ""
     raise RuntimeError(
         f"Unexpected optimization level {opt_level!r}.{meant} The levels are "
-        f"{', '.join(map(repr, _LEVELS))}. "
+        f"{', '.join(map(repr, sorted(opt_levels)))}. "
         'Note that the prefix O in "O0", "O1" and so on is the letter O, not the number zero.'
     )
 
@@ -102,8 +184,9 @@ def resolve(
         ValueError: If the loss scale is not a number, not positive or not finite.
         TypeError: If a value has the wrong type.
     """
-    given = {name: value for name, value in overrides.items() if value is not None}
-    values = {name: _PARSERS[name](name, value) for name, value in given.items()}
+    values = {
+        name: _PARSERS[name](name, value) for name, value in overrides.items() if value is not None
+    }
     if defaults.patch_torch_functions and values.get("cast_model_type") is False:
         del values["cast_model_type"]
     for name, problem in _meaningless(defaults, values).items():
@@ -116,17 +199,20 @@ def resolve(
 
 def to_policy(properties: Properties) -> Policy:
     """Returns the policy that the options describe."""
-    dtype, patched = properties.cast_model_type, bool(properties.patch_torch_functions)
-    if not isinstance(dtype, torch.dtype) or (patched and dtype is not _FP32):
-        dtype = None
-    output = properties.cast_model_outputs
+    casts_operators = bool(properties.patch_torch_functions)
+    param_dtype = properties.cast_model_type
+    if param_dtype is False or (casts_operators and param_dtype is not torch.float32):
+        param_dtype = None
+    output_dtype = properties.cast_model_outputs
+    if output_dtype is None and param_dtype is not None:
+        output_dtype = torch.float32
     return Policy(
         opt_level=properties.opt_level,
-        param_dtype=dtype,
-        compute_dtype=properties.patch_torch_functions_type if patched else None,
-        output_dtype=_FP32 if output is None and dtype is not None else output,
+        param_dtype=param_dtype,
+        compute_dtype=properties.patch_torch_functions_type if casts_operators else None,
+        output_dtype=output_dtype,
         batchnorm_fp32=bool(properties.keep_batchnorm_fp32),
-        master_weights=properties.master_weights or False,
+        master_weights=bool(properties.master_weights),
         loss_scale=properties.loss_scale,
     )
 
@@ -138,32 +224,28 @@ _NOT_WITH_CASTS = {
 }
 """Why an override has no meaning at O1 and O4."""
 
+_HARMLESS = {"cast_model_type": torch.float32, "patch_torch_functions": False}
+"""Values of overrides that change nothing where others have no meaning."""
+
 
 def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> dict[str, str]:
     """Returns the overrides that have no meaning at the level, each with the error message."""
+    level = defaults.opt_level
     if defaults.patch_torch_functions:
-        reasons, remedy = _NOT_WITH_CASTS, repr({"O1": "O2", "O4": "O5"}[defaults.opt_level])
+        reasons = _NOT_WITH_CASTS
+        remedy = "'O2'" if level == "O1" else "'O5'"
     else:
-        why = f"the whole model runs in {defaults.cast_model_type}"
-        reasons = dict.fromkeys(("patch_torch_functions", "patch_torch_functions_type"), why)
+        reason = f"the whole model runs in {defaults.cast_model_type}"
+        reasons = dict.fromkeys(("patch_torch_functions", "patch_torch_functions_type"), reason)
         remedy = "'O1' (fp16) or 'O4' (bf16), which cast around operators"
-    accepted = {"cast_model_type": _FP32, "patch_torch_functions": False}
-    return {
-        name: f"{name}={values[name]} has no meaning at {defaults.opt_level}, where {why}. "
-        f"Leave it None, or use opt_level {remedy}."
-        for name, why in reasons.items()
-        if name in values and values[name] != accepted.get(name)
-    }
-
-
-def _as_master_weights(name: str, value: object) -> bool:
-    if value in ("split", "stochastic"):
-        raise ValueError(
-            f"master_weights is {value!r}, which was taken out; it must be a bool. For less memory "
-            "use O5 with an optimizer that keeps 8-bit moments, or a bf16 model without amp and "
-            "torchao's optimizers with bf16_stochastic_round=True (docs/howto/memory.md)."
-        )
-    return flag(name, value)
+    problems = {}
+    for name, reason in reasons.items():
+        if name in values and values[name] != _HARMLESS.get(name):
+            problems[name] = (
+                f"{name}={values[name]} has no meaning at {level}, where {reason}. Leave it None, "
+                f"or use opt_level {remedy}."
+            )
+    return problems
 
 
 def _dtype_parser(accepted: Collection[object], described: str) -> Callable[[str, object], object]:
@@ -175,7 +257,6 @@ def _dtype_parser(accepted: Collection[object], described: str) -> Callable[[str
     return parse
 
 
-_as_output_dtype = _dtype_parser(CASTABLE, "a floating-point torch.dtype or None")
 as_low_precision = _dtype_parser(LOW_PRECISION, "torch.float16 or torch.bfloat16")
 
 
@@ -192,24 +273,7 @@ _PARSERS: Mapping[str, Any] = {
     "patch_torch_functions": flag,
     "patch_torch_functions_type": as_low_precision,
     "keep_batchnorm_fp32": flag,
-    "master_weights": _as_master_weights,
+    "master_weights": flag,
     "loss_scale": as_loss_scale,
-    "cast_model_outputs": _as_output_dtype,
+    "cast_model_outputs": _dtype_parser(CASTABLE, "a floating-point torch.dtype or None"),
 }
-
-
-class Level:
-    """One level: a callable that sets the level's defaults in :class:`Properties`."""
-
-    def __call__(self, properties: Properties) -> Properties:
-        """Sets every option to the level's default; returns ``properties``."""
-        properties.options.update(level_defaults(type(self).__name__).options)
-        return properties
-
-
-O0, O1, O2, O3, O4, O5 = (
-    type(name, (Level,), dict.fromkeys(("brief", "more"), f"{name}:  {text}"))
-    for name, text in DESCRIPTIONS.items()
-)
-opt_levels: Mapping[str, Level] = {kind.__name__: kind() for kind in (O3, O2, O1, O0, O4, O5)}
-"""Levels by name."""

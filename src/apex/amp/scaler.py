@@ -77,7 +77,7 @@ class LossScaler:
             max_loss_scale: Largest scale after growth.
         """
         rule = ScaleRule.symmetric(
-            scale_factor, scale_window, floor=min_loss_scale, ceiling=max_loss_scale
+            scale_factor, scale_window, min_scale=min_loss_scale, max_scale=max_loss_scale
         )
         scale = as_loss_scale("loss_scale", loss_scale)
         self._view(scaler_for(scale, rule, initial=init_scale))
@@ -96,15 +96,16 @@ class LossScaler:
     def __getstate__(self) -> dict[str, Any]:
         """Returns the values under apex's names, for an independent copy; waits for the device."""
         names = ("dynamic", "_loss_scale", "_unskipped", *_OF_RULE)
-        return {name: getattr(self, name) for name in names} | {
-            "scale_factor": self._scaler.rule.growth_factor
-        }
+        state = {name: getattr(self, name) for name in names}
+        state["scale_factor"] = self._scaler.rule.growth_factor
+        return state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Takes the values of a file, also of apex's own scaler."""
-        window, least, most = (state[name] for name in _OF_RULE)
-        factor, scale = state.get("scale_factor", 2.0), state["_loss_scale"]
-        rule = ScaleRule.symmetric(factor, window, floor=least, ceiling=most)
+        interval, least, most = (state[name] for name in _OF_RULE)
+        factor = state.get("scale_factor", 2.0)
+        rule = ScaleRule.symmetric(factor, interval, min_scale=least, max_scale=most)
+        scale = state["_loss_scale"]
         self._view(scaler_for("dynamic" if state["dynamic"] else scale, rule, initial=scale))
         self._unskipped = state["_unskipped"]
 
@@ -122,12 +123,12 @@ class LossScaler:
         lambda self, value: self._scaler.set_scale(value),
     )
     _unskipped = property(
-        lambda self: self._scaler.read_clean_steps(),
-        lambda self, value: self._scaler.set_clean_steps(value),
+        lambda self: self._scaler.read_growth_tracker(),
+        lambda self, value: self._scaler.set_growth_tracker(value),
     )
     _scale_seq_len = _of_rule("growth_interval")
-    _min_loss_scale = _of_rule("floor")
-    _max_loss_scale = _of_rule("ceiling")
+    _min_loss_scale = _of_rule("min_scale")
+    _max_loss_scale = _of_rule("max_scale")
 
     _has_overflow = property(
         lambda self: self._scaler.read_found_inf(),
@@ -236,16 +237,19 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
     over ranks that hold different parts of a model. The gradients are unscaled by then, so
     ``unscale`` gets empty lists.
     """
-    known: Any = vars(scaler).get(_VIEW, LossScaler)
-    found = {name: getattr(known, name) for name in _REPLACEABLE}
-    own = [
-        name for name, fn in found.items() if getattr(fn, "__func__", fn) is not _REPLACEABLE[name]
-    ]
-    view: Any = LossScaler.over(scaler) if own else None
+    replaced = []
+    view: Any = vars(scaler).get(_VIEW, LossScaler)
+    for name, original in _REPLACEABLE.items():
+        method = getattr(view, name)
+        if getattr(method, "__func__", method) is not original:
+            replaced.append(name)
+    if not replaced:
+        return None
+    view = LossScaler.over(scaler)
 
     def update() -> object:
-        if "unscale" in own:
+        if "unscale" in replaced:
             view.unscale((), ())
         return view.update_scale()
 
-    return update if own else None
+    return update

@@ -57,7 +57,7 @@ def start_init_session(
     level = "O1" if dtype is torch.float16 else "O4"
     policy = to_policy(level_defaults(level, loss_scale=scale))
     table = lists.op_table(dtype).with_bans_in_bf16()
-    rule = ScaleRule(ceiling=2.0**24)
+    rule = ScaleRule(max_scale=2.0**24)
     session = new_session(policy, rule, table=table, allow_banned=allow_banned)
     _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
     session.start()

@@ -1,4 +1,4 @@
-"""Parts of apex's contrib that scripts use, with torch's operators."""
+"""The parts of apex's contrib that scripts use, on torch's operators."""
 
 import importlib
 from types import ModuleType

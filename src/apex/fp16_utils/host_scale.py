@@ -48,11 +48,11 @@ class HostScale:
         Raises:
             ValueError: If an attribute is out of range.
         """
-        bounds = {"floor": self.min_loss_scale, "ceiling": self.max_loss_scale}
+        bounds = {"min_scale": self.min_loss_scale, "max_scale": self.max_loss_scale}
         return ScaleRule.symmetric(self.scale_factor, self.scale_window, **bounds)
 
     @property
-    def clean_steps(self) -> int:
+    def growth_tracker(self) -> int:
         """Steps without overflow since the scale last changed."""
         steps = self.cur_iter - self.last_overflow_iter - 1
         return steps % self.rule().growth_interval if self.dynamic else steps
@@ -60,7 +60,7 @@ class HostScale:
     def update_scale(self, overflow: bool) -> None:
         """Updates the scale after one backward pass."""
         if self.dynamic:
-            state = ScaleState(float(self.cur_scale), self.clean_steps)
+            state = ScaleState(float(self.cur_scale), self.growth_tracker)
             self.cur_scale = next_scale(state, self.rule(), overflow=overflow).scale
             if overflow:
                 self.last_overflow_iter = self.cur_iter

@@ -1,4 +1,4 @@
-"""apex's dense layers on torch's operators, which carry gradients and follow autocast.
+"""apex's dense layers on torch's operators, which are differentiable and follow autocast.
 
 Weights are ``[out, in]``, biases ``[out]``, inputs ``[*, in]``.
 """
@@ -77,11 +77,11 @@ class FusedDenseGeluDenseFunc(PlainFunction):
 
 
 class FusedDense(nn.Linear):
-    """A linear layer, initialized as ``torch.nn.Linear`` (apex left the memory as it was)."""
+    """A linear layer, initialized like ``torch.nn.Linear`` (apex left it uninitialized)."""
 
 
 class DenseNoBias(FusedDense):
-    """A linear layer without bias, whatever ``bias`` says."""
+    """A linear layer without bias; ``bias`` is ignored."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         del bias
@@ -101,7 +101,7 @@ class FusedDenseGeluDense(nn.Module):
         """Creates the layers.
 
         Raises:
-            ValueError: For ``bias=False``, as apex had no such layer.
+            ValueError: For ``bias=False``, which apex does not support either.
         """
         super().__init__()
         if not bias:

@@ -1,1 +1,1 @@
-"""apex in other libraries; each module needs the library after which it is named."""
+"""Support for other libraries. Each module requires the library that it is named after."""

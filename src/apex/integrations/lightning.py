@@ -15,25 +15,28 @@ from torch.optim import LBFGS, Optimizer
 
 from apex import amp
 from apex._core.param_groups import params_of
-from apex._engine.conversion import mixes_dtypes, state_of
+from apex._engine.conversion.state import state_of
 from apex._engine.optimizer.subclass import own_class, prepared_state
 from apex._torch import ddp
+from apex._torch.errors import mixes_dtypes
 from apex.amp.properties import level_defaults
 from apex.integrations import scales
 from apex.integrations.submodule_calls import SubmoduleCalls
 
 __all__ = ["ApexPrecision"]
 
-# Both packages have classes of their own, and scripts use either; the last two are Fabric alone.
+# The packages define separate classes, and a script may use either; the last two hold Fabric only.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
 
 _BASES: dict[str, Any] = {}
+"""The precision plugin of each installed package."""
+
 _WHY = ""
 for _name in _PACKAGES:
     try:
         _BASES[_name] = importlib.import_module(f"{_name}.plugins.precision").Precision
-    except (ImportError, AttributeError) as error:  # noqa: PERF203 - before 2.0, the second
+    except (ImportError, AttributeError) as error:  # noqa: PERF203 - Lightning 1 lacks the name
         _WHY = _WHY or str(error)
 if not _BASES:
     raise ImportError(
@@ -41,15 +44,9 @@ if not _BASES:
         f"{_WHY}. Install it: pip install lightning."
     )
 _FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
-_Precision: Any = type(
-    "_Precision",
-    tuple(
-        base
-        for base in _BASES.values()
-        if not any(other is not base and issubclass(other, base) for other in _BASES.values())
-    ),
-    {},
-)
+# Python's method order requires subclasses first: the Trainer's plugins inherit from Fabric's.
+_ORDERED = sorted(_BASES.values(), key=lambda base: len(base.__mro__), reverse=True)
+_Precision: Any = type("_Precision", tuple(_ORDERED), {})
 
 
 class ApexPrecision(_Precision):
@@ -57,9 +54,10 @@ class ApexPrecision(_Precision):
 
     The ``Trainer`` clips, accumulates, saves and resumes as with its own plugins. The
     LightningModule is prepared when ``fit``, ``validate``, ``test`` or ``predict`` begins, and is a
-    plain fp32 module again when it ends. Its own forward casts inputs, and so do its children when
-    ``training_step`` calls them by themselves; batches stay as they are, so targets keep their
-    digits. Checkpoints hold fp32 weights, and the loss scales under ``"ApexPrecision"``.
+    plain fp32 module again when it ends. The plugin casts the inputs of the module's forward, and
+    of its children when ``training_step`` calls them directly. It does not cast batches, so targets
+    keep their precision. Checkpoints contain fp32 weights, and the loss scales under
+    ``"ApexPrecision"``.
 
     In manual optimization, ``self.manual_backward(loss, loss_id=1)`` selects a loss scale.
 
@@ -72,7 +70,7 @@ class ApexPrecision(_Precision):
         opt_level: ``"O0"`` to ``"O5"``.
         optimizers: Fabric's optimizers, plain or as ``fabric.setup`` returned them.
         **options: Options of :func:`apex.amp.initialize`. ``keep_fp32_values`` is True by default,
-            so that frozen weights and models that are only evaluated keep their digits.
+            so that frozen weights and models that are only evaluated keep their full precision.
 
     Raises:
         RuntimeError: If the level is unknown.
@@ -90,34 +88,35 @@ class ApexPrecision(_Precision):
         self.precision = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(
             dtype, "32-true"
         )
-        self._library: Any = _FABRIC
-        self._given = [getattr(each, "optimizer", each) for each in optimizers]
-        self._waiting: list[nn.Module] = []  # set up by Fabric, and not prepared yet
+        # Fabric's optimizers, and its modules that are not prepared yet.
+        self._fabric_optimizers = [getattr(given, "optimizer", given) for given in optimizers]
+        self._unprepared: list[nn.Module] = []
+        self._forget()
+        self._scales: Mapping[str, Any] = {}  # loaded before an optimizer is prepared
+
+    def _forget(self) -> None:
+        self._library = _FABRIC
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._calls: list[SubmoduleCalls] = []
-        self._scales: Mapping[str, Any] = {}  # while no optimizer is prepared
 
     # -- preparing ---------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Returns the module, which is prepared later, together with its optimizers."""
-        self._waiting.append(module)
+        self._unprepared.append(module)
         return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepares the Trainer's module and optimizers; called by the Trainer."""
-        self._waiting.clear()
-        module = _unwrapped(model)
-        self._library = next(
-            base
-            for name, base in _BASES.items()
-            if "fabric" not in name
-            and isinstance(module, importlib.import_module(name).LightningModule)
-        )
-        # Without configure_optimizers, the Trainer has an optimizer over a tensor of its own.
+        self._unprepared.clear()
+        for name, base in _BASES.items():
+            package: Any = importlib.import_module(name)
+            if "fabric" not in name and isinstance(_unwrapped(model), package.LightningModule):
+                self._library = base
+        # Without configure_optimizers, the Trainer's optimizer holds one constant tensor.
         trains = [o for o in optimizers if any(param.requires_grad for param in params_of(o))]
         self._prepare([model], trains)
         return model, optimizers, lr_schedulers
@@ -125,15 +124,13 @@ class ApexPrecision(_Precision):
     def _prepare(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         modules = [*map(_unwrapped, models)]
         amp.initialize(modules, optimizers or None, **self.options)
-        for model in models:
-            ddp.rebuild_reducer(model)
         self._models += modules
         self._optimizers += optimizers
-        self._calls += [
-            SubmoduleCalls(module, state, wrapped=module is not model)
-            for module, model in zip(modules, models, strict=True)
-            if (state := state_of(module))  # not with enabled=False
-        ]
+        for module, model in zip(modules, models, strict=True):
+            ddp.rebuild_reducer(model)
+            state = state_of(module)
+            if state:  # with enabled=False there is none
+                self._calls.append(SubmoduleCalls(module, state, wrapped=module is not model))
         if self._scales and optimizers:
             scales.load_state_dict(optimizers[0], self._scales)
 
@@ -143,20 +140,19 @@ class ApexPrecision(_Precision):
         for calls in self._calls:
             calls.remove()
         models, optimizers = self._models, self._optimizers
-        self._library, self._calls, self._models, self._optimizers = _FABRIC, [], [], []
+        self._forget()  # also if restoring fails
         amp.restore(models, optimizers)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """The context of every step; prepares what Fabric has set up since the last one.
+        """The context of every step; prepares modules that Fabric has set up since the last step.
 
         Raises:
-            RuntimeError: If the step fails over a dtype, with the remedy.
+            RuntimeError: If the step fails because dtypes differ; the message includes the fix.
         """
-        if self._waiting:
-            models = [*self._waiting]
-            self._prepare(models, self._given)
-            self._waiting.clear()
+        if self._unprepared:
+            self._prepare([*self._unprepared], self._fabric_optimizers)
+            self._unprepared.clear()
         try:
             yield
         except RuntimeError as error:
@@ -181,7 +177,7 @@ class ApexPrecision(_Precision):
             model: The module.
             *args: Arguments of Lightning's own method.
             loss_id: Index of the loss scale, below the option ``num_losses``.
-            **kwargs: Likewise.
+            **kwargs: Keyword arguments of Lightning's own method.
 
         Raises:
             RuntimeError: If Fabric's modules were prepared without optimizers.
@@ -211,13 +207,14 @@ class ApexPrecision(_Precision):
     ) -> Any:
         """Runs the closure and steps, unless a gradient overflowed.
 
-        Only optimizers that may evaluate the closure several times receive it: to skip their step,
-        the parameters and the state must be kept until it ends.
+        Only optimizers that may evaluate the closure several times receive it. amp must copy their
+        parameters and state to be able to skip such a step.
         """
         if self._library is _FABRIC:
-            given = {} if closure is None else {"closure": closure}
-            return optimizer.step(**given, **kwargs)
-        if closure is None or _evaluates(optimizer):
+            if closure is not None:
+                kwargs["closure"] = closure
+            return optimizer.step(**kwargs)
+        if closure is None or _may_evaluate_again(optimizer):
             return self._library.optimizer_step(self, optimizer, model, closure, **kwargs)
         result = closure()
         self._after_closure(model, optimizer)
@@ -239,7 +236,7 @@ class ApexPrecision(_Precision):
         return dict(self._scales)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets the loss scales, or keeps them for the optimizers to come.
+        """Sets the loss scales, or stores them until the first optimizer is prepared.
 
         Raises:
             RuntimeError: If a value is invalid; nothing changes in this case.
@@ -253,8 +250,8 @@ class ApexPrecision(_Precision):
 
 _REMEDY = (
     "ApexPrecision casts the inputs of the module's own forward and of its children. A module "
-    "further down, a method or a parameter that the step uses by itself computes in 16 bits: call "
-    "it from forward or from a child's forward, or cast what it takes, as in "
+    "further down, a method or a parameter that the step uses directly computes in 16 bits. Call "
+    "it from forward or from a child's forward, or cast its input, as in "
     "self.model.encoder(x.to(self.dtype))."
 )
 
@@ -263,12 +260,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _evaluates(optimizer: Optimizer) -> bool:
+def _may_evaluate_again(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's step may evaluate a closure more than once."""
+    original = own_class(type(optimizer))
+    if original.__module__.startswith(("torch.optim.", "apex.")):
+        return issubclass(original, LBFGS)
+    closure = inspect.signature(original.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return True
     prepared = prepared_state(optimizer)
-    own = own_class(type(optimizer))
-    if own.__module__.startswith(("torch.optim.", "apex.")):
-        return issubclass(own, LBFGS)
-    closure = inspect.signature(own.step).parameters.get("closure")
-    needed = closure is not None and closure.default is inspect.Parameter.empty
-    return needed or prepared is None or prepared.session is None or not prepared.session.can_skip
+    return prepared is None or prepared.session is None or not prepared.session.can_skip

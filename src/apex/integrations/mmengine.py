@@ -31,7 +31,7 @@ SCOPE = "apex"
 
 
 class _ScopedRegistry(Registry):
-    """A registry that also finds classes by their full path, which starts with its own scope.
+    """A registry that also finds classes by their full path, which starts with its scope.
 
     In a dumped config, MMEngine writes a class as ``apex.integrations.mmengine.ApexOptimWrapper``
     and strips the scope before it queries the registry of that scope.
@@ -63,16 +63,16 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
       ``accumulative_counts`` iterations.
 
-    The arguments are those of MMEngine's class, and their defaults, too: ``loss_scale`` is dynamic
-    even at levels whose default is 1.0; None selects the level's own. :meth:`backward` uses the
-    first loss scale.
+    The arguments and their defaults are those of MMEngine's class. Therefore ``loss_scale`` is
+    dynamic even at levels whose default is 1.0; None selects the level's default. :meth:`backward`
+    uses the first loss scale.
     """
 
     optimizer: Any
-    # Scales of a checkpoint that was loaded before the scalers existed.
+    # Loss scales of a checkpoint that was loaded before amp prepared the optimizer.
     _loaded_scales: Mapping[str, Any] | None = None
-    # Whether a later iteration synchronizes this iteration's gradients. It sends `.grad`, so the
-    # gradients must stay there, with the same scale as its own.
+    # Whether a later iteration synchronizes this iteration's gradients. That iteration sends
+    # `.grad`, so the gradients must stay there, with the same loss scale as its own gradients.
     _stays_local = False
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -141,12 +141,13 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
             yield
 
     def _initialize(self, model: Any) -> None:
-        own = model.module if is_model_wrapper(model) else model
+        module = model.module if is_model_wrapper(model) else model
         options = {name: getattr(self, name) for name in _OPTIONS}
-        _, self.optimizer = amp.initialize(own, self.optimizer, **options)
+        _, self.optimizer = amp.initialize(module, self.optimizer, **options)
         ddp.rebuild_reducer(model)
         scales.load_state_dict(self.optimizer, self._loaded_scales or {})
         self._loaded_scales = None
 
 
-_OPTIONS = [*inspect.signature(ApexOptimWrapper).parameters][:-1]  # before those of OptimWrapper
+# All arguments except the last one, **kwargs, which OptimWrapper receives.
+_OPTIONS = [*inspect.signature(ApexOptimWrapper).parameters][:-1]

@@ -1,25 +1,28 @@
-"""Casts for parts of a prepared model that a library calls by themselves."""
+"""Casts for submodules of a prepared model that a library calls directly."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._engine.conversion import begin_call, end_call
+from apex._core.tree import Args, Call, Kwargs
 from apex._engine.conversion.state import ModelState
+from apex._engine.conversion.subclass import begin_call, end_call
 
 
 class SubmoduleCalls:
-    """Makes a prepared model's children cast as the model does, when called by themselves.
+    """Makes a prepared model's children cast like the model when a script calls them directly.
 
     ``amp.initialize`` casts at the model's own forward. A LightningModule's ``training_step`` often
-    calls ``self.encoder(x)`` without it: then the child casts its inputs to the level's dtype and
-    returns fp32. Inside the model's forward, children do nothing. Children without a forward
-    (``ModuleList``) are looked into; modules further down have no hooks, and cost nothing.
+    calls ``self.encoder(x)`` instead. Then the child casts its inputs to the level's dtype and
+    returns fp32. Inside the model's forward, children do not cast. A container without a forward
+    (``ModuleList``) is replaced by its children. Modules further down have no hooks and no cost.
     """
 
     def __init__(self, model: nn.Module, state: ModelState, *, wrapped: bool) -> None:
@@ -27,9 +30,11 @@ class SubmoduleCalls:
 
         Args:
             model: A prepared model.
-            state: Its state.
-            wrapped: Whether DistributedDataParallel calls it, with a step in place of its forward.
+            state: The model's state.
+            wrapped: Whether DistributedDataParallel calls the model, replacing its forward by a
+                training step.
         """
+        self._model = weakref.proxy(model)
         self._state = state
         self._region = state.region
         self._depth = 0
@@ -37,7 +42,7 @@ class SubmoduleCalls:
         state.region = self
         if wrapped:
             self._handles.append(model.register_forward_pre_hook(self._note_wrapper))
-        for child in _callable_parts(model):
+        for child in _callable_children(model):
             if any(map(dtypes.is_low_precision, [*child.parameters(), *child.buffers()])):
                 self._handles += [
                     child.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
@@ -57,32 +62,39 @@ class SubmoduleCalls:
         finally:
             self._depth -= 1
 
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Does what :meth:`run` does, until ``until`` closes; returns the arguments for a call."""
+        self._depth += 1
+        until.callback(self._leave)
+        return self._region.enter(until, args, kwargs)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+
     def remove(self) -> None:
         """Removes the hooks."""
         self._state.region = self._region
         while self._handles:
             self._handles.pop().remove()
 
-    def _note_wrapper(self, *_: object) -> None:
-        self._state.begin_forward()
+    def _note_wrapper(self, module: nn.Module, args: Args) -> None:
+        self._state.begin_forward(module)
 
-    def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        return begin_call(self._state, args, kwargs)
+        return begin_call(self._model, self._state, args, kwargs)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._depth -= 1
         return output if self._depth else end_call(self._state, output)
 
 
-def _callable_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the children of ``model`` that have a forward, and those of its containers."""
+def _callable_children(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the children of ``model`` that define a forward, also those inside containers."""
     for child in model.children():
         if type(child).forward is nn.Module.forward:
-            yield from _callable_parts(child)
+            yield from _callable_children(child)
         else:
             yield child

@@ -36,27 +36,28 @@ class OverflowCallback(TrainerCallback):
 
         Trainer(..., callbacks=[OverflowCallback()])
 
-    Before each optimizer step it checks the loss and the gradients. On a bad step it runs the
-    step's batches once more, inside :func:`apex.debug.trace_overflow`, while the weights are still
-    those that met the fault. It writes the report to ``overflow-step-N.txt`` and ``.json`` in
-    ``output_dir``, logs it as a warning to the logger ``apex``, and does nothing from then on.
-    Gradients, buffers and random numbers stay as they were.
+    Before each optimizer step, the callback checks the loss and the gradients. If one is not
+    finite, it runs the step's batches again inside :func:`apex.debug.trace_overflow`, before the
+    weights change. It writes the report to ``overflow-step-N.txt`` and ``.json`` in ``output_dir``,
+    logs it as a warning to the logger ``apex``, and then stops checking. Tracing does not change
+    gradients, buffers or random numbers.
 
-    Under ``fp16=True`` the first steps are skipped while the ``GradScaler`` finds its scale. So
-    non-finite gradients alone are traced after ``after_skips`` bad steps in a row, and are not
-    reported if they overflow only by their scale. A non-finite loss is reported at once.
+    Under ``fp16=True``, the ``GradScaler`` skips the first steps until its scale has backed off.
+    Therefore non-finite gradients are traced only after ``after_skips`` consecutive bad steps, and
+    are not reported if only the loss scale makes them overflow. A non-finite loss is reported
+    immediately.
 
-    The check costs a few kernels and a host sync for each step, as the Trainer's own check of the
-    loss does. The callback keeps a step's inputs until the next step.
+    Each check takes a few kernels and a host sync, like the Trainer's own check of the loss. The
+    callback keeps a step's inputs until the next step.
 
-    With several processes, each traces its own batches; file names then end in ``-rankR``, and
-    those that find no fault write nothing, except rank 0.
+    With several processes, each traces its own batches, and file names end in ``-rankR``. Processes
+    that find no fault write nothing, except rank 0.
 
     Args:
         after_skips: Consecutive bad steps before a trace, under a ``GradScaler``; at least 1.
 
     Attributes:
-        trace: The trace of the reported step; None before.
+        trace: The trace of the reported step; None before a report.
         path: The report's text file, if this process has written one.
 
     Raises:
@@ -68,32 +69,34 @@ class OverflowCallback(TrainerCallback):
         self.trace: OverflowTrace | None = None
         self.path: Path | None = None
         self._after_skips = after_skips
-        self._bad_in_row = 0
+        self._consecutive_bad_steps = 0
         self._watches = False
-        self._calls: list[tuple[Any, Any, Tensor | None]] = []  # of the step, with their losses
-        self._remove: Any = None
+        # Arguments, keyword arguments and loss of each forward pass in this step.
+        self._calls: list[tuple[Any, Any, Tensor | None]] = []
+        self._remove: Any = None  # the model's hook
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
         """Starts to watch the model."""
         self._stop()
-        self._watches, self._bad_in_row = True, 0
-        own = weakref.ref(self)
+        self._watches = True
+        self._consecutive_bad_steps = 0
+        reference = weakref.ref(self)
 
         @untraced
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            callback = own()
+            callback = reference()
             if callback and callback._watches and module.training and torch.is_grad_enabled():
                 loss = _loss_of(output)
                 callback._calls.append((args, kwargs, None if loss is None else loss.detach()))
 
         handle = model.register_forward_hook(keep, with_kwargs=True)
-        # Also after an exception, of which the Trainer tells no callback.
+        # Removes the hook after an exception, too: the Trainer calls no callback then.
         self._remove = weakref.finalize(self, handle.remove)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Forgets the previous step's batches."""
+        """Discards the previous step's batches."""
         self._calls.clear()
 
     def on_pre_optimizer_step(
@@ -102,19 +105,24 @@ class OverflowCallback(TrainerCallback):
         """Checks the step's losses and gradients; traces and reports a bad one."""
         if not self._watches:
             return
-        losses, gradients = _finite([loss for *_, loss in self._calls if loss is not None], model)
-        self._bad_in_row = 0 if losses and gradients else self._bad_in_row + 1
+        losses = [loss for *_, loss in self._calls if loss is not None]
+        finite_losses, finite_grads = _are_finite(losses, model)
+        if finite_losses and finite_grads:
+            self._consecutive_bad_steps = 0
+            return
+        self._consecutive_bad_steps += 1
         scaler = getattr(others.get("optimizer"), "scaler", None)
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        seeks = losses and scaler is not None  # the scale may be finding its value
-        if not self._bad_in_row or (seeks and self._bad_in_row < self._after_skips):
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        adjusts = finite_losses and scaler is not None  # the loss scale may be backing off
+        if adjusts and self._consecutive_bad_steps < self._after_skips:
             return
         trace = self._traced(model, scaler)
-        if seeks and (trace.first is None or trace.first.cause == "loss scale"):
-            self._bad_in_row = 0
+        if adjusts and (trace.first is None or trace.first.cause == "loss scale"):
+            self._consecutive_bad_steps = 0
             return
         self.trace = trace
-        what = "gradients are not finite" if losses else "loss is not finite"
+        what = "gradients are not finite" if finite_losses else "loss is not finite"
         self._report(f"Step {state.global_step + 1}: the {what}. ", args, state, model)
         self._stop()
 
@@ -129,24 +137,28 @@ class OverflowCallback(TrainerCallback):
             self._remove()
 
     def _traced(self, model: nn.Module, scaler: Any) -> OverflowTrace:
-        """Runs the step's batches again, until one shows a fault; restores what that changes."""
+        """Runs the step's batches again until one shows a fault, then restores the state."""
         trace = trace_overflow(model)
-        grads = [(param, param.grad) for param in model.parameters()]
+        if _is_sharded(model):
+            return trace
+        params = [*model.parameters()]
+        grads = [param.grad for param in params]
         self._watches = False
         try:
-            for args, kwargs, _ in () if _is_sharded(model) else self._calls:
-                for param, _ in grads:
+            for args, kwargs, _ in self._calls:
+                for param in params:
                     param.grad = None
                 trace = trace_overflow(model, scaler=scaler)
                 with preserve_state(model, (args, kwargs)), trace:
                     loss = _loss_of(model(*args, **kwargs))
                     if loss is not None:
-                        (loss if scaler is None else scaler.scale(loss)).backward()
+                        loss = loss if scaler is None else scaler.scale(loss)
+                        loss.backward()
                 if trace.first is not None:
                     break
         finally:
             self._watches = True
-            for param, grad in grads:
+            for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
         return trace
 
@@ -161,18 +173,18 @@ class OverflowCallback(TrainerCallback):
             )
         else:
             text += f"Its batches, traced with the weights before the step: {trace}"
-        own = f"-rank{rank}" if ranks.world_size() > 1 else ""
-        self.path = Path(args.output_dir) / f"overflow-step-{state.global_step + 1}{own}.txt"
+        suffix = f"-rank{rank}" if ranks.world_size() > 1 else ""
+        self.path = Path(args.output_dir) / f"overflow-step-{state.global_step + 1}{suffix}.txt"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(f"{text}\n", encoding="utf-8")
         self.path.with_suffix(".json").write_text(trace.to_json(), encoding="utf-8")
         logging.getLogger("apex").warning("%s\nThe report is in %s.", text, self.path)
 
 
-def _finite(losses: list[Tensor], model: nn.Module) -> tuple[bool, bool]:
-    """Returns whether all losses, and all gradients, are finite."""
-    params = (param.grad for param in model.parameters() if param.grad is not None)
-    grads = [finite.summed_values(dtensor.local(grad)) for grad in params]
+def _are_finite(losses: list[Tensor], model: nn.Module) -> tuple[bool, bool]:
+    """Returns whether all losses are finite, and whether all gradients are."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    grads = [finite.summed_values(dtensor.local(grad)) for grad in grads]
     if not losses and not grads:
         return True, True
     device = (losses or grads)[0].device
@@ -182,16 +194,16 @@ def _finite(losses: list[Tensor], model: nn.Module) -> tuple[bool, bool]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Returns whether a forward pass communicates, so that one rank cannot run it by itself."""
-    return any(map(dtensor.is_dtensor, model.parameters())) or any(
-        type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
-    )
+    """Returns whether the forward pass communicates, so that a single rank cannot run it."""
+    if any(map(dtensor.is_dtensor, model.parameters())):
+        return True
+    return "FullyShardedDataParallel" in {type(module).__name__ for module in model.modules()}
 
 
 def _loss_of(output: Any) -> Tensor | None:
     """Returns the loss in a model's output: its ``loss``, or the first item of a tuple."""
-    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if found is None and isinstance(output, tuple) and output:
-        found = output[0]
-    is_loss = isinstance(found, Tensor) and found.dim() == 0 and found.requires_grad
-    return found if is_loss else None
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output:
+        loss = output[0]
+    is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad
+    return loss if is_loss else None

@@ -33,15 +33,18 @@ class MlpFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_o: Tensor) -> Any:
         """Returns None for ``bias`` and ``activation``, then the gradients of the tensors.
 
-        Computes the result again, so that they have derivatives with ``create_graph=True``.
+        Recomputes the result, so that the gradients are differentiable with ``create_graph=True``.
         """
-        again, args = torch.is_grad_enabled(), ctx.saved_tensors
+        create_graph = torch.is_grad_enabled()
+        args = ctx.saved_tensors
+        trainable = [arg for arg in args if arg.requires_grad]
         with torch.enable_grad():
             output = mlp_function(ctx.bias, ctx.activation, *args)
-            needed = [arg for arg in args if arg.requires_grad]
-            grads = torch.autograd.grad(output, needed, grad_o.to(output.dtype), create_graph=again)
-        found = iter(grads)
-        return None, None, *(next(found) if arg.requires_grad else None for arg in args)
+            grads = torch.autograd.grad(
+                output, trainable, grad_o.to(output.dtype), create_graph=create_graph
+            )
+        grad_by_id = dict(zip(map(id, trainable), grads, strict=True))
+        return None, None, *(grad_by_id.get(id(arg)) for arg in args)
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -56,17 +59,17 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
         ValueError: If the tensors do not consist of one input and as many biases as weights, or if
             the activation is invalid.
     """
-    layers, left = divmod(len(args) - 1, 2 if bias else 1)
-    if layers < 1 or left or activation not in range(len(_ACTIVATIONS)):
+    layers, remainder = divmod(len(args) - 1, 2 if bias else 1)
+    if layers < 1 or remainder or activation not in range(len(_ACTIVATIONS)):
         raise ValueError(
             f"mlp_function got {len(args)} tensors with bias={bias} and activation={activation!r}; "
             "it takes the input, all weights, then (with bias=1) as many biases, and activation 0 "
             "(none), 1 (relu) or 2 (sigmoid)."
         )
-    hidden, weights = args[0], args[1 : 1 + layers]
-    biases = args[1 + layers :] if bias else (None,) * layers
-    for weight, bias_or_none in zip(weights, biases, strict=True):
-        hidden = _ACTIVATIONS[activation](F.linear(hidden, weight, bias_or_none))
+    hidden, *parameters = args
+    for layer in range(layers):
+        layer_bias = parameters[layers + layer] if bias else None
+        hidden = _ACTIVATIONS[activation](F.linear(hidden, parameters[layer], layer_bias))
     return hidden
 
 

@@ -12,8 +12,8 @@ class MultiTensorApply:
     """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
 
     Attributes:
-        available: Always True, as nothing has to be compiled.
-        warned: Always False; for scripts that check it.
+        available: Always True, because there is nothing to compile.
+        warned: Always False; some scripts check it.
         chunk_size: Chunk size in elements, which the functions of ``amp_C`` ignore.
     """
 

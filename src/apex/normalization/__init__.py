@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm under apex's names, with torch's kernels, on any device."""
+"""Layer norm and RMS norm with apex's names and torch's kernels, on any device."""
 
 from apex.normalization.fused_layer_norm import (
     FusedLayerNorm,

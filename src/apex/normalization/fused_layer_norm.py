@@ -1,7 +1,7 @@
 """Fused norms: modules, functions and autograd functions with apex's names, on torch's kernels.
 
-The result of a fused norm has the input's dtype, that of a mixed norm the weight's. Under autocast,
-both have autocast's dtype, unlike torch's layer norm, whose result is fp32.
+The result of a fused norm has the input's dtype; the result of a mixed norm has the weight's dtype.
+Under autocast, both have autocast's dtype, unlike torch's layer norm, whose result is fp32.
 
 Sources: Ba et al., "Layer Normalization", arXiv:1607.06450; Zhang and Sennrich, "Root Mean Square
 Layer Normalization", arXiv:1910.07467.
@@ -27,21 +27,16 @@ from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.plain_function import PlainFunction
 from apex._torch.dispatcher import is_under_autocast
 
-__getattr__ = _unavailable.names_instead(
-    __name__,
-    {
-        f"{name}_{part}": f"{name}, whose gradients torch computes"
-        for name in (
-            *("fused_layer_norm", "fused_layer_norm_affine"),
-            *("fused_rms_norm", "fused_rms_norm_affine"),
-        )
-        for part in ("fwd", "fwd_fake", "bwd", "bwd_fake")
-    }
-    | {
-        "fused_layer_norm_cuda": "the module of that name: import fused_layer_norm_cuda",
-        "supports_custom_op": "torch.library.custom_op, which every supported torch has",
-    },
-)
+_INSTEAD = {
+    "fused_layer_norm_cuda": "the module of that name: import fused_layer_norm_cuda",
+    "supports_custom_op": "torch.library.custom_op, which every supported torch has",
+}
+for _name in ("fused_layer_norm", "fused_rms_norm"):
+    for _part in ("fwd", "fwd_fake", "bwd", "bwd_fake"):
+        _INSTEAD[f"{_name}_{_part}"] = f"{_name}, whose gradients torch computes"
+        _INSTEAD[f"{_name}_affine_{_part}"] = f"{_name}_affine, whose gradients torch computes"
+
+__getattr__ = _unavailable.names_instead(__name__, _INSTEAD)
 
 Shape = int | Sequence[int]
 """Sizes of the last dimensions; an integer means one dimension."""
@@ -54,30 +49,32 @@ def _norm(
     bias: Tensor | None,
     eps: float,
     *,
-    out: torch.dtype,
+    out: torch.dtype | None = None,
     centered: bool,
     autocasts: bool = True,
 ) -> Tensor:
-    """Returns a layer norm or, if not ``centered``, an RMS norm, in the dtype ``out``.
+    """Returns a layer norm or, if not ``centered``, an RMS norm, in ``out`` or the input's dtype.
 
     These are ``(x - mean) / sqrt(variance + eps) * weight + bias``, and
     ``x / sqrt(mean(x^2) + eps) * weight``. Statistics are fp32 or wider. If dtypes differ, the norm
     is computed in the widest of them and rounded once. Under autocast the result has autocast's
-    dtype, unless not ``autocasts``.
+    dtype; with ``autocasts=False`` it still has the dtype ``out``.
 
     Raises:
         TypeError: If a dtype is not fp16, bf16, fp32 or fp64.
     """
-    under = is_under_autocast(input)
-    if under and autocasts and input.dtype is not torch.float64:  # which autocast casts neither
+    out = out or input.dtype
+    under_autocast = is_under_autocast(input)
+    if under_autocast and autocasts and input.dtype is not torch.float64:  # as autocast: fp64 stays
         out = torch.get_autocast_dtype(input.device.type)
-    dtypes = {out, *(t.dtype for t in (input, weight, bias) if t is not None)}
-    if under:
-        dtypes.add(torch.float32)  # in which autocast's own row would compute
+    dtypes = {out, *(tensor.dtype for tensor in (input, weight, bias) if tensor is not None)}
+    if under_autocast:
+        dtypes.add(torch.float32)  # autocast's own kernels compute norms in fp32
     if len(dtypes) > 1:
         wide = _widest(dtypes)
         input = input.to(wide)
-        weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
+        weight = None if weight is None else weight.to(wide)
+        bias = None if bias is None else bias.to(wide)
     sizes: Any = [int(shape)] if isinstance(shape, numbers.Integral) else tuple(shape)  # type: ignore[arg-type]
     if centered:
         return F.layer_norm(input, sizes, weight, bias, eps).to(out)
@@ -97,8 +94,8 @@ def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
 class _NormFunction(PlainFunction):
     """A norm as an autograd function; the result has the input's dtype, or the weight's if mixed.
 
-    As in apex, it ignores autocast. ``memory_efficient`` has no effect: the input is kept for the
-    backward.
+    As in apex, it ignores autocast. ``memory_efficient`` has no effect: torch always saves the
+    input for the backward pass.
     """
 
     _centered = True
@@ -109,8 +106,9 @@ class _NormFunction(PlainFunction):
         cls, input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         out = weight.dtype if cls._mixed and weight is not None else input.dtype
-        form: Any = {"out": out, "centered": cls._centered, "autocasts": False}
-        return _norm(input, shape, weight, bias, eps, **form)
+        return _norm(
+            input, shape, weight, bias, eps, out=out, centered=cls._centered, autocasts=False
+        )
 
 
 class FusedLayerNormAffineFunction(_NormFunction):
@@ -187,7 +185,7 @@ class FusedRMSNormFunction(FusedLayerNormFunction):
 class _FusedNorm(nn.Module):
     """Shape, eps and parameters, common to all fused norms."""
 
-    # For torch.jit.script, which does not support annotations in new syntax in the class body.
+    # torch.jit.script reads this list; it does not support Final annotations in this syntax.
     __constants__ = ("eps", "normalized_shape")
     _has_bias = False
 
@@ -212,13 +210,17 @@ class _FusedNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the weight to ones and the bias, where there is one, to zeros."""
+        """Sets the weight to ones and the bias, if any, to zeros."""
         for name, param in self.named_parameters():
             nn.init.constant_(param, float(name == "weight"))
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
         """Returns the result's dtype without autocast."""
         return input.dtype
+
+    def _normalized(self, input: Tensor, bias: Tensor | None, *, centered: bool) -> Tensor:
+        shape, out = self.normalized_shape, self._out_dtype(input)
+        return _norm(input, shape, self.weight, bias, self.eps, out=out, centered=centered)
 
     def extra_repr(self) -> str:
         """Returns shape, eps and whether the norm has parameters."""
@@ -247,11 +249,9 @@ class FusedLayerNorm(_FusedNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalized input, ``[*, normalized_shape]``."""
-        shape, weight, eps = self.normalized_shape, self.weight, self.eps
         if is_scripting():
-            return F.layer_norm(input, shape, weight, self.bias, eps)
-        out = self._out_dtype(input)
-        return _norm(input, shape, weight, self.bias, eps, out=out, centered=True)
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return self._normalized(input, self.bias, centered=True)
 
 
 class FusedRMSNorm(_FusedNorm):
@@ -275,16 +275,13 @@ class FusedRMSNorm(_FusedNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalized input, ``[*, normalized_shape]``."""
-        shape, weight, eps = self.normalized_shape, self.weight, self.eps
         if is_scripting():
-            return F.rms_norm(input, shape, weight, eps)
-        out = self._out_dtype(input)
-        return _norm(input, shape, weight, None, eps, out=out, centered=False)
+            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+        return self._normalized(input, None, centered=False)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
-        weight = self.weight
-        if weight is not None and weight.dtype in LOW_PRECISION:
-            return weight.dtype
+        if self.weight is not None and self.weight.dtype in LOW_PRECISION:
+            return self.weight.dtype
         return input.dtype
 
 
@@ -299,19 +296,13 @@ class _Mixed(_FusedNorm):
         memory_efficient: bool = False,
         **kwargs: Any,
     ) -> None:
-        affine = flag("elementwise_affine", kwargs.pop("elementwise_affine", True))
-        if kwargs:
-            raise TypeError(
-                f"{type(self).__name__} got the keywords {sorted(kwargs)}; it takes "
-                "normalized_shape, eps, memory_efficient and elementwise_affine. Remove them."
-            )
-        if not affine:
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient, **kwargs)
+        if not self.elementwise_affine:
             raise RuntimeError(
                 f"{type(self).__name__} got elementwise_affine=False; its result has the weight's "
                 "dtype, so it needs a weight. Use FusedLayerNorm or FusedRMSNorm with "
                 "elementwise_affine=False."
             )
-        super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
         return input.dtype if self.weight is None else self.weight.dtype
@@ -357,14 +348,14 @@ def fused_layer_norm_affine(
         eps: Term added to the variance.
         memory_efficient: Has no effect.
     """
-    return _norm(input, normalized_shape, weight, bias, eps, out=input.dtype, centered=True)
+    return _norm(input, normalized_shape, weight, bias, eps, centered=True)
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the layer norm of ``input`` in its dtype, without weight and bias."""
-    return _norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=True)
+    return _norm(input, normalized_shape, None, None, eps, centered=True)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -387,14 +378,14 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in its dtype."""
-    return _norm(input, normalized_shape, weight, None, eps, out=input.dtype, centered=False)
+    return _norm(input, normalized_shape, weight, None, eps, centered=False)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the RMS norm of ``input`` in its dtype, without a weight."""
-    return _norm(input, normalized_shape, None, None, eps, out=input.dtype, centered=False)
+    return _norm(input, normalized_shape, None, None, eps, centered=False)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -416,9 +407,10 @@ def manual_rms_norm(
     This is the dtype of a low-precision weight, or otherwise the widest of input, weight and fp32.
     """
     out = torch.promote_types(input.dtype, torch.float32)
-    if weight is not None:
-        low = weight.dtype in LOW_PRECISION
-        out = weight.dtype if low else torch.promote_types(out, weight.dtype)
+    if weight is not None and weight.dtype in LOW_PRECISION:
+        out = weight.dtype
+    elif weight is not None:
+        out = torch.promote_types(out, weight.dtype)
     return _norm(
         input, normalized_shape, weight, None, eps, out=out, centered=False, autocasts=False
     )
@@ -427,7 +419,7 @@ def manual_rms_norm(
 def _size(module: str, shape: Shape) -> torch.Size:
     if isinstance(shape, numbers.Integral):
         return torch.Size((int(shape),))
-    if not isinstance(shape, Sequence) or not all(isinstance(n, numbers.Integral) for n in shape):
+    if not isinstance(shape, Sequence) or not all(isinstance(s, numbers.Integral) for s in shape):
         raise TypeError(
             f"{module} got normalized_shape={shape!r}; it takes an integer or a sequence of "
             "integers: the sizes of the last dimensions of the input."

@@ -51,7 +51,9 @@ class FusedAdagrad(FusedOptimizer):
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
         adagrad_(
-            [batch.grads, batch.params, *self.buffers(batch.params, "sum")],
+            batch.grads,
+            batch.params,
+            self.buffers(batch.params, "sum"),
             batch.skip,
             lr=batch.option("lr"),
             eps=batch.group["eps"],

@@ -162,8 +162,10 @@ class FusedAdam(FusedOptimizer):
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
         targets = self.masters(batch, LOW_PRECISION if self.master_weights else ())
-        averages = self.buffers(batch.params, "exp_avg", "exp_avg_sq")
-        adam_([batch.grads, targets, *averages], self.rule(batch), batch.step, batch.skip)
+        exp_avgs = self.buffers(batch.params, "exp_avg")
+        exp_avg_sqs = self.buffers(batch.params, "exp_avg_sq")
+        rule = self.rule(batch)
+        adam_(batch.grads, targets, exp_avgs, exp_avg_sqs, rule, batch.step, batch.skip)
         store(batch.params, targets)
 
     def rule(self, batch: Batch) -> AdamRule:

@@ -88,7 +88,10 @@ class FusedLAMB(FusedOptimizer):
         """Takes one step for a batch of parameters."""
         targets = self.masters(batch, (self.reduced_precision_dtype,))
         lamb_(
-            [batch.grads, targets, *self.buffers(batch.params, "exp_avg", "exp_avg_sq")],
+            batch.grads,
+            targets,
+            self.buffers(batch.params, "exp_avg"),
+            self.buffers(batch.params, "exp_avg_sq"),
             batch.adam_rule(self.adam_w_mode),
             batch.step,
             batch.skip,

@@ -86,8 +86,15 @@ class FusedNovoGrad(FusedOptimizer):
                 new = torch.full((), start, dtype=torch.float32, device=param.device)
                 self.state[param][NORM] = new
         running = [self.state[param][NORM] for param in batch.params]
-        norms, rule = stacked(running, batch.device), batch.adam_rule(self.moment_mode)
-        lists = [batch.grads, batch.params, *self.buffers(batch.params, "exp_avg")]
-        norm_type = batch.group["norm_type"]
-        novograd_(lists, norms, rule, batch.step, batch.skip, norm_type=norm_type)
+        norms = stacked(running, batch.device)
+        novograd_(
+            batch.grads,
+            batch.params,
+            self.buffers(batch.params, "exp_avg"),
+            norms,
+            batch.adam_rule(self.moment_mode),
+            batch.step,
+            batch.skip,
+            norm_type=batch.group["norm_type"],
+        )
         store(running, norms.unbind())

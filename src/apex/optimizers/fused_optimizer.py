@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,10 @@ _LARGE = 2**23
 Such a rule holds lists of intermediate values of the whole batch, FusedLAMB three, and copies of
 all that changes while a flag may skip the step.
 """
+
+
+SkipOn = Callable[[torch.device], Tensor | None]
+"""Returns a device's 0-d flag, 1 to change nothing, made once for each step; ``None`` without."""
 
 
 @dataclass
@@ -155,14 +160,16 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = self._signals(**scaling)
-        batches = [each for group in self.param_groups for each in self._batches(group, found_inf)]
+        skip_on: SkipOn = functools.cache(functools.partial(skip_flag, found_inf))
+        batches: list[Batch] = []
+        for group in self.param_groups:
+            batches += self._batches(group, skip_on)
         if grad_scale is not None:
             for batch in batches:
                 factor = as_tensor(grad_scale, batch.device).reciprocal()
                 batch.grads = scale_(batch.grads, factor, batch.skip)
         self.prepare(batches)
-        for group in self.param_groups:
-            _count(group, found_inf)
+        self._count(skip_on)
         for batch in batches:
             self.update(batch)
         return loss
@@ -173,7 +180,7 @@ class FusedOptimizer(Optimizer):
             return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return signals(grad_scaler, self)
 
-    def _batches(self, group: dict[str, Any], found_inf: Tensor | None) -> Iterator[Batch]:
+    def _batches(self, group: dict[str, Any], skip_on: SkipOn) -> Iterator[Batch]:
         last: dict[torch.device, Batch] = {}
         for param in group["params"]:
             grad = self._gradient(param)
@@ -190,23 +197,46 @@ class FusedOptimizer(Optimizer):
             if batch is None or (batch.elements >= _LARGE and not self.gradients_in_kernels):
                 if batch is not None:
                     yield batch
-                skip = skip_flag(found_inf, param.device)
-                batch = last[param.device] = Batch(group, param.device, skip)
+                batch = Batch(group, param.device, skip_on(param.device))
+                last[param.device] = batch
             batch.params.append(param)
             batch.grads.append(grad)
             batch.elements += param.numel()
         yield from last.values()
 
+    def _count(self, skip_on: SkipOn) -> None:
+        """Counts the step in each group; on the device from the first flag on that may skip one."""
+        counts: dict[torch.device, list[Tensor]] = {}
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            device = group["params"][0].device
+            step = group.get("step", 0)
+            if isinstance(step, Tensor):
+                step = moved(step, device, torch.int32)
+            elif skip_on(device) is None:
+                group["step"] = step + 1
+                continue
+            else:
+                step = torch.full((), int(step), dtype=torch.int32, device=device)
+            group["step"] = step
+            counts.setdefault(device, []).append(step)
+        for device, steps in counts.items():
+            skip = skip_on(device)
+            if skip is None:
+                torch._foreach_add_(steps, 1)
+            else:  # with alpha, without which torch takes the tensor for a number, and reads it
+                torch._foreach_add_(steps, (1 - skip).to(torch.int32), alpha=1)
+
     def _gradient(self, param: Tensor) -> Tensor | None:
         return param.grad
 
-    def buffers(self, params: Sequence[Tensor], *names: str) -> list[list[Tensor]]:
-        """Returns lists of the parameters' state of these names, initially zeros."""
+    def buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Returns the parameters' state of this name, initially zeros."""
         for param in params:
-            for name in names:
-                if name not in self.state[param]:
-                    self.state[param][name] = torch.zeros_like(param, dtype=self.state_dtype(param))
-        return [[self.state[param][name] for param in params] for name in names]
+            if name not in self.state[param]:
+                self.state[param][name] = torch.zeros_like(param, dtype=self.state_dtype(param))
+        return [self.state[param][name] for param in params]
 
     def state_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's state: fp32, fp64 for fp64 parameters."""
@@ -283,20 +313,6 @@ class FusedOptimizer(Optimizer):
                 wide = isinstance(saved, Tensor) and saved.dtype in (torch.float32, torch.float64)
                 if wide and is_low_precision(param):
                     self.state[param][name] = saved.detach().to(param.device, copy=True)
-
-
-def _count(group: dict[str, Any], found_inf: Tensor | None) -> None:
-    """Counts one step of a group; on the device from the first flag on that may skip a step."""
-    if not group["params"]:
-        return
-    step, device = group.get("step", 0), group["params"][0].device
-    if found_inf is None and not isinstance(step, Tensor):
-        group["step"] = step + 1
-        return
-    if not isinstance(step, Tensor):
-        step = torch.full((), int(step), dtype=torch.int32, device=device)
-    skip = skip_flag(found_inf, device)
-    group["step"] = moved(step, device).add_(1 if skip is None else (1 - skip).to(step.dtype))
 
 
 def put_on_device(group: dict[str, Any]) -> None:

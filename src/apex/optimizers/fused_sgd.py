@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import compress
 from typing import ClassVar
 
 import torch
@@ -85,21 +84,30 @@ class FusedSGD(FusedOptimizer):
         """Returns each parameter's momentum, and whether all have just been made, as zeros."""
         params = list(params)
         new = all(BUFFER not in self.state[param] for param in params)
-        return self.buffers(params, BUFFER)[0], new
+        return self.buffers(params, BUFFER), new
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
-        options = {name: batch.group[name] for name in _OPTIONS}
-        late = self.wd_after_momentum
-        rule = SGDRule(lr=batch.option("lr"), decay_after_momentum=late, **options)
-        # A start from zeros is that of a first run, unless it is dampened.
-        dampened = bool(rule.momentum and rule.dampening)
-        new = [dampened and BUFFER not in self.state[param] for param in batch.params]
-        # sync: dampening depends on whether a buffer has started; only until all have.
-        if any(new) and batch.skip is not None and bool(batch.skip):
+        rule = SGDRule(
+            lr=batch.option("lr"),
+            decay_after_momentum=self.wd_after_momentum,
+            **{name: batch.group[name] for name in _OPTIONS},
+        )
+        if not rule.momentum:
+            sgd_(batch.grads, batch.params, [], rule, batch.skip)
             return
-        momenta = self.buffers(batch.params, BUFFER) if rule.momentum else []
-        for first_run in {*new}:
-            chosen = [each is first_run for each in new]
-            lists = [list(compress(each, chosen)) for each in (batch.grads, batch.params, *momenta)]
-            sgd_(lists, rule, batch.skip, first_run=first_run)
+        first: list[tuple[Tensor, Tensor]] = []
+        others: list[tuple[Tensor, Tensor]] = []
+        for param, grad in zip(batch.params, batch.grads, strict=True):
+            # A start from zeros is that of a first run, unless it is dampened.
+            is_first = bool(rule.dampening) and BUFFER not in self.state[param]
+            (first if is_first else others).append((param, grad))
+        # sync: dampening depends on whether a buffer has started; only until all have.
+        if first and batch.skip is not None and bool(batch.skip):
+            return
+        for first_run, chosen in ((True, first), (False, others)):
+            if chosen:
+                params = [param for param, _ in chosen]
+                grads = [grad for _, grad in chosen]
+                momenta = self.buffers(params, BUFFER)
+                sgd_(grads, params, momenta, rule, batch.skip, first_run=first_run)

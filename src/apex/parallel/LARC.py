@@ -73,7 +73,7 @@ class LARC:
             return loss
 
         try:
-            for group in groups:  # the gradients include it
+            for group in groups:  # the scaled gradients already include weight decay
                 group["weight_decay"] = 0.0
             if closure is not None:
                 return self.optim.step(scaled)
@@ -87,16 +87,16 @@ class LARC:
     def _scale_gradients(self, decays: list[float]) -> None:
         prepared = prepared_state(self.optim)
         if prepared is not None:
-            prepared.settle_gradients()
+            prepared.update_masters_with_grads()
         for group, decay in zip(self.optim.param_groups, decays, strict=True):
-            params = [param for param in group["params"] if param.grad is not None]
-            if not params:
-                continue
-            grads = [param.grad for param in params]
-            norms = map(torch._foreach_norm, (params, grads))
-            for param, grad, param_norm, grad_norm in zip(params, grads, *norms, strict=True):
-                rate = self.trust_coefficient * param_norm
-                rate = rate / (grad_norm + decay * param_norm + self.eps)
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                param_norm = param.norm()
+                grad_norm = grad.norm()
+                denominator = grad_norm + decay * param_norm + self.eps
+                rate = self.trust_coefficient * param_norm / denominator
                 if self.clip:
                     rate = (rate / group["lr"]).clamp(max=1.0)
                 adapts = (param_norm != 0) & (grad_norm != 0)
@@ -104,7 +104,7 @@ class LARC:
                 grad.add_(param * torch.where(adapts, decay, 0.0))
                 grad.mul_(torch.where(adapts, rate, 1.0))
 
-    # -- the optimizer's own -----------------------------------------------------------------
+    # -- forwarded to the optimizer ----------------------------------------------------------
 
     param_groups = forwarded("optim", "param_groups", "The optimizer's parameter groups.")
     state = forwarded("optim", "state", "The optimizer's state.")

@@ -19,14 +19,15 @@ class DelayedReduction:
     """Reduces the parameters' gradients when the backward pass ends.
 
     Unlike torch's bucketed reducer, it supports any graph: parameters may be unused, used twice, or
-    used inside a checkpointed segment. As in apex, it reduces every gradient that is there.
+    used inside a checkpointed segment. As in apex, it reduces every existing gradient.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], reduction: GradientReduction) -> None:
         """Registers a hook on every parameter for the lifetime of this object."""
         self.params = params
         self.reduction = reduction
-        self._on = self._queued = False
+        self._on = False  # whether this backward pass ends with a reduction
+        self._queued = False  # whether the engine has been asked for it
         hook = functools.partial(_queue, weakref.ref(self))
         for param in params:
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -36,18 +37,18 @@ class DelayedReduction:
         """Sets whether backward passes from ``output``, in any nesting, end with a reduction."""
         self._on = on
         self._queued = False  # a backward pass that raised may have left it set
-        if on and not torch.compiler.is_compiling():  # there, the parameters' hooks suffice
+        if on and not torch.compiler.is_compiling():  # compiled code has no nested passes
             tree.map_tensors(self._register_output, output)
 
     def queue(self, _: object = None) -> None:
-        """Makes the engine reduce when its pass ends; also the hook of an output."""
+        """Asks the autograd engine to reduce when its pass ends; also the hook of an output."""
         if self._on and not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._finish)
 
     def _register_output(self, tensor: Tensor) -> Tensor:
-        # An output's hook runs in the outermost backward pass. A parameter's may run in a nested
-        # one, started by a checkpointed segment, which would end too early.
+        # An output's hook runs in the outermost backward pass. A parameter's hook may run in the
+        # nested pass of a checkpointed segment, which ends before other gradients are complete.
         if tensor.requires_grad:
             tensor.register_hook(self.queue)  # type: ignore[no-untyped-call]
         return tensor
@@ -58,7 +59,7 @@ class DelayedReduction:
 
 
 def _queue(reference: weakref.ref[DelayedReduction], param: Tensor) -> None:
-    """A parameter's hook, which does not keep its owner alive."""
-    owner = reference()
-    if owner is not None:
-        owner.queue()
+    """Runs as a parameter's hook, which must not keep the reduction alive."""
+    reduction = reference()
+    if reduction is not None:
+        reduction.queue()

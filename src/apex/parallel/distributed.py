@@ -11,17 +11,31 @@ from torch.nn import parallel
 
 from apex import _unavailable
 from apex._core import arguments
+from apex._core.flat import flatten, unflatten
 from apex._torch.ddp import SENDS_LATER
 from apex.parallel.delayed_reduction import DelayedReduction
-from apex.parallel.flat_calls import Reducer as Reducer
-from apex.parallel.flat_calls import apply_flat_dist_call as apply_flat_dist_call
-from apex.parallel.flat_calls import extract_tensors as extract_tensors
-from apex.parallel.flat_calls import flat_dist_call as flat_dist_call
-from apex.parallel.flat_calls import flatten as flatten
-from apex.parallel.flat_calls import split_by_type as split_by_type
-from apex.parallel.flat_calls import split_half_float_double as split_half_float_double
-from apex.parallel.flat_calls import unflatten as unflatten
+from apex.parallel.flat_calls import (
+    Reducer,
+    apply_flat_dist_call,
+    extract_tensors,
+    flat_dist_call,
+    split_by_type,
+    split_half_float_double,
+)
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
+
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "reduce_in_fp32",
+    "split_by_type",
+    "split_half_float_double",
+    "unflatten",
+]
 
 __getattr__ = _unavailable.names_instead(
     __name__,
@@ -113,7 +127,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def create_hooks(self) -> None:
         """Registers the hooks that reduce gradients; the constructor calls it once."""
-        late, reduction = None, self._reduction(self.process_group)
+        late = None
+        reduction = self._reduction(self.process_group)
         if self.delay_allreduce:
             late = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
@@ -121,25 +136,32 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.__dict__[_LATE] = late
 
     def _reduction(self, group: Any) -> GradientReduction:
-        options = self.allreduce_always_fp32, self.gradient_average, self.gradient_predivide_factor
-        return GradientReduction(group, *options)
+        return GradientReduction(
+            group,
+            self.allreduce_always_fp32,
+            self.gradient_average,
+            self.gradient_predivide_factor,
+        )
 
     def _reduced_params(self) -> list[nn.Parameter]:
-        ignored, named = self.parameters_to_ignore, self.module.named_parameters()
-        return [param for name, param in named if name not in ignored and param.requires_grad]
+        params = []
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and name not in self.parameters_to_ignore:
+                params.append(param)
+        return params
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module."""
         late: DelayedReduction | None = self.__dict__[_LATE]
         if late is None:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        wanted = self.require_backward_grad_sync
-        self.__dict__[SENDS_LATER] = wanted
+        syncs = self.require_backward_grad_sync
+        self.__dict__[SENDS_LATER] = syncs
         with self.no_sync():  # torch's reducer stays idle
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        self.require_forward_param_sync = wanted
+        self.require_forward_param_sync = syncs
         if torch.is_grad_enabled():
-            late.enable(output, on=wanted)
+            late.enable(output, on=syncs)
         return output
 
     def disable_allreduce(self) -> None:
@@ -170,8 +192,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """
         del bucket_idx, force_default_stream
         reduced = self._reduction(self.process_group).blocking(flatten(bucket))
-        for tensor, value in zip(bucket, unflatten(reduced, bucket), strict=True):
-            tensor.copy_(value)
+        torch._foreach_copy_([*bucket], unflatten(reduced, bucket))
         return reduced
 
     @property
@@ -236,18 +257,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:
     """Makes torch's DistributedDataParallel send and average 16-bit gradients in fp32.
 
-    At O2, O3 and O5 the wrapper otherwise adds them in 16 bits, and rounds once per addition. Here
-    each rank's gradient goes to fp32, the ranks' mean is taken in fp32, and only the mean is
-    rounded. Gradients are sent in 4 bytes an element instead of 2; those in fp32 are averaged as
-    before. Call it once, after wrapping the model and before the first backward pass: it registers
-    a communication hook, and a wrapper takes one.
+    Otherwise, at O2, O3 and O5, the wrapper adds gradients in 16 bits and rounds after each
+    addition. This function converts each rank's gradient to fp32, averages in fp32 and rounds only
+    the average. 16-bit gradients then take 4 bytes per element to send instead of 2; fp32 gradients
+    are averaged as before. Call it once, after wrapping the model and before the first backward
+    pass. It registers a communication hook, of which a wrapper can have only one.
 
     Args:
         model: A model in ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
-        TypeError: For anything else.
-        RuntimeError: If the wrapper has a communication hook already.
+        TypeError: If ``model`` is anything else.
+        RuntimeError: If the wrapper already has a communication hook.
 
     Example:
         Each process of a script::

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core.flat import flatten as flatten
-from apex._core.flat import unflatten as unflatten
+from apex._core.flat import flatten, unflatten
 from apex.parallel.gradient_reduction import GradientReduction, reduce_gradients
 
 Call = Callable[..., Any]
 
-_SPLIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Returns non-empty lists of the fp16, bf16, fp32 and fp64 tensors."""
-    given = list(tensors)
-    buckets = [[t for t in given if t.dtype is dtype] for dtype in _SPLIT_DTYPES]
-    return [bucket for bucket in buckets if bucket]
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    buckets: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in dtypes}
+    for tensor in tensors:
+        if tensor.dtype in buckets:
+            buckets[tensor.dtype].append(tensor)
+    return [bucket for bucket in buckets.values() if bucket]
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
@@ -50,8 +50,7 @@ def apply_flat_dist_call(
         call(coalesced, *(extra_args or ()))
         if call is torch.distributed.all_reduce:
             coalesced /= torch.distributed.get_world_size()
-        for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
-            tensor.copy_(synced)
+        torch._foreach_copy_([*bucket], unflatten(coalesced, bucket))
 
 
 def flat_dist_call(

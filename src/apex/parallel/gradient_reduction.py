@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apex._core.arguments import is_number
 from apex._torch.copies import moved
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class GradientReduction:
         ValueError: If the predivide factor is not positive.
     """
 
-    group: ProcessGroup | None = None
+    group: torch.distributed.ProcessGroup | None = None
     always_fp32: bool = False
     average: bool = True
     predivide_factor: float = 1.0
@@ -49,24 +46,28 @@ class GradientReduction:
 
     def blocking(self, buffer: Tensor) -> Tensor:
         """Reduces ``buffer`` in place and returns it."""
-        sent = self._prepared(buffer)
-        torch.distributed.all_reduce(sent, group=self.group)
-        return _finished(sent, buffer, self._factor_after)
+        message = self._message(buffer)
+        torch.distributed.all_reduce(message, group=self.group)
+        return _write_back(message, buffer, self._factor_after)
 
     def in_background(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Reduces a ``GradBucket`` asynchronously, as a communication hook."""
         buffer: Tensor = bucket.buffer()
-        sent = self._prepared(buffer)
-        work: Any = torch.distributed.all_reduce(sent, group=self.group, async_op=True)
+        message = self._message(buffer)
+        work: Any = torch.distributed.all_reduce(message, group=self.group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
         # The callback must not hold the group: the group's own thread releases the callback, and
         # that thread cannot destroy the group.
-        after = self._factor_after
-        return future.then(lambda done: _finished(done.value()[0], buffer, after))
+        factor = self._factor_after
+        return future.then(lambda done: _write_back(done.value()[0], buffer, factor))
 
-    def _prepared(self, buffer: Tensor) -> Tensor:
-        sent = buffer.float() if self.always_fp32 and buffer.element_size() < 4 else buffer
-        return sent if self._divisor_before == 1.0 else sent.mul_(1.0 / self._divisor_before)
+    def _message(self, buffer: Tensor) -> Tensor:
+        """Returns the tensor to send: ``buffer`` itself, or its copy in fp32, divided."""
+        if self.always_fp32 and buffer.element_size() < 4:
+            buffer = buffer.float()
+        if self._divisor_before != 1.0:
+            buffer.mul_(1.0 / self._divisor_before)
+        return buffer
 
     @property
     def _divisor_before(self) -> float:
@@ -81,10 +82,10 @@ class GradientReduction:
         return torch.distributed.get_world_size(self.group)
 
 
-def _finished(reduced: Tensor, buffer: Tensor, factor: float) -> Tensor:
+def _write_back(message: Tensor, buffer: Tensor, factor: float) -> Tensor:
     if factor != 1.0:
-        reduced.mul_(factor)
-    return reduced if reduced.dtype is buffer.dtype else buffer.copy_(reduced)
+        message.mul_(factor)
+    return message if message.dtype is buffer.dtype else buffer.copy_(message)
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def reduce_gradients(params: Sequence[nn.Parameter], reduction: GradientReductio
     Raises:
         RuntimeError: If a gradient is sparse.
     """
-    parts: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    buckets: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for param in params:
         if param.grad is not None and param.grad.is_sparse:
             raise RuntimeError(
@@ -109,21 +110,23 @@ def reduce_gradients(params: Sequence[nn.Parameter], reduction: GradientReductio
                 "be reduced at the end of the backward pass. Use DistributedDataParallel with "
                 "delay_allreduce=False, or an embedding with sparse=False."
             )
-        parts.setdefault((param.device, param.dtype), []).append(param)
-    for part in parts.values():
-        _reduce_part(part, reduction)
+        buckets.setdefault((param.device, param.dtype), []).append(param)
+    for bucket in buckets.values():
+        _reduce_bucket(bucket, reduction)
 
 
-def _reduce_part(params: list[nn.Parameter], reduction: GradientReduction) -> None:
+def _reduce_bucket(params: list[nn.Parameter], reduction: GradientReduction) -> None:
+    first = params[0]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    wanted = [param.grad is not None for param in params]
-    marks = moved(torch.tensor(wanted, dtype=params[0].dtype, device="cpu"), params[0].device)
-    # The marks are sent with the gradients, which saves a second call.
-    flat = reduction.blocking(torch.cat([*(grad.reshape(-1) for grad in grads), marks]))
-    *values, marks = torch.split(flat, [*(grad.numel() for grad in grads), len(params)])
-    if not all(wanted):
-        wanted = marks.ne(0).tolist()  # sync: only if a parameter has no gradient here
-    for param, grad, value, anywhere in zip(params, grads, values, wanted, strict=True):
+    has_grad = [param.grad is not None for param in params]
+    marks = moved(torch.tensor(has_grad, dtype=first.dtype, device="cpu"), first.device)
+    # One message carries the gradients and, behind them, a mark per parameter.
+    flat = reduction.blocking(torch.cat([grad.reshape(-1) for grad in (*grads, marks)]))
+    *sums, marks = torch.split(flat, [grad.numel() for grad in (*grads, marks)])
+    if not all(has_grad):
+        has_grad = marks.ne(0).tolist()  # sync: only if a parameter has no gradient here
+    for param, grad, total, anywhere in zip(params, grads, sums, has_grad, strict=True):
         if anywhere:
-            grad.data.copy_(value.view_as(grad))  # as apex: no edit that autograd and amp count
+            # As in apex, through data: the write does not count as an edit of the gradient.
+            grad.data.copy_(total.view_as(grad))
             param.grad = grad

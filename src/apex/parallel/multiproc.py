@@ -35,24 +35,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("script", help="the Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     world_size = _world_size(parser)
     logging.getLogger("apex").warning(
         "apex.parallel.multiproc starts %d processes. Prefer torchrun: "
-        "torchrun --nproc-per-node=%d %s ...", world_size, world_size, given.script
+        "torchrun --nproc-per-node=%d %s ...", world_size, world_size, options.script
     )  # fmt: skip
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = os.environ.get("MASTER_PORT") or str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", **os.environ, "MASTER_PORT": port}
-    shared["WORLD_SIZE"] = str(world_size)
+        free_port = str(probe.getsockname()[1])
+    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    environ = {**defaults, **os.environ, "WORLD_SIZE": str(world_size)}
     with contextlib.ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         for rank in map(str, range(world_size)):
-            command = [sys.executable, given.script, *_arguments(given, rank, shared["WORLD_SIZE"])]
-            process = subprocess.Popen(command, env={**shared, "RANK": rank, "LOCAL_RANK": rank})
-            processes.append(stack.enter_context(process))  # waits for it
-            stack.callback(process.terminate)  # nothing if it has ended
+            script_arguments = _script_arguments(options, rank, environ["WORLD_SIZE"])
+            command = [sys.executable, options.script, *script_arguments]
+            process = subprocess.Popen(command, env={**environ, "RANK": rank, "LOCAL_RANK": rank})
+            processes.append(stack.enter_context(process))  # whose exit waits for the process
+            stack.callback(process.terminate)  # does nothing once the process has ended
         while True:
             states = [process.poll() for process in processes]
             failed = [state for state in states if state]
@@ -62,18 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _world_size(parser: argparse.ArgumentParser) -> int:
-    wanted = os.environ.get("WORLD_SIZE")
-    if wanted is None:
+    size = os.environ.get("WORLD_SIZE")
+    if size is None:
         return max(1, torch.accelerator.device_count())
-    if not wanted.isdecimal() or int(wanted) < 1:
-        parser.error(f"WORLD_SIZE is {wanted!r}; it must be a positive number of processes.")
-    return int(wanted)
+    if not size.isdecimal() or int(size) < 1:
+        parser.error(f"WORLD_SIZE is {size!r}; it must be a positive number of processes.")
+    return int(size)
 
 
-def _arguments(given: argparse.Namespace, rank: str, world_size: str) -> list[str]:
+def _script_arguments(options: argparse.Namespace, rank: str, world_size: str) -> list[str]:
     """Returns the script's arguments, with the old flags if it uses them."""
-    result = list(given.arguments)
-    path = Path(given.script)
+    result = list(options.arguments)
+    path = Path(options.script)
     text = path.read_text(errors="replace") if path.is_file() else ""
     for flag, value in (("--world-size", world_size), ("--rank", rank)):
         if flag in result[:-1]:

@@ -43,10 +43,10 @@ class SyncBatchNorm(_BatchNorm):
         fuse_relu: Whether to apply a ReLU to the output.
 
     Attributes:
-        warned: As in apex, where it marked that the slow form had been reported; changes nothing.
+        warned: Always False. apex set it after a warning about its slow implementation.
 
     Raises:
-        TypeError: If ``process_group`` is no process group that contains this process.
+        TypeError: If ``process_group`` is not a process group that contains this process.
     """
 
     warned: ClassVar[bool] = False
@@ -79,13 +79,13 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: If its dtype or shape does not match, or it has one value per channel in
                 training.
         """
-        dim, place = (-1, "last") if self.channel_last else (1, "second")
+        dim = -1 if self.channel_last else 1
         fits = input.dim() > 1 and input.size(dim) == self.num_features
         if not fits or not dtypes.is_castable(input):
             raise ValueError(
                 f"SyncBatchNorm got {input.dtype} of shape {tuple(input.shape)}; it takes floating "
-                f"point of rank 2 or more with {self.num_features} channels as the {place} "
-                f"dimension (channel_last={self.channel_last})."
+                f"point of rank 2 or more with {self.num_features} channels as dimension {dim} "
+                f"(channel_last={self.channel_last})."
             )
         output = self._normalized(input.movedim(dim, 1)).movedim(1, dim)
         if z is not None:
@@ -96,12 +96,13 @@ class SyncBatchNorm(_BatchNorm):
         group = syncing_group(self.process_group) if self.training else None
         if group is None:
             return super().forward(x)
+        running_mean = self.running_mean if self.track_running_stats else None
+        running_var = self.running_var if self.track_running_stats else None
         tracked = self.num_batches_tracked if self.track_running_stats else None
-        running = (self.running_mean, self.running_var) if self.track_running_stats else (None,) * 2
         momentum = self.momentum or 0.0
         if self.momentum is None and tracked is not None:
             momentum = 1.0 / (int(tracked) + 1)  # sync: torch's batch_norm takes a host number
-        args = (x, self.weight, self.bias, *running, self.eps, momentum, group)
+        args = (x, self.weight, self.bias, running_mean, running_var, self.eps, momentum, group)
         if x.is_cuda:
             size = torch.distributed.get_world_size(group)
             output: Tensor = TorchSyncBatchNorm.apply(*args, size)  # type: ignore[no-untyped-call]
@@ -132,9 +133,9 @@ def convert_syncbn_model(
 ) -> Module:
     """Replaces every batch norm in ``module`` with a :class:`SyncBatchNorm`.
 
-    Modifies the model in place and returns it: each layer gets another class and stays the same
-    object, with its parameters, options, mode and hooks. So the call may come before or after
-    ``amp.initialize`` and before or after the creation of an optimizer.
+    Modifies the model in place and returns it. Each layer gets another class but stays the same
+    object, with its parameters, options, mode and hooks. Therefore the call may come before or
+    after ``amp.initialize``, and before or after the creation of an optimizer.
 
     Args:
         module: Any module.
@@ -142,7 +143,8 @@ def convert_syncbn_model(
         channel_last: See :class:`SyncBatchNorm`.
 
     Raises:
-        TypeError: If ``module`` is not a module, or ``process_group`` no group of this process.
+        TypeError: If ``module`` is not a module, or ``process_group`` is not a process group that
+            contains this process.
         ValueError: If a layer has a parametrization, or ``module`` itself is a batch norm that
             ``amp.initialize`` has prepared. In this case, nothing is converted.
     """
@@ -159,5 +161,7 @@ def convert_syncbn_model(
         fuse_relu = isinstance(layer, SyncBatchNorm) and layer.fuse_relu
         synced: Any = layer
         synced.__class__ = SyncBatchNorm
-        synced.process_group, synced.channel_last, synced.fuse_relu = group, channel_last, fuse_relu
+        synced.process_group = group
+        synced.channel_last = channel_last
+        synced.fuse_relu = fuse_relu
     return module

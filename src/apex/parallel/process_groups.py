@@ -57,6 +57,6 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
     if group_size == 0:
         return None
     arguments.integer("group_size", group_size, least=0)
-    own: ProcessGroup
-    own, _ = torch.distributed.new_subgroups(group_size)  # type: ignore[no-untyped-call]
-    return own
+    group: ProcessGroup
+    group, _ = torch.distributed.new_subgroups(group_size)  # type: ignore[no-untyped-call]
+    return group

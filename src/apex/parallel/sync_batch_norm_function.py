@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,17 +10,14 @@ from torch.autograd import Function
 
 from apex._core.foreach.working import math_dtype
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 class _Sum(Function):
-    """The sum over processes; its gradient is the sum of theirs."""
+    """The sum over processes; its gradient is the sum of the gradients in all processes."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         ctx.group = group
-        total = own.clone()
+        total = part.clone()
         torch.distributed.all_reduce(total, group=group)
         return total
 
@@ -38,7 +35,7 @@ def sync_batch_norm(
     running_var: Tensor | None,
     eps: float,
     momentum: float,
-    group: ProcessGroup,
+    group: torch.distributed.ProcessGroup,
 ) -> Tensor:
     """Returns ``x`` normalized with the statistics of the batches of all processes in ``group``.
 
@@ -59,19 +56,21 @@ def sync_batch_norm(
     Raises:
         ValueError: If there is only one value per channel.
     """
-    wide, shape = x.to(math_dtype(x)), (1, -1, *(1 for _ in x.shape[2:]))
+    wide = x.to(math_dtype(x))
+    shape = (1, -1, *(1 for _ in x.shape[2:]))
     dims = [dim for dim in range(x.dim()) if dim != 1]
-    own = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() // x.size(1))])
-    total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
+    sums = wide.sum(dims)
+    values_per_channel = wide.new_full((1,), x.numel() // x.size(1))
+    total: Tensor = _Sum.apply(torch.cat([sums, values_per_channel]), group)  # type: ignore[no-untyped-call]
     count = total[-1].detach()
-    if count == 1:  # sync: on the host already
+    if count == 1:  # sync: these tensors are on the CPU
         raise ValueError(
             f"SyncBatchNorm got one value per channel over all processes (input {tuple(x.shape)} "
             "here) in training, which has no variance. Use larger batches, or call eval() on the "
             "layer."
         )
     mean = total[:-1] / count.clamp(min=1.0)
-    # The mean comes first: E[x^2] - E[x]^2 would cancel.
+    # Two passes over the data, because E[x^2] - E[x]^2 would cancel.
     centered = wide - mean.view(shape)
     squares: Tensor = _Sum.apply(centered.square().sum(dims), group)  # type: ignore[no-untyped-call]
     var = squares / count.clamp(min=1.0)

@@ -73,12 +73,13 @@ def apply_reparameterization(
         TypeError: If ``module`` is not a module, or ``reparameterization`` is not given.
     """
     arguments.module("apply_reparameterization", module)
-    found = (each for each, _ in module.named_parameters())
-    names = [name] if name else [each for each in found if "parametrizations." not in each]
-    for each in names:  # all before the first changes
-        Reparameterization.find(module, each, dim)
-    for each in names:
-        Reparameterization.apply(module, each, dim, reparameterization, hook_child)
+    names = [name]
+    if not name:
+        names = [path for path, _ in module.named_parameters() if "parametrizations." not in path]
+    for path in names:  # validates every weight before the first one changes
+        Reparameterization.find(module, path, dim)
+    for path in names:
+        Reparameterization.apply(module, path, dim, reparameterization, hook_child)
     return module
 
 
@@ -90,13 +91,15 @@ def remove_reparameterization(
 ) -> M:
     """Removes reparameterizations of a class; for other arguments, see `remove_weight_norm`."""
     arguments.module("remove_reparameterization", module)
-    owners = [module] if remove_all else module.modules()
-    places = [(owner, own) for owner in owners for own in getattr(owner, "parametrizations", ())]
     if name and not remove_all:
-        places = [Reparameterization.get_module_and_name(module, name)]
-        if not isinstance(attached(*places[0]), reparameterization):
+        owner, weight = Reparameterization.get_module_and_name(module, name)
+        if not isinstance(attached(owner, weight), reparameterization):
             raise ValueError(f"{name!r} has no {reparameterization.__name__} in {module}.")
-    for place in places:
-        if isinstance(attached(*place), reparameterization):
-            detach(*place)
+        detach(owner, weight)
+        return module
+    owners = [module] if remove_all else module.modules()
+    for owner in owners:
+        for weight in [*getattr(owner, "parametrizations", ())]:
+            if isinstance(attached(owner, weight), reparameterization):
+                detach(owner, weight)
     return module

@@ -65,9 +65,9 @@ class Reparameterization:
         reparameterization: Callable[..., Reparameterization] | None = None,
         hook_child: bool = True,
     ) -> Reparameterization | None:
-        """Replaces a parameter and returns its rule; None if it stays.
+        """Replaces a parameter and returns its rule; None if the parameter is left unchanged.
 
-        Embeddings and parameters with fewer than two dimensions stay.
+        Embeddings and parameters with fewer than two dimensions are left unchanged.
 
         Args:
             module: The module.
@@ -91,10 +91,13 @@ class Reparameterization:
         if found is None:
             return None
         owner, own_name, weight = found
-        dim = None if dim is None else dim % weight.dim()
-        place = (own_name, dim, owner) if hook_child else (name, dim, module)
-        rule = reparameterization(*place)
-        # Before torch does: it takes a NotImplementedError for permission to keep the weight.
+        if dim is not None:
+            dim %= weight.dim()
+        if hook_child:
+            rule = reparameterization(own_name, dim, owner)
+        else:
+            rule = reparameterization(name, dim, module)
+        # torch calls this, too, but treats a NotImplementedError as "keep the weight".
         names, _ = rule.reparameterize(own_name, weight, dim)
         rule.reparameterization_names = list(names)
         _attach(owner, own_name, rule)
@@ -102,9 +105,10 @@ class Reparameterization:
 
     @staticmethod
     def find(module: Any, name: str, dim: int | None) -> tuple[Any, str, Tensor] | None:
-        """Returns the submodule, name and value of a parameter to reparameterize; changes nothing.
+        """Returns the submodule, name and value of a parameter to reparameterize.
 
-        None for a vector, an embedding or an empty name. Raises as :meth:`apply`.
+        Changes nothing. Returns None for a vector, an embedding or an empty name. Raises the errors
+        of :meth:`apply`.
         """
         owner, own_name = Reparameterization.get_module_and_name(module, name)
         if owner is None:
@@ -115,7 +119,7 @@ class Reparameterization:
         if weight is None:
             raise ValueError(
                 f"{type(owner).__name__} has no parameter {own_name!r}; it has "
-                f"{[found for found, _ in owner.named_parameters(recurse=False)]}."
+                f"{[known for known, _ in owner.named_parameters(recurse=False)]}."
             )
         # Embeddings look up rows, often with sparse gradients.
         if weight.dim() < 2 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
@@ -159,7 +163,7 @@ class Reparameterization:
         detach(owner, own_name)
 
     def backward_hook(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
-        """Does nothing: no weight is kept between two reads."""
+        """Does nothing: the weight is computed anew at each read."""
 
 
 def detach(module: nn.Module, name: str) -> None:
@@ -168,15 +172,16 @@ def detach(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: If the weight has other parametrizations too.
     """
-    found = _parametrizations(module, name)
-    if len(found) != 1 or not isinstance(found[0], _Computed):
+    parametrizations = _parametrizations(module, name)
+    computed = parametrizations[0] if len(parametrizations) == 1 else None
+    if not isinstance(computed, _Computed):
         raise ValueError(
             f"{name!r} of {type(module).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."
         )
-    if found[0].loading is not None:
-        found[0].loading.remove()
-    for part in found[0].rule.reparameterization_names:
+    if computed.loading is not None:
+        computed.loading.remove()
+    for part in computed.rule.reparameterization_names:
         delattr(type(module), part)
     trainable = getattr(module, name).requires_grad
     parametrize.remove_parametrizations(module, name, leave_parametrized=True)
@@ -197,7 +202,7 @@ def attached(module: nn.Module, name: str) -> Reparameterization | None:
 def _attach(module: nn.Module, name: str, rule: Reparameterization) -> None:
     computed = _Computed(rule)
     parametrize.register_parametrization(module, name, computed, unsafe=True)
-    # torch has given this module its own class, so the properties affect no other module.
+    # torch has given this module a class of its own, so the properties affect no other module.
     for index, part in enumerate(rule.reparameterization_names):
         setattr(type(module), part, property(partial(_part, name, index)))
     hook = partial(_rename_old, name, tuple(rule.reparameterization_names))
@@ -206,11 +211,11 @@ def _attach(module: nn.Module, name: str, rule: Reparameterization) -> None:
 
 
 class _Computed(nn.Module):
-    """torch's parametrization by a rule.
+    """A rule as a parametrization of torch's.
 
     Attributes:
         rule: The rule.
-        loading: Handle of the hook that loads state dicts with the parts' names.
+        loading: Handle of the hook that loads state dicts with apex's parameter names.
     """
 
     def __init__(self, rule: Reparameterization) -> None:
@@ -232,10 +237,11 @@ class _Computed(nn.Module):
 
 
 class _WithParts:
-    """A module with the parts that torch computes with, such as those of a replica."""
+    """A module whose parts are those that torch passes in, for example a replica's."""
 
     def __init__(self, module: nn.Module, parts: dict[str, Tensor]) -> None:
-        self._module, self._parts = module, parts
+        self._module = module
+        self._parts = parts
 
     def __getattr__(self, name: str) -> Any:
         return self._parts[name] if name in self._parts else getattr(self._module, name)
@@ -260,8 +266,7 @@ def _rename_old(
     *rest: object,
 ) -> None:
     """Renames ``weight_g`` and ``weight_v`` of a state dict to the parametrization's names."""
-    old = [f"{prefix}{part}" for part in parts]
-    if all(key in state_dict for key in old):
-        for index, key in enumerate(old):
+    if all(f"{prefix}{part}" in state_dict for part in parts):
+        for index, part in enumerate(parts):
             new = f"{prefix}parametrizations.{name}.original{index}"
-            state_dict[new] = state_dict.pop(key)
+            state_dict[new] = state_dict.pop(f"{prefix}{part}")

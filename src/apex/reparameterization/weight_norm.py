@@ -23,20 +23,21 @@ class WeightNorm(Reparameterization):
 
     def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
         """Returns the weight computed from magnitude and direction."""
-        own = self.module if module is None else module
-        owner, own_name = self.get_module_and_name(own, self.name if name is None else name)
+        module = self.module if module is None else module
+        name = self.name if name is None else name
+        owner, own_name = self.get_module_and_name(module, name)
         direction: Tensor = getattr(owner, f"{own_name}_v")
         magnitude: Tensor = getattr(owner, f"{own_name}_g")
-        return torch._weight_norm(direction, magnitude, _kept(direction, self.dim))
+        return torch._weight_norm(direction, magnitude, _torch_dim(direction, self.dim))
 
     def reparameterize(
         self, name: str, weight: Tensor, dim: int | None
     ) -> tuple[list[str], list[Tensor]]:
-        """Returns names and values of magnitude and direction, which is the weight itself."""
+        """Returns names and values of the magnitude and of the direction (the weight itself)."""
         weight = weight.detach()
-        magnitude = torch.norm_except_dim(weight, 2, _kept(weight, dim))
+        magnitude = torch.norm_except_dim(weight, 2, _torch_dim(weight, dim))
         return [f"{name}_g", f"{name}_v"], [nn.Parameter(magnitude), nn.Parameter(weight)]
 
 
-def _kept(weight: Tensor, dim: int | None) -> int:
-    return -1 if dim is None else dim % weight.dim()  # torch's convention for the whole weight
+def _torch_dim(weight: Tensor, dim: int | None) -> int:
+    return -1 if dim is None else dim % weight.dim()  # -1 means one norm of the whole weight

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterator
-
-from apex.debug.place import is_user_file
+from contextlib import suppress
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -20,32 +20,55 @@ class TargetError(InputError):
 def format_error(error: BaseException) -> str:
     """Returns an error's type, the first line of its message and the user's line that raised it.
 
-    The line is that of the first error of a chain. What a later one adds, such as amp's remedy,
-    follows on lines of its own.
+    The line is that of the first error of a chain. What amp or a later one adds follows on lines of
+    its own.
 
     Of a ``TargetError``, it is the message.
     """
+    from apex.debug.place import is_user_file  # not for `apex migrate`, which needs no torch
+
     if isinstance(error, TargetError):
         return str(error)
     first, *later = [*_chain(error)][::-1]
-    kind, lines = type(first).__name__, _lines(first)
-    text = f"{kind}: {lines[0]}" if lines else kind
-    frames = traceback.extract_tb(first.__traceback__)
-    places = [frame for frame in frames if is_user_file(frame.filename)]
-    place = source = ""
-    if places:
-        place, source = f"{places[-1].filename}:{places[-1].lineno}", places[-1].line or ""
-    text += f" ({place})" if place else ""
-    added = dict.fromkeys(line for each in later for line in _lines(each) if line not in lines)
-    return "\n  ".join([text, *_too_large(lines[0] if lines else "", source), *added])
+    message, *more = _lines(first) or [""]
+    text = type(first).__name__
+    if message:
+        text += f": {message}"
+    remedies: list[str] = []
+    stack = traceback.extract_tb(first.__traceback__)
+    frames = [frame for frame in stack if is_user_file(frame.filename)]
+    for frame in frames[-1:]:
+        text += f" ({frame.filename}:{frame.lineno})"
+        remedies += _too_large(message, frame.line or "")
+        if isinstance(first, AttributeError | ImportError | TypeError):
+            remedies += _misspelt(frame)
+    remedies += [line for line in more if line.startswith("amp ")]
+    for cause in later:
+        remedies += [line for line in _lines(cause) if line not in (message, *more)]
+    return "\n  ".join([text, *dict.fromkeys(remedies)])
+
+
+def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:
+    """Yields what ``apex migrate`` says of misspelt names in a line."""
+    from apex.tools.migrate.report import migration_of  # which uses this module
+
+    with suppress(InputError):
+        for use in migration_of(Path(frame.filename)).uses:
+            if use.line == frame.lineno and "Did you mean" in use.remedy:
+                yield use.remedy
+
+
+def is_relative_import(error: BaseException) -> bool:
+    """Returns whether a file of a package failed because it was run as a script."""
+    return isinstance(error, ImportError) and "no known parent package" in str(error)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yields an error and those that caused it, the first to be raised last."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
 
 
 def _lines(error: BaseException) -> list[str]:

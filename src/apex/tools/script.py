@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
-from apex.tools.errors import InputError, format_error
+from apex.tools.errors import InputError, format_error, is_relative_import
+from apex.tools.source import check_no_notebook, python_2
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Script:
 
     def check(self) -> None:
         """Raises ``InputError`` if there is nothing to run; imports parent packages."""
+        check_no_notebook(self.name)
         with self._as_arguments():
             why = _why_no_module(self.name) if self.is_module else _why_no_file(self.name)
         if why:
@@ -78,8 +80,17 @@ class Script:
         except BaseException as error:  # noqa: BLE001 - Python's own last handler
             shown = _own_frames_removed(error.__traceback__)
             sys.excepthook(type(error), error.with_traceback(shown), shown)
-            return Ending(1, format_error(error))
+            return Ending(1, format_error(error) + self._remedy(error))
         return Ending()
+
+    def _remedy(self, error: BaseException) -> str:
+        """Returns what to do about an error that is due to how the script is run, on a new line."""
+        if is_relative_import(error) and not self.is_module:
+            folder, name = _as_module(self.name)
+            where = "" if folder == os.getcwd() else f"cd {folder}; "
+            return f"\n  The file belongs to a package. Run {where}apex trace -m {name}"
+        hint = python_2(error)
+        return f"\n  {hint}" if hint else ""
 
     @contextmanager
     def _as_arguments(self) -> Iterator[None]:
@@ -117,6 +128,18 @@ def _is_source(path: str) -> bool:
 
 def _folder(path: str) -> str:
     return path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
+
+
+def _as_module(path: str) -> tuple[str, str]:
+    """Returns the folder from which a file of a package is run with ``-m``, and its name there."""
+    folder, name = os.path.split(os.path.realpath(path))
+    name = name.removesuffix(".py")
+    is_package = True  # a relative import asks for one, be it without an __init__.py
+    while is_package:
+        folder, package = os.path.split(folder)
+        name = f"{package}.{name}"
+        is_package = os.path.exists(os.path.join(folder, "__init__.py"))
+    return folder, name
 
 
 def _why_no_file(path: str) -> str:

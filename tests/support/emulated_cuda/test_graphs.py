@@ -1,16 +1,19 @@
 """CUDA graphs of whole iterations, of passes alone and of models train as eager steps do."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from apex import amp
 from benchmarks.graphs import CAPTURED, difference_of_replays
-from tests.support import training as t
+from tests.support import loops
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("level", t.MIXED)
+@pytest.mark.parametrize("level", loops.MIXED)
 @pytest.mark.parametrize("captured", CAPTURED)
 def test_replays_train_as_eager_iterations_do(captured, level):
     for max_norm in (None, 0.05):
@@ -18,44 +21,46 @@ def test_replays_train_as_eager_iterations_do(captured, level):
 
 
 def captured_pass(level, make_optimizer):
-    model, optimizer = t.prepared(level, make_optimizer, t.net().cuda(), loss_scale="dynamic")
-    x, y = (tensor.cuda() for tensor in t.batch())
-    t.train_step(model, optimizer, x, y)
+    model, optimizer = loops.prepared(
+        level, make_optimizer, loops.net().cuda(), loss_scale="dynamic"
+    )
+    x, y = (tensor.cuda() for tensor in loops.batch())
+    loops.train_step(model, optimizer, x, y)
     optimizer.zero_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        t.backward(model, optimizer, x, y)
+        loops.backward(model, optimizer, x, y)
     return optimizer, graph, x
 
 
-@pytest.mark.parametrize("level", t.MIXED)
+@pytest.mark.parametrize("level", loops.MIXED)
 def test_an_optimizer_in_python_steps_after_replays_and_skips_overflows(level):
     optimizer, graph, x = captured_pass(level, lambda p: torch.optim.RMSprop(p, foreach=True))
-    before = t.masters(optimizer)
+    before = loops.masters(optimizer)
     graph.replay()
     optimizer.step()
-    after = t.masters(optimizer)
-    assert not t.same(before, after)
+    after = loops.masters(optimizer)
+    assert not loops.same(before, after)
     x.fill_(torch.inf)
     graph.replay()
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
-    assert t.same(after, t.masters(optimizer))
+    assert loops.same(after, loops.masters(optimizer))
 
 
 def test_a_step_that_asks_the_host_is_refused_under_capture():
-    model, optimizer = t.prepared("O2", t.sgd, t.net().cuda())
-    x, y = (tensor.cuda() for tensor in t.batch())
-    t.train_step(model, optimizer, x, y)
-    t.backward(model, optimizer, x, y)
+    model, optimizer = loops.prepared("O2", loops.sgd, loops.net().cuda())
+    x, y = (tensor.cuda() for tensor in loops.batch())
+    loops.train_step(model, optimizer, x, y)
+    loops.backward(model, optimizer, x, y)
     graph = torch.cuda.graph(torch.cuda.CUDAGraph())
     with pytest.raises(RuntimeError, match="step of SGD, which asks on the host"), graph:
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", t.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_gradients_cleared_between_replays_are_an_error(level):
-    optimizer, graph, _ = captured_pass(level, t.fused_adamw_of)
+    optimizer, graph, _ = captured_pass(level, loops.fused_adamw_of)
     optimizer.zero_grad()
     graph.replay()
     with pytest.raises(RuntimeError, match="cleared after the capture"):
@@ -69,3 +74,23 @@ def test_the_emulation_refuses_host_reads_under_capture():
         graph = torch.cuda.graph(torch.cuda.CUDAGraph())
         with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graph:
             read(flag)
+
+
+def test_the_page_about_graphs_runs_as_written():
+    text = (Path(__file__).parents[3] / "docs" / "howto" / "cuda_graphs.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 5
+    assert names["optimizer"].state
+
+
+def test_a_captured_block_whose_gradients_stay_scaled_is_an_error():
+    model, optimizer = loops.prepared("O2", loops.fused_adamw_of, loops.net().cuda())
+    x, y = (tensor.cuda() for tensor in loops.batch())
+    loops.train_step(model, optimizer, x, y)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loops.backward(model, optimizer, x, y, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="not the last block of the step"):
+        optimizer.step()

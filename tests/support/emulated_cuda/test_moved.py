@@ -5,14 +5,13 @@ import torch
 
 from apex import amp
 from apex._core import tree
-from tests.support import optimizers
-from tests.support import training as t
+from tests.support import loops, optimizers
 from tests.support.emulated_cuda import device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
 MAKERS = {
-    "fused AdamW": t.fused_adamw_of,
+    "fused AdamW": loops.fused_adamw_of,
     "foreach Adam": lambda params: torch.optim.Adam(params, lr=1e-2, foreach=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=2, history_size=2),
@@ -22,10 +21,12 @@ MAKERS = {
 
 def trained(level, name, moved_before):
     """Masters and state after four steps on a GPU, the model moved there before one of them."""
-    model, optimizer = t.prepared(level, MAKERS[name], loss_scale=1.0 if name == "LBFGS" else None)
-    step = t.train_step_with_closure if name == "LBFGS" else t.train_step
+    model, optimizer = loops.prepared(
+        level, MAKERS[name], loss_scale=1.0 if name == "LBFGS" else None
+    )
+    step = loops.train_step_with_closure if name == "LBFGS" else loops.train_step
     place = "cpu"
-    for index, (x, y) in enumerate(t.batches(4)):
+    for index, (x, y) in enumerate(loops.batches(4)):
         if index == moved_before:
             place = "cuda"
             model[0].cuda()  # part by part, as scripts of model parallelism do
@@ -37,15 +38,15 @@ def trained(level, name, moved_before):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("level", t.WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_and_state_move_along(level, name):
     optimizer, _ = trained(level, name, moved_before=4)
-    expected = t.masters(optimizer)
+    expected = loops.masters(optimizer)
     for moved_before in (0, 2):
         optimizer, waits = trained(level, name, moved_before)
         on_device = [*amp.master_params(optimizer), *tree.tensors(list(optimizer.state.values()))]
         assert {each.device.type for each in on_device if each.dim()} == {"cuda"}
-        for master, other in zip(t.masters(optimizer), expected, strict=True):
+        for master, other in zip(loops.masters(optimizer), expected, strict=True):
             torch.testing.assert_close(master.cpu(), other, rtol=1e-3, atol=1e-4)
         if "used" in name and level == "O5":
             assert waits == []

@@ -40,16 +40,16 @@ LEVELS = {
 }
 
 
-def next_scale(scale, clean_steps, *, overflow, interval=2000, least=0.0, greatest=2.0**24):
+def next_scale(scale, growth_tracker, *, overflow, interval=2000, least=0.0, greatest=2.0**24):
     """Halves on overflow, down to ``least``; doubles after ``interval`` clean steps, up to
     ``greatest``: apex's rule, with a floor of its own under it.
     """
     if overflow:
         return max(scale / 2, least, SMALLEST_SCALE), 0
-    clean_steps += 1
-    if clean_steps == interval:
+    growth_tracker += 1
+    if growth_tracker == interval:
         return min(scale * 2, greatest), 0
-    return scale, clean_steps
+    return scale, growth_tracker
 
 
 class Overflow(Exception):
@@ -82,7 +82,7 @@ class Loop:
         scale = self.level.scale if scale is None else scale
         self.dynamic = scale == "dynamic"
         self.scale = 2.0**16 if self.dynamic else scale
-        self.clean_steps = 0
+        self.growth_tracker = 0
         self.overflow = self.delayed = False
         self.scales = []
 
@@ -123,12 +123,12 @@ class Loop:
 
     def end_pass(self, overflow):
         if self.dynamic:
-            self.scale, self.clean_steps = next_scale(
-                self.scale, self.clean_steps, overflow=overflow, interval=self.interval,
+            self.scale, self.growth_tracker = next_scale(
+                self.scale, self.growth_tracker, overflow=overflow, interval=self.interval,
                 greatest=self.greatest,
             )  # fmt: skip
         else:
-            self.clean_steps += 1
+            self.growth_tracker += 1
         self.scales.append(self.scale)
 
     def step(self):

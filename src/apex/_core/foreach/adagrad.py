@@ -10,12 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex._core.foreach.scalars import Scalar, descend_
+from apex._core.foreach.scalars import Scalar, as_tensor, decay_, descend_
 from apex._core.foreach.working import working
+from apex._torch import foreach
 
 
 def adagrad_(
-    lists: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    sums: Sequence[Tensor],
     skip: Tensor | None = None,
     *,
     lr: Scalar,
@@ -25,18 +28,55 @@ def adagrad_(
 ) -> None:
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
-    ``lists`` are ``[grads, params, sums]``, the last of the gradients' squares. Weight decay acts
-    on the parameter directly where it is ``decoupled``, else on the gradient. If 0-d ``skip`` is 1,
-    nothing changes.
+    Args:
+        grads: Gradients; at least one.
+        params: Their parameters.
+        sums: The sums of the gradients' squares.
+        skip: 0-d flag, 1 to change nothing.
+        lr: Learning rate.
+        eps: Added to the denominator.
+        weight_decay: Decay rate of the parameters.
+        decoupled: Whether weight decay acts on the parameter instead of the gradient.
     """
-    with working(lists, skip) as (given, params, sums):
-        grads = given
-        if weight_decay and not decoupled:
-            grads = list(torch._foreach_add(given, params, alpha=weight_decay))
-        torch._foreach_addcmul_(sums, grads, grads)
-        denominators = list(torch._foreach_sqrt(sums))
-        torch._foreach_add_(denominators, eps)
-        updates = list(torch._foreach_div(grads, denominators))
-        if weight_decay and decoupled:
-            torch._foreach_add_(updates, params, alpha=weight_decay)
-        descend_(params, updates, lr)
+    device = grads[0].device
+    coupled_decay = 0.0 if decoupled else weight_decay
+    own_decay = weight_decay if decoupled else 0.0
+    if not foreach.has_fused("fused_adagrad_", device):
+        with working(grads, params, sums, skip=skip) as (wide_grads, wide_params, wide_sums):
+            decay_(wide_params, lr, own_decay)
+            _plain(wide_grads, wide_params, wide_sums, lr, eps, coupled_decay)
+        return
+    first_step = as_tensor(1.0, device)  # read for a decay of the rate, of which there is none
+    with working(grads, params, sums) as wide:
+        decay_(wide[1], lr, own_decay, skip)
+        for (same_grads, same_params, same_sums), _ in foreach.group(wide).values():
+            foreach.fused_adagrad_(
+                same_params,
+                same_grads,
+                same_sums,
+                [first_step] * len(same_params),
+                lr=lr,
+                lr_decay=0.0,
+                weight_decay=coupled_decay,
+                eps=eps,
+                maximize=False,
+                grad_scale=None,
+                found_inf=skip,
+            )
+
+
+def _plain(
+    grads: list[Tensor],
+    params: list[Tensor],
+    sums: list[Tensor],
+    lr: Scalar,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """The same step on foreach kernels."""
+    if weight_decay:
+        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
+    torch._foreach_addcmul_(sums, grads, grads)
+    denominators = list(torch._foreach_sqrt(sums))
+    torch._foreach_add_(denominators, eps)
+    descend_(params, list(torch._foreach_div(grads, denominators)), lr)

@@ -7,7 +7,7 @@ Loshchilov and Hutter, ICLR 2019 (decoupled weight decay).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,14 +45,16 @@ class AdamRule:
     averaged: bool = True
     eps_inside_sqrt: bool = False
 
+    def is_fused(self, device: torch.device) -> bool:
+        """Returns whether torch's fused kernel on ``device`` computes the rule."""
+        fits = self.averaged and not self.eps_inside_sqrt
+        return fits and foreach.has_fused("fused_adam_", device)
+
     def corrections(self, step: Scalar) -> list[Scalar]:
         """Returns the divisors of both averages after ``step`` steps."""
-        return [bias_correction(b, step) if self.bias_correction else 1.0 for b in self.betas]
-
-    def average_(self, averages: list[Tensor], grads: list[Tensor]) -> None:
-        """Updates the averages of the gradients."""
-        torch._foreach_mul_(averages, self.betas[0])
-        torch._foreach_add_(averages, grads, alpha=1.0 - self.betas[0] if self.averaged else 1.0)
+        if not self.bias_correction:
+            return [1.0, 1.0]
+        return [bias_correction(beta, step) for beta in self.betas]
 
     def decayed(self, values: list[Tensor], params: list[Tensor]) -> list[Tensor]:
         """Returns gradients or updates with weight decay added."""
@@ -72,42 +74,31 @@ def corrected_rate(lr: Scalar, betas: Sequence[float], step: Scalar) -> Scalar:
 
 
 def adam_(
-    lists: Sequence[Sequence[Tensor]], rule: AdamRule, step: Scalar, skip: Tensor | None = None
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    rule: AdamRule,
+    step: Scalar,
+    skip: Tensor | None = None,
 ) -> None:
     """Takes one Adam step in place; tensors of one device, any mix of floating dtypes.
 
     Args:
-        lists: ``[grads, params, exp_avgs, exp_avg_sqs]``; at least one of each.
+        grads: Gradients; at least one.
+        params: Their parameters.
+        exp_avgs: The averages of the gradients.
+        exp_avg_sqs: The averages of their squares.
         rule: The hyperparameters.
         step: Count of this step, from 1.
         skip: 0-d flag, 1 to change nothing.
     """
-    device = lists[0][0].device
-    if rule.eps_inside_sqrt or not foreach.has_fused("fused_adam_", device):
-        with working(lists, skip) as (grads, params, *averages):
-            descend_(params, directions_(grads, params, *averages, rule=rule, step=step), rule.lr)
+    if rule.is_fused(grads[0].device):
+        with working(grads, params, exp_avgs, exp_avg_sqs) as wide:
+            _run_kernel(*wide, rule=rule, step=step, skip=skip)
         return
-    # One count serves all parameters: the kernel only reads it.
-    count = as_tensor(step if rule.bias_correction else _UNBIASED_STEP, device)
-    kernel: Any = foreach.fused_adamw_ if rule.decoupled else foreach.fused_adam_
-    with working(lists) as wide:
-        for (grads, params, *averages), _ in foreach.group(wide).values():
-            kernel(
-                params,
-                grads,
-                *averages,
-                [],
-                [count] * len(params),
-                lr=rule.lr,
-                beta1=rule.betas[0],
-                beta2=rule.betas[1],
-                weight_decay=rule.weight_decay,
-                eps=rule.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=None,
-                found_inf=skip,
-            )
+    with working(grads, params, exp_avgs, exp_avg_sqs, skip=skip) as wide:
+        descend_(wide[1], _plain_directions(*wide, rule=rule, step=step), rule.lr)
 
 
 def directions_(
@@ -118,14 +109,65 @@ def directions_(
     *,
     rule: AdamRule,
     step: Scalar,
+    skip: Tensor | None = None,
 ) -> list[Tensor]:
     """Updates the averages and returns the directions that ``lr`` multiplies, as new tensors.
 
     A direction is ``m / (sqrt(v) + eps)`` with corrected averages, plus decoupled weight decay.
+    Only a rule that ``is_fused`` takes a ``skip``, 0-d: where it is set, the averages stay, and the
+    directions hold weight decay alone.
     """
+    if not rule.is_fused(grads[0].device):
+        return _plain_directions(grads, params, exp_avgs, exp_avg_sqs, rule=rule, step=step)
     if not rule.decoupled:
         grads = rule.decayed(grads, params)
-    rule.average_(exp_avgs, grads)
+    # The kernel steps from 0 at a rate of -1: one launch, where plain operators take eight.
+    updates = [torch.empty_like(param) for param in params]
+    torch._foreach_zero_(updates)
+    plain_rule = replace(rule, lr=-1.0, weight_decay=0.0)
+    _run_kernel(grads, updates, exp_avgs, exp_avg_sqs, rule=plain_rule, step=step, skip=skip)
+    if rule.decoupled and rule.weight_decay:
+        torch._foreach_add_(updates, params, alpha=rule.weight_decay)
+    return updates
+
+
+def _run_kernel(*lists: list[Tensor], rule: AdamRule, step: Scalar, skip: Tensor | None) -> None:
+    # One count serves all parameters: the kernel only reads it.
+    count = as_tensor(step if rule.bias_correction else _UNBIASED_STEP, lists[0][0].device)
+    kernel: Any = foreach.fused_adamw_ if rule.decoupled else foreach.fused_adam_
+    for (grads, params, exp_avgs, exp_avg_sqs), _ in foreach.group([*lists]).values():
+        kernel(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [count] * len(params),
+            lr=rule.lr,
+            beta1=rule.betas[0],
+            beta2=rule.betas[1],
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=skip,
+        )
+
+
+def _plain_directions(
+    grads: list[Tensor],
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    rule: AdamRule,
+    step: Scalar,
+) -> list[Tensor]:
+    if not rule.decoupled:
+        grads = rule.decayed(grads, params)
+    torch._foreach_mul_(exp_avgs, rule.betas[0])
+    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - rule.betas[0] if rule.averaged else 1.0)
     torch._foreach_mul_(exp_avg_sqs, rule.betas[1])
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - rule.betas[1])
     first, second = rule.corrections(step)

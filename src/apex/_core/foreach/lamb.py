@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apex._core.foreach.adam import AdamRule, directions_
 from apex._core.foreach.norms import l2_norms, stacked
-from apex._core.foreach.scalars import Scalar, descend_
+from apex._core.foreach.scalars import Scalar, descend_, descend_each_
 from apex._core.foreach.working import working
 
 
@@ -23,7 +23,10 @@ def clip_divisor(norm: Tensor, max_norm: Scalar) -> Tensor:
 
 
 def lamb_(
-    lists: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
     rule: AdamRule,
     step: Scalar,
     skip: Tensor | None = None,
@@ -33,17 +36,25 @@ def lamb_(
 ) -> None:
     """Takes one LAMB step in place; tensors of one device, any mix of floating dtypes.
 
-    The arguments are those of :func:`adam_`. Divides the gradients by 0-d ``divisor``, but not in
-    place. A tensor's rate is scaled by its trust ratio, without weight decay only with ``nvlamb``.
+    The arguments are those of :func:`apex._core.foreach.adam.adam_`. Divides the gradients by 0-d
+    ``divisor``, but not in place. A tensor's rate is scaled by its trust ratio, without weight
+    decay only with ``nvlamb``.
     """
-    with working(lists, skip) as (grads, params, *averages):
-        clipped = list(torch._foreach_div(grads, divisor))
-        updates = directions_(clipped, params, *averages, rule=rule, step=step)
+    copies_skip, kernel_skip = skip, None
+    if rule.is_fused(grads[0].device):
+        copies_skip, kernel_skip = None, skip
+    with working(grads, params, exp_avgs, exp_avg_sqs, skip=copies_skip) as wide:
+        wide_grads, weights, *averages = wide
+        clipped = list(torch._foreach_div(wide_grads, divisor))
+        updates = directions_(clipped, weights, *averages, rule=rule, step=step, skip=kernel_skip)
         if nvlamb or rule.weight_decay != 0.0:
-            device = params[0].device
-            norms = stacked(l2_norms(params), device), stacked(l2_norms(updates), device)
-            torch._foreach_mul_(updates, list(trust_ratios(*norms).unbind()))
-        descend_(params, updates, rule.lr)
+            device = weights[0].device
+            param_norms = stacked(l2_norms(weights), device)
+            update_norms = stacked(l2_norms(updates), device)
+            rates = rule.lr * trust_ratios(param_norms, update_norms)
+            descend_each_(weights, updates, rates, kernel_skip)
+        else:
+            descend_(weights, updates, rule.lr)  # by zeros in a skipped step
 
 
 def trust_ratios(param_norms: Tensor, update_norms: Tensor) -> Tensor:

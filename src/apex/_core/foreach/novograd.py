@@ -1,4 +1,4 @@
-"""NovoGrad over lists of tensors: Adam with one second moment per tensor.
+"""NovoGrad over lists of tensors: SGD with momentum, at a rate of its own for each tensor.
 
 Source: Ginsburg et al., arXiv:1905.11286.
 """
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.norms import l2_norms, max_norms, stacked
-from apex._core.foreach.scalars import Scalar, descend_
+from apex._core.foreach.scalars import Scalar, decay_, descend_each_
+from apex._core.foreach.sgd import SGDRule, sgd_
 from apex._core.foreach.working import store, working
 
 NORMS = {0: max_norms, 2: l2_norms}
@@ -23,7 +24,9 @@ NOT_STARTED = -1.0
 
 
 def novograd_(
-    lists: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
     norms: Tensor,
     rule: AdamRule,
     step: Scalar,
@@ -34,7 +37,9 @@ def novograd_(
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
     Args:
-        lists: ``[grads, params, exp_avgs]``; at least one of each.
+        grads: Gradients; at least one.
+        params: Their parameters.
+        exp_avgs: The averages of the gradients.
         norms: The running norms of the gradients, ``[N]`` fp32; updated, too.
         rule: The hyperparameters. Without decoupled weight decay, the gradient is also normalized
             before it is averaged.
@@ -42,24 +47,36 @@ def novograd_(
         skip: 0-d flag, 1 to change nothing.
         norm_type: A key of ``NORMS``.
     """
-    fresh = stacked(NORMS[norm_type](lists[0]), norms.device)
-    blended = _blended(torch.where(norms == NOT_STARTED, fresh, norms), fresh, rule, norm_type)
+    fresh = stacked(NORMS[norm_type](grads), norms.device)
+    started = torch.where(norms == NOT_STARTED, fresh, norms)
+    blended = _blended(started, fresh, rule.betas[1], norm_type)
     first, second = rule.corrections(step)
-    denominators = list((blended / second**0.5 + rule.eps).unbind())
-    with working(lists, skip) as (given, params, averages):
-        grads = given
-        if not rule.decoupled:
-            grads = rule.decayed(list(torch._foreach_div(given, denominators)), params)
-        rule.average_(averages, grads)
-        updates = list(torch._foreach_div(averages, first))
+    denominators = blended / second**0.5 + rule.eps
+    with working(grads, params, exp_avgs) as (wide_grads, weights, averages):
         if rule.decoupled:
-            updates = rule.decayed(list(torch._foreach_div(updates, denominators)), params)
-        descend_(params, updates, rule.lr)
+            # At a rate of 0, torch's kernel updates the averages alone, and skips by the flag.
+            sgd_(wide_grads, weights, averages, _momentum(rule, 0.0), skip)
+            decay_(weights, rule.lr, rule.weight_decay, skip)
+            descend_each_(weights, averages, rule.lr / (first * denominators), skip)
+        else:
+            normalized = list(torch._foreach_div(wide_grads, list(denominators.unbind())))
+            decayed = rule.decayed(normalized, weights)
+            sgd_(decayed, weights, averages, _momentum(rule, rule.lr / first), skip)
     store([norms], [blended], skip)
 
 
-def _blended(norms: Tensor, fresh: Tensor, rule: AdamRule, norm_type: int) -> Tensor:
-    beta = rule.betas[1]
+def _momentum(rule: AdamRule, lr: Scalar) -> SGDRule:
+    return SGDRule(
+        lr=lr,
+        momentum=rule.betas[0],
+        dampening=rule.betas[0] if rule.averaged else 0.0,
+        weight_decay=0.0,
+        nesterov=False,
+        decay_after_momentum=False,
+    )
+
+
+def _blended(norms: Tensor, fresh: Tensor, beta: float, norm_type: int) -> Tensor:
     if norm_type == 2:
         return torch.sqrt(beta * norms * norms + (1.0 - beta) * fresh * fresh)
     return beta * norms + (1.0 - beta) * fresh

@@ -39,6 +39,30 @@ def descend_(params: list[Tensor], updates: list[Tensor], rate: Scalar) -> None:
         torch._foreach_add_(params, updates, alpha=-rate)  # allocates nothing
 
 
+def descend_each_(
+    params: list[Tensor], updates: list[Tensor], rates: Tensor, skip: Tensor | None = None
+) -> None:
+    """Subtracts from each parameter its update, finite, times its rate, in place.
+
+    ``rates`` are ``[N]``. Where ``skip``, 0-d, is set, the parameters stay.
+    """
+    if skip is not None:
+        rates = torch.where(skip != 0, 0.0, rates)
+    torch._foreach_addcmul_(params, updates, list(rates.unbind()), value=-1.0)
+
+
+def decay_(
+    params: list[Tensor], rate: Scalar, weight_decay: float, skip: Tensor | None = None
+) -> None:
+    """Multiplies parameters by ``1 - rate * weight_decay`` in place, unless 0-d ``skip`` is set."""
+    if not weight_decay:
+        return
+    factor = 1.0 - rate * weight_decay
+    if skip is not None:
+        factor = torch.where(skip != 0, 1.0, as_tensor(factor, skip.device))
+    torch._foreach_mul_(params, factor)
+
+
 def multiply_(tensors: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
     """Multiplies fp32 tensors by their 0-d factors, where there are some, in place.
 

@@ -42,7 +42,9 @@ class SGDRule:
 
 
 def sgd_(
-    lists: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
     rule: SGDRule,
     skip: Tensor | None = None,
     *,
@@ -51,24 +53,27 @@ def sgd_(
     """Takes one step in place; tensors of one device, any mix of floating dtypes.
 
     Args:
-        lists: ``[grads, params, buffers]``, buffers only with momentum; at least one of each.
+        grads: Gradients; at least one.
+        params: Their parameters.
+        buffers: Their momentum; empty without.
         rule: The hyperparameters.
         skip: 0-d flag, 1 to change nothing.
         first_run: Whether buffers become the undamped gradients.
     """
-    kept = [buffer for buffers in lists[2:] for buffer in buffers]
+    changed = [params, buffers] if buffers else [params]
     late = rule.decay_after_momentum and rule.weight_decay
-    fused = foreach.has_fused("fused_sgd_", lists[0][0].device)
-    if late or not fused or any(map(is_low_precision, kept)):
-        with working(lists, skip) as wide:
-            _plain(*wide, rule=rule, first_run=first_run, stored=[each.dtype for each in kept])
+    fused = foreach.has_fused("fused_sgd_", grads[0].device)
+    if late or not fused or any(map(is_low_precision, buffers)):
+        stored = [buffer.dtype for buffer in buffers]
+        with working(grads, *changed, skip=skip) as wide:
+            _plain(*wide, rule=rule, first_run=first_run, stored=stored)
         return
-    with working(lists) as wide:
-        for (grads, params, *buffers), _ in foreach.group(wide).values():
+    with working(grads, *changed) as wide:
+        for (same_grads, same_params, *momentum), _ in foreach.group(wide).values():
             foreach.fused_sgd_(
-                params,
-                grads,
-                buffers[0] if buffers else [],
+                same_params,
+                same_grads,
+                momentum[0] if momentum else [],
                 weight_decay=rule.weight_decay,
                 momentum=rule.momentum,
                 lr=rule.lr,
@@ -101,9 +106,11 @@ def _plain(
         else:
             torch._foreach_mul_(buffers, rule.momentum)
             torch._foreach_add_(buffers, updates, alpha=1.0 - rule.dampening)
-        store(buffers, [b.to(dtype) for b, dtype in zip(buffers, stored, strict=True)])
-        ahead = torch._foreach_add(updates, buffers, alpha=rule.momentum) if rule.nesterov else ()
-        updates = list(ahead or buffers)
+        store(buffers, [buffer.to(dtype) for buffer, dtype in zip(buffers, stored, strict=True)])
+        if rule.nesterov:
+            updates = list(torch._foreach_add(updates, buffers, alpha=rule.momentum))
+        else:
+            updates = buffers
     if rule.weight_decay and rule.decay_after_momentum:
         updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
     descend_(params, updates, rule.lr)

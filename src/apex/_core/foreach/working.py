@@ -11,8 +11,8 @@ wrong elements (measured on torch 2.13). So all tensors of one position get the 
 
 Note [Skipped steps]
 A loss scaler turns a step off by a flag on the device, which the host never reads. torch's fused
-kernels take the flag themselves. Every other rule runs on copies, and the flag chooses for each
-element what is written: the new value or the old one.
+kernels take the flag themselves, and most rules are made of them. Where there is none, a rule runs
+on copies, and the flag chooses for each element what is written: the new value or the old one.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ def math_dtype(*tensors: Tensor) -> torch.dtype:
 
 @contextlib.contextmanager
 def working(
-    lists: Sequence[Sequence[Tensor]], skip: Tensor | None = None
+    grads: Sequence[Tensor], *changed: Sequence[Tensor], skip: Tensor | None = None
 ) -> Iterator[list[list[Tensor]]]:
-    """Yields ``[grads, params, *states]`` to compute in; then writes all but the gradients back.
+    """Yields gradients and what a rule changes, to compute in; then writes all but gradients back.
 
     Tensors in their position's dtype and layout are yielded themselves, others as copies. With a
     flag that skips the step, all that changes is a copy.
     """
-    results = [list(tensors) for tensors in lists]
+    results = [list(grads), *map(list, changed)]
     sources: list[Tensor] = []
     copies: list[Tensor] = []
-    for index, position in enumerate(zip(*lists, strict=True)):
-        plain = {*map(_dtype, position)} in _WIDE and all(map(_is_contiguous, position))
-        if plain and skip is None:
+    for index, position in enumerate(zip(grads, *changed, strict=True)):
+        is_plain = {*map(_dtype, position)} in _WIDE and all(map(_is_contiguous, position))
+        if is_plain and skip is None:
             continue
-        dtype, layout = math_dtype(*position), _shared_layout(position)
+        dtype = math_dtype(*position)
+        layout = _shared_layout(position)
         for tensor, result in zip(position, results, strict=True):
-            kept = skip is None or result is results[0]
-            if kept and layout is not None and tensor.dtype is dtype:
+            is_kept = skip is None or result is results[0]
+            if is_kept and layout is not None and tensor.dtype is dtype:
                 continue
             memory = layout or torch.contiguous_format
             result[index] = torch.empty_like(tensor, dtype=dtype, memory_format=memory)
@@ -65,7 +66,7 @@ def working(
             sources.append(tensor)
     store(copies, sources)
     yield results
-    for targets, values in zip(lists[1:], results[1:], strict=True):
+    for targets, values in zip(changed, results[1:], strict=True):
         store(targets, values, skip)
 
 
@@ -74,14 +75,18 @@ def store(targets: Sequence[Tensor], values: Sequence[Tensor], skip: Tensor | No
 
     Where ``skip``, 0-d, is set, the targets stay.
     """
-    pairs = [(t, v) for t, v in zip(targets, values, strict=True) if t is not v]
-    olds, news = ([local(pair[side]) for pair in pairs] for side in (0, 1))
-    if skip is None and pairs:
+    olds: list[Tensor] = []
+    news: list[Tensor] = []
+    for target, value in zip(targets, values, strict=True):
+        if target is not value:
+            olds.append(local(target))
+            news.append(local(value))
+    if skip is None:
         foreach.copy_(olds, news)
-    elif skip is not None:
-        skipped = skip != 0
-        for old, new in zip(olds, news, strict=True):
-            torch.where(skipped, old, new.to(old.dtype), out=old)
+        return
+    skipped = skip != 0
+    for old, new in zip(olds, news, strict=True):
+        torch.where(skipped, old, new.to(old.dtype), out=old)
 
 
 def scale_(grads: Sequence[Tensor], factor: Tensor, skip: Tensor | None = None) -> list[Tensor]:
@@ -90,8 +95,9 @@ def scale_(grads: Sequence[Tensor], factor: Tensor, skip: Tensor | None = None) 
     Where ``skip``, 0-d, is set, they stay.
     """
     wide = [grad.to(math_dtype(grad)) for grad in grads]
-    factor = factor if skip is None else torch.where(skip != 0, 1.0, factor)
-    torch._foreach_mul_([*map(local, wide)], local(factor))
+    if skip is not None:
+        factor = torch.where(skip != 0, 1.0, factor)
+    torch._foreach_mul_([local(grad) for grad in wide], local(factor))
     store(grads, wide)
     return wide
 

@@ -1,11 +1,11 @@
-"""The dtypes of a converted model's parts, and the protocols that a conversion relies on."""
+"""The dtypes of a converted model's parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,6 @@ FP32_BUFFERS = ("inv_freq",)
 
 Rule = type[nn.Module] | str
 """A module type, or an ``fnmatch`` pattern over qualified names."""
-
-
-class Region(Protocol):
-    """Runs a model's own forward with op casts on or off; picklable and deep-copyable."""
-
-    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Returns ``fn(*args, **kwargs)``, called inside the region."""
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,36 @@
-"""The conversion state of a model: its plan, the casts by that plan, and the way back."""
+"""The conversion state of a model, in an attribute of the model."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from apex._core import dtypes, tree
-from apex._core.mixins import plain_class, swap_class
-from apex._engine.autocast.region import NoAutocastRegion
-from apex._engine.conversion.notes import Writes
-from apex._engine.conversion.plan import ModelPlan, Region, planned_dtypes, topmost_fp32_modules
-from apex._engine.conversion.state_dict import Fp32Hooks, MasterLink
-from apex._pickle import empty, rebuild
+from apex._core.arguments import parameters_of, positional_names
+from apex._core.tree import Args, Kwargs
+from apex._engine.autocast.accurate import LowPrecisionRegion
+from apex._engine.autocast.region import Region
+from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.state_dict import MasterLink
+from apex._engine.conversion.writes import Writes
+from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
-from apex._torch.modules import state_dict_hooks
 
 STATE = "_apex_state"
+"""The attribute's name."""
 
 
 @dataclass(eq=False)
 class ModelState:
-    """The conversion state in a model's ``__dict__``.
+    """The conversion state of a model.
 
     Attributes:
         plan: The conversion.
@@ -37,8 +38,12 @@ class ModelState:
         link: Finds the masters of the parameters.
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
         handles: Hooks to remove at the end.
-        uncast: Positions and names of the arguments of ``forward`` that are not cast.
+        uncast: Names of the arguments of ``forward`` that are not cast, and positions of those that
+            it takes by position.
+        unplaced: Names of those that ``forward`` takes in ``*args`` or ``**kwargs``.
+        positional: How many arguments come before ``*args``.
         writes: Finds what the model writes in 16 bits.
+        threads: Identifiers of the threads that run a method of the model.
     """
 
     plan: ModelPlan
@@ -47,75 +52,62 @@ class ModelState:
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
+    unplaced: tuple[str, ...] = ()
+    positional: int = 0
     writes: Writes = field(default_factory=Writes)
+    threads: set[int] = field(default_factory=set)
 
-    def begin_forward(self, *, traced: bool = False) -> None:
+    def begin_forward(self, model: nn.Module, *, traced: bool = False) -> None:
         """Rounds written masters into the model, and records the active DDP wrapper."""
-        if not traced:
-            self.link.write_back()
-        session, wrapper = self.link.session, active_wrapper()
-        if session is not None and wrapper is not None:
-            session.ddp_tracker.note(wrapper, traced=traced)
+        session = self.link.session
+        if session is None:
+            return
+        if not traced and self.plan.casts_down:
+            session.masters.update_model(model)
+            if session.masters.has_clipped and torch.is_grad_enabled():
+                session.masters.move_clipped_grads()
+        wrapper = active_wrapper()
+        if wrapper is not None:
+            session.ddp_tracker.mark_forward(wrapper, traced=traced)
+
+    def find_uncast(self, forward: Callable[..., Any]) -> None:
+        """Finds the plan's ``fp32_inputs`` in the signature of ``forward``."""
+        named, parameters = self.plan.fp32_inputs, parameters_of(forward)
+        by_position = positional_names(forward)
+        positions = [at for at, name in enumerate(by_position) if name in named]
+        self.uncast = (*named, *positions)
+        self.unplaced = tuple(name for name in named if name not in parameters)
+        self.positional = len(by_position)
+
+    def check_unplaced(self, args: Args, kwargs: Kwargs) -> None:
+        """Raises TypeError if ``*args`` may hold one of ``unplaced``."""
+        for name in self.unplaced:
+            if len(args) > self.positional and name not in kwargs:
+                raise TypeError(
+                    f"amp.initialize got fp32_inputs with {name!r}, but the model's forward takes "
+                    f"*args, which do not tell which of them it is. Pass {name}=... by keyword."
+                )
 
     @at_tracing
-    def begin_traced_forward(self) -> None:
+    def begin_traced_forward(self, model: nn.Module) -> None:
         """Records, while dynamo traces a forward pass, what compiled code cannot."""
-        self.begin_forward(traced=True)
+        self.begin_forward(model, traced=True)
 
-    def apply(self, model: nn.Module, undo: ExitStack) -> None:
-        """Casts parameters and buffers and attaches the hooks; ``undo`` receives the inverse.
+    def runs_here(self) -> bool:
+        """Returns whether this thread runs a method of the model."""
+        return get_ident() in self.threads
 
-        May be called again: casts what was added to the model.
-        """
-        names = positional_names(self.inner_forward or model.forward)
-        named = self.plan.fp32_inputs
-        self.uncast = (*named, *(at for at, name in enumerate(names) if name in named))
-        for _, tensor, dtype in planned_dtypes(model, self.plan):
-            if tensor.dtype is not dtype and dtypes.is_castable(tensor):
-                set_in_place(tensor, tensor.detach().to(dtype), undo)
-        if self.plan.casts_down:
-            self._attach_hooks(model)
-        flatten_rnns(model)
-
-    def _attach_hooks(self, model: nn.Module) -> None:
-        """Attaches the hooks to every module that lacks them."""
-        low = self.plan.param_dtype or torch.float32
-        for module in topmost_fp32_modules(model, self.plan):
-            if not _has(module._forward_pre_hooks, InputCast):
-                cast = module.register_forward_pre_hook(InputCast(), with_kwargs=True)
-                self.handles.append(cast)
-                self.handles.append(module.register_forward_hook(OutputCast(low)))
-        for module in model.modules():
-            if not _has(state_dict_hooks(module), Fp32Hooks):
-                Fp32Hooks(self.link).attach(module, self.handles)
-
-    def cast_model(
-        self, model: nn.Module, apply: Callable[..., Any], fn: Callable[[Tensor], Tensor]
-    ) -> Any:
-        """Implements ``to``, ``half``, ``float`` and the like by ``apply``, torch's own method.
-
-        A 16-bit model that is cast to another dtype becomes plain first, with its exact values.
-        Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
-        """
-        before = self.plan.param_dtype or torch.float32
-        now = fn(torch.empty(0, dtype=before, device="cpu")).dtype
-        if now is before:
-            return apply(lambda tensor: _unless_lower(tensor, fn(tensor)))
-        if self.plan.casts_down:
-            restore(model)
-        self.writes.tell(
-            "dtype",
-            "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. Weights "
-            "cast to 16 bits train without fp32 masters: for those, or another level, call "
-            "amp.restore and then amp.initialize (O2 or O5 for masters).",
-            *(type(model).__name__, now, now, before),
-        )
-        return apply(fn)
+    def enter_thread(self, until: ExitStack) -> None:
+        """Records that this thread runs a method of the model, until ``until`` closes."""
+        thread = get_ident()
+        if thread not in self.threads:
+            self.threads.add(thread)
+            until.callback(self.threads.discard, thread)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
+        shared = {"writes": Writes(), "threads": set()}
         new = memo[id(self)] = object.__new__(type(self))
-        own = {**self.__dict__, "writes": None}
-        new.__dict__.update(copy.deepcopy(own, memo), writes=Writes())
+        new.__dict__.update(copy.deepcopy({**self.__dict__, **shared}, memo))
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,42 +117,12 @@ class ModelState:
         """
         if not self.plan.casts_down:
             return type(None), ()
-        saved = ("plan", "link", "inner_forward", "handles")
-        return empty, ("model_state",), {name: getattr(self, name) for name in saved}
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        plan, link, forward, handles = map(saved.get, ("plan", "link", "inner_forward", "handles"))
-        self.__init__(plan, NoAutocastRegion(), link, forward, handles)  # type: ignore[misc]
+        return rebuild, ("model_state", self.plan, self.link, self.inner_forward, self.handles)
 
 
-def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the names of the arguments that ``forward`` takes by position."""
-    try:
-        params = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return ()
-    return tuple(p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-
-
-def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
-    """Returns ``moved``, in the dtype of ``tensor`` if its own is a lower one."""
-    is_lower = moved.dtype is not tensor.dtype and moved.dtype in dtypes.LOW_PRECISION
-    return tensor.to(moved.device) if is_lower else moved
-
-
-def _has(hooks: Mapping[int, object], kind: type) -> bool:
-    return any(isinstance(hook, kind) for hook in hooks.values())
-
-
-def stash_forward(model: nn.Module, state: ModelState) -> None:
-    """Moves a ``forward`` set on the object into ``state``, so that the class's runs.
-
-    Drops the class's own, which scripts that replace ``forward`` for a while leave on the object,
-    and which a file names for the one below it.
-    """
-    own = model.__dict__.pop("forward", state.inner_forward)
-    is_class_own = getattr(own, "__func__", None) is type(model).forward
-    state.inner_forward = None if is_class_own else own
+def rebuild_state(plan: ModelPlan, *parts: Any) -> ModelState:
+    """Rebuilds a pickled state."""
+    return ModelState(plan, LowPrecisionRegion(), *parts)
 
 
 def state_of(model: nn.Module) -> ModelState | None:
@@ -174,101 +136,8 @@ def is_converted(model: nn.Module) -> bool:
     return state_of(model) is not None
 
 
-# -- fp32 modules inside a low-precision model ---------------------------------------------------
-
-
-@dataclass(frozen=True)
-class InputCast:
-    """A forward pre-hook that casts floating inputs to fp32; pickles by its kind."""
-
-    def __call__(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
-        """Returns the arguments with every floating tensor in fp32."""
-        return tree.cast_arguments(args, kwargs, torch.float32)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """See :mod:`apex._pickle`."""
-        return rebuild, ("input_cast",)
-
-
-@dataclass(frozen=True)
-class OutputCast:
-    """A forward hook that casts floating outputs; pickles by its kind."""
-
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns ``output`` with every floating tensor in the dtype."""
-        return tree.cast_tensors(output, self.dtype)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """See :mod:`apex._pickle`."""
-        return rebuild, ("output_cast", self.dtype)
-
-
-# -- the way back --------------------------------------------------------------------------------
-
-
-def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> None:
-    """Turns a converted model back into a plain fp32 model, in place.
-
-    A parameter takes its master's exact value if that rounds to the parameter's value.
-
-    Args:
-        model: A converted model.
-        masters: Fp32 masters by ``id`` of their parameter, in addition to those that the model has
-            a link to (an unpickled model has none).
-    """
+def set_region(model: nn.Module, region: Region) -> None:
+    """Sets the region in which a converted model runs its forward."""
     state = state_of(model)
-    if state is None:
-        return
-    state.link.write_back()
-    with ExitStack() as undo:
-        for tensor in [*model.parameters(), *model.buffers()] if state.plan.casts_down else ():
-            if dtypes.is_low_precision(tensor):
-                exact = state.link.exact(tensor, tensor, (masters or {}).get(id(tensor)))
-                set_in_place(tensor, exact, undo)
-        undo.pop_all()
-    undo_convert(model)
-    flatten_rnns(model)
-
-
-def undo_convert(model: nn.Module) -> None:
-    """Makes a converted model plain, but leaves the dtypes of its tensors.
-
-    Allocates no tensors, so it works out of memory.
-    """
-    state = model.__dict__.pop(STATE, None)
-    if state is None:
-        return
-    swap_class(model, plain_class(type(model)))
-    while state.handles:
-        state.handles.pop().remove()
-    if state.inner_forward is not None:
-        model.__dict__.setdefault("forward", state.inner_forward)
-
-
-def flatten_rnns(model: nn.Module) -> None:
-    """Makes the weights of RNNs contiguous again after a change of dtype, for cuDNN."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-
-
-# -- dtype changes in place ----------------------------------------------------------------------
-
-
-def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
-    """Gives ``tensor`` the storage and dtype of ``value``, its gradient the same dtype."""
-    grad = tensor.grad if tensor.is_leaf else None
-    new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
-    undo.callback(assign, tensor, tensor.data, grad)
-    assign(tensor, value, new_grad)
-
-
-def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
-    """Gives ``tensor`` the storage and dtype of ``data`` and the gradient ``grad``."""
-    if tensor.is_leaf:
-        tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
-    tensor.data = data
-    if grad is not None:
-        tensor.grad = grad
+    if state is not None:
+        state.region = region

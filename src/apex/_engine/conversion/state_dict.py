@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes
 from apex._core.rounding import exact_value
 from apex._pickle import rebuild
-from apex._torch.modules import own_tensors
+from apex._torch.modules import own_tensors, state_dict_hooks
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -32,6 +32,20 @@ Entries = MutableMapping[str, Any]
 """A state dict."""
 
 
+Versions = tuple[int | None, ...]
+
+
+def _versions(*tensors: Tensor | None) -> Versions:
+    """Returns the version counters of tensors; None for those without."""
+    return tuple(
+        None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors
+    )
+
+
+def _gone() -> None:
+    return None
+
+
 class MasterLink:
     """Connects a converted model's modules to the masters of their parameters.
 
@@ -43,48 +57,90 @@ class MasterLink:
         """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
         self._kept_alive = session
         self._copied_from: weakref.ref[Session] | None = None
-        self._made: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        # The entry that a tensor got last, and the versions of tensor, master and entry then.
+        self._saved: dict[int, tuple[str, Callable[[], Tensor | None], Versions]] = {}
         self._latest: Tensor | None = None
         self._told = False
+        self.loads = 0
 
     @property
     def session(self) -> Session | None:
         """The session of the modules' masters, or ``None``."""
         return self._kept_alive if self._copied_from is None else self._copied_from()
 
-    def write_back(self) -> None:
-        """Rounds written masters into the model."""
-        if (session := self.session) is not None:
-            session.masters.write_back()
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is the link of a deep copy."""
+        return self._copied_from is not None
 
-    def has_master(self, tensor: Tensor) -> bool:
+    def write_back(self, model: nn.Module) -> None:
+        """Rounds the written masters of a model into it."""
+        if (session := self.session) is not None:
+            session.masters.update_model(model)
+
+    def has_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master."""
         session = self.session
-        return session is not None and isinstance(session.masters.master_of(tensor), nn.Parameter)
+        return session is not None and session.masters.pair_of(param) is not None
 
-    def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
-        """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
+    def master_of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
+        session = self.session
+        return None if session is None else session.masters.exact_value(tensor)
 
-        ``other`` is a master that the link may not know.
-        """
-        known = None if (session := self.session) is None else session.masters.master_of(tensor)
-        return exact_value(entry, [known, other])
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Registers the hooks of one module; returns their handles. Does nothing if it has them."""
+        if any(isinstance(hook, MasterLink) for hook in state_dict_hooks(module).values()):
+            return []
+        hooks: Any = module  # torch does not annotate the methods that register them
+        saving: RemovableHandle = hooks.register_state_dict_post_hook(self)
+        # Run before the user's hooks, which may rename entries.
+        order: Any = saving.hooks_dict_ref()
+        order.move_to_end(saving.id, last=False)
+        return [saving, hooks.register_load_state_dict_pre_hook(self.before_loading)]
 
-    def save(self, destination: Entries, key: str, tensor: Tensor) -> None:
-        """Replaces the entry of a tensor by its fp32 values; entries of tied tensors share them."""
-        entry = destination[key]
-        if entry is tensor or not isinstance(entry, Tensor):  # with ``keep_vars``
-            return
-        if not dtypes.is_low_precision(entry):
-            return
-        first, made = self._made.get(id(tensor), (key, None))
-        exact = None if made is None else made()
-        if exact is None or destination.get(first) is not exact:
-            exact = self.exact(tensor, entry)
-            self._made[id(tensor)] = key, weakref.ref(exact)
-            if self._copied_from is not None:
+    def __call__(self, module: nn.Module, entries: Entries, prefix: str, _: object) -> None:
+        """Replaces the entries of the module's own 16-bit tensors by their exact fp32 values."""
+        for key, tensor in own_tensors(module):
+            entry = entries.get(prefix + key)
+            is_value = isinstance(entry, Tensor) and entry is not tensor  # or with ``keep_vars``
+            if is_value and dtypes.is_low_precision(entry):
+                entries[prefix + key] = self._saved_value(entries, prefix + key, tensor)
+
+    def _saved_value(self, entries: Entries, key: str, tensor: Tensor) -> Tensor:
+        """Returns the fp32 values of a 16-bit tensor; entries of tied tensors share them."""
+        master = self.master_of(tensor)
+        known_key, known, versions = self._saved.get(id(tensor), (key, _gone, ()))
+        exact = known()
+        is_tied = exact is not None and entries.get(known_key) is exact
+        if not is_tied or versions != _versions(tensor, master, exact):
+            exact = exact_value(entries[key], [master])
+            versions = _versions(tensor, master, exact)
+            self._saved[id(tensor)] = key, weakref.ref(exact), versions
+            if self.is_copy:
                 self._note_average(exact)
-        destination[key] = exact
+        return exact
+
+    def before_loading(self, module: nn.Module, entries: Entries, prefix: str, *rest: Any) -> None:
+        """Sets the masters of the module's own tensors to the exact values that are loaded.
+
+        Where an entry is not loaded after all, the master follows the weight that stays.
+
+        Raises:
+            RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
+        """
+        if isinstance(rest[0], Mapping) and rest[0].get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
+                "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
+                "loading and amp.initialize after."
+            )
+        self.loads += 1
+        if self.session is not None:
+            own = [(tensor, entries.get(prefix + key)) for key, tensor in own_tensors(module)]
+            self.session.masters.set_exact_values(
+                (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
+            )
 
     def _note_average(self, made: Tensor) -> None:
         """Notes once if an average was written into the latest entry of a copy's state dict."""
@@ -106,58 +162,6 @@ class MasterLink:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without a session."""
         return rebuild, ("master_link",)
-
-
-class Fp32Hooks:
-    """The hooks of one module."""
-
-    def __init__(self, link: MasterLink) -> None:
-        """Makes hooks that find masters through ``link``."""
-        self._link = link
-
-    def attach(self, module: nn.Module, handles: list[RemovableHandle]) -> None:
-        """Registers the hooks with ``module``; adds their handles to ``handles`` one by one."""
-        hooks: Any = module  # torch does not annotate the methods that register them
-        handles.append(hooks.register_state_dict_post_hook(self))
-        # Run before the user's hooks, which may rename entries.
-        order: Any = handles[-1].hooks_dict_ref()
-        order.move_to_end(handles[-1].id, last=False)
-        handles.append(hooks.register_load_state_dict_pre_hook(self.before_loading))
-
-    def __call__(self, module: nn.Module, destination: Entries, prefix: str, _: object) -> None:
-        """Replaces the module's own entries by the exact fp32 values of its tensors."""
-        for key, tensor in own_tensors(module):
-            if prefix + key in destination:
-                self._link.save(destination, prefix + key, tensor)
-
-    def before_loading(self, module: nn.Module, loaded: Entries, prefix: str, *rest: Any) -> None:
-        """Sets the masters of the module's own tensors to the exact values that are loaded.
-
-        Where an entry is not loaded after all, the master follows the weight that stays.
-
-        Raises:
-            RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
-        """
-        if isinstance(rest[0], Mapping) and rest[0].get("assign_to_params_buffers"):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
-                "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
-                "loading and amp.initialize after."
-            )
-        if (session := self._link.session) is not None:
-            own = [(tensor, loaded.get(prefix + key)) for key, tensor in own_tensors(module)]
-            session.masters.expect(
-                (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
-            )
-
-    def before_saving(self, *_: Any) -> None:
-        """Does nothing; files of earlier releases name it, and :meth:`after_loading`."""
-
-    after_loading = before_saving
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies with the link alone; see :mod:`apex._pickle`."""
-        return rebuild, ("fp32_hooks", self._link)
 
 
 def _is_exact(entry: object, tensor: Tensor) -> TypeGuard[Tensor]:

@@ -1,10 +1,7 @@
-"""The class of a converted model: a subclass of the model's own, under the same name.
+"""The generated class of a converted model; see Note [Generated class].
 
-Note [Class swap]: a converted model is the same object with another class, and one attribute holds
-the state of the conversion. So everything that relies on class and ``__dict__`` keeps working: deep
-copies and data-parallel replicas use their own weights, ``model.forward(x)`` casts as ``model(x)``
-does, ``isinstance`` holds. A closure in place of ``model.forward`` would stay bound to the first
-object in all these cases.
+A ``forward`` on the object, as in apex, would stay bound to the first object in replicas and in
+what copies attributes, and hooks do not run for ``model.forward(x)``. A class does both.
 """
 
 from __future__ import annotations
@@ -13,54 +10,66 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from apex._core import tree
-from apex._core.mixins import MIXIN, known_with_mixin, mixin_of, new_class, plain_class, swap_class
+from apex._core.arguments import positional_names
+from apex._core.mixins import plain_class, shown_as, swap_class, with_mixin
 from apex._core.tree import Args, Call, Kwargs
+from apex._engine.autocast.region import Region
 from apex._engine.conversion import notes
-from apex._engine.conversion.state import (
-    STATE,
-    ModelState,
-    positional_names,
-    stash_forward,
-    state_of,
-)
+from apex._engine.conversion.casts import begin_apply, cast_parts, undo_convert
+from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.state import STATE, ModelState, state_of
+from apex._engine.conversion.state_dict import MasterLink
 from apex._pickle import rebuild
+from apex._torch import fsdp
 from apex._torch.dynamo import untraced
+from apex._torch.modules import named_parameters
 
-Method = Callable[..., Any]
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
 _is_compiling = torch.compiler.is_compiling
 
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
 
 class Converted(nn.Module):
-    """The methods of every generated class, which call the model's own by :func:`_own_class`.
+    """The methods of every generated class, which pass on what they get to the model's own."""
 
-    Most generated classes have it as their first base, and all of them have its methods.
-    """
-
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
-    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        apply = functools.partial(_own_class(self)._apply, self, recurse=recurse)
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        apply = super()._apply
         state = state_of(self)
-        return apply(fn) if state is None else state.cast_model(self, apply, fn)
+        if state is not None:
+            fn = begin_apply(self, state, fn)
+        return apply(fn, *args, **kwargs)
 
     @untraced
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """Clears the gradients of the parameters and of their masters."""
-        _own_class(self).zero_grad(self, set_to_none)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients of the parameters, and of the masters of those that it cleared."""
         state = state_of(self)
-        if state is not None and state.link.session is not None:
-            state.link.session.clear_grads(self.parameters(), set_to_none=set_to_none)
+        versions = {param: _grad_version(param) for _, param in named_parameters(self)}
+        super().zero_grad(*args, **kwargs)
+        if state is None or state.link.session is None:
+            return
+        dropped = [param for param in versions if param.grad is None]
+        zeroed = []
+        for param, version in versions.items():
+            if _grad_version(param) not in (None, version):
+                zeroed.append(param)
+        state.link.session.clear_grads(dropped, set_to_none=True)
+        state.link.session.clear_grads(zeroed, set_to_none=False)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
@@ -70,20 +79,14 @@ class Converted(nn.Module):
             reduced = self.__reduce_ex__(1)
         if state is None or isinstance(reduced, str):
             return reduced
-        func, args, inner, *rest = (*reduced, None)[: max(len(reduced), 3)]
+        func, args, inner, list_items, dict_items, *_ = (*reduced, None, None, None)
         args, inner = tuple(map(_unconverted, args)), _unconverted(inner)
         if state.plan.casts_down:
-            return rebuild, ("model", func, *args), (state, inner), *rest
+            set_saved = functools.partial(rebuild, "model")
+            return func, args, (state, inner), list_items, dict_items, set_saved
         if state.inner_forward and isinstance(inner, dict):
             inner = {"forward": state.inner_forward, **inner}
-        return func, args, inner, *rest
-
-    def __setstate__(self: Any, saved: Any) -> None:
-        is_ours = isinstance(saved, tuple) and saved and isinstance(saved[0], ModelState)
-        state, inner = saved if is_ours else (None, saved)
-        if inner is not None or state is None:
-            _own_class(self).__setstate__(self, inner)
-        _continue(self, state)
+        return func, args, inner, list_items, dict_items
 
     def __copy__(self: Any) -> Any:
         """Returns a converted model that shares parameters, session and masters."""
@@ -97,85 +100,87 @@ class Converted(nn.Module):
         with _as_plain(self):
             new = copy.deepcopy(self, memo)
         state = None if new is self else state_of(self)
-        if state is not None and state.link.session is not None:
-            state.writes.note_copy(new)
-        return _continue(new, copy.deepcopy(state, memo))
+        copied: ModelState | None = copy.deepcopy(state, memo)
+        if state is not None and copied is not None and state.plan.casts_down:
+            state.writes.note_copy(new, copied.link)
+        return _continue(new, copied)
 
 
-@contextmanager
-def _as_plain(model: nn.Module) -> Iterator[None]:
-    """Gives a model its own class for a while, with the values that its masters have."""
-    state, converted = state_of(model), type(model)
-    if state is not None:
-        state.link.write_back()
-    swap_class(model, plain_class(converted))
-    try:
-        yield
-    finally:
-        swap_class(model, converted)
+class Rounded(Converted):
+    """The methods of the class of a 16-bit model, whose public methods are :class:`_Method`."""
+
+    def _replicate_for_data_parallel(self: Any) -> Any:
+        self.parameters  # noqa: B018 - rounds written masters
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
 
-def _continue(model: Any, state: ModelState | None) -> Any:
-    """Gives a copy its state, converts what its own class rebuilt, and returns it."""
-    if state is not None:
-        convert_class(model)
-        model.__dict__[STATE] = state
-        stash_forward(model, state)
-        with ExitStack() as undo:
-            state.apply(model, undo)
-            undo.pop_all()
-    return model
+class _Method:
+    """A method that runs with written masters rounded into the model, and explains dtype errors.
+
+    On the class it is the model's own function, and so it is inside of another such method.
+    """
+
+    def __init__(self, base: type, name: str) -> None:
+        self._base, self._name = base, name
+        # A function that does not run when it is called stays itself.
+        runs_later = getattr(base, name).__code__.co_flags & _RUNS_LATER
+        self._explained = None if runs_later else _explained(base, name)
+
+    def __get__(self, model: Any, cls: type) -> Any:
+        function = getattr(self._base, self._name)  # now, as scripts replace methods
+        if model is None:
+            return function
+        if _is_compiling() or (state := state_of(model)) is None or state.runs_here():
+            return MethodType(function, model)
+        state.link.write_back(model)
+        return MethodType(self._explained or function, model)
 
 
-def rebuild_model(func: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """Rebuilds a pickled converted model; its state is set afterwards."""
-    model = func(*args)
-    convert_class(model)
-    return model
+def _explained(base: type, name: str) -> Callable[..., Any]:
+    def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(base, name)
+        state = state_of(self)
+        if state is None:
+            return function(self, *args, **kwargs)
+        with ExitStack() as call:
+            state.enter_thread(call)
+            try:
+                return function(self, *args, **kwargs)
+            except RuntimeError as error:
+                notes.explain(self, state.plan, error)
+                raise
+
+    return shown_as(getattr(base, name), explained)
 
 
-def _unconverted(value: Any) -> Any:
-    """Returns a copy of an object's attributes without the conversion; other values as they are."""
-    if not isinstance(value, dict) or STATE not in value:
-        return value
-    return {name: kept for name, kept in value.items() if name != STATE}
+def _grad_version(param: Tensor) -> int | None:
+    return None if param.grad is None else param.grad._version
 
 
-def convert_class(model: nn.Module) -> None:
-    """Gives a plain model its generated class, always the same one for a class."""
-    base = type(model)
-    if mixin_of(base) is Converted:
-        return
-    made = known_with_mixin(Converted, base)
-    if made is None:
-        # Python lets an object change to a class whose instances are laid out alike. With a base
-        # without ``__dict__`` (abc.ABC, Generic) first, that is a class with the only base.
-        root: Any = base
-        while root.__base__ is not None and root.__base__.__dictoffset__:
-            root = root.__base__
-        bases = (Converted, base) if root is nn.Module else (base,)
-        made = new_class(base, bases, {MIXIN: Converted, **_namespace(base)})
-    swap_class(model, made)
+def generated_class(own: type, plan: ModelPlan) -> Any:
+    """Returns the generated class of a model's own class."""
+    if plan.casts_down:
+        return with_mixin(Rounded, own, _overrides_of_rounded)
+    return with_mixin(Converted, own, _overrides)
 
 
-def _own_class(module: nn.Module) -> Any:
-    """Returns the model's own class."""
-    return next(kind.__bases__[-1] for kind in type(module).__mro__ if mixin_of(kind) is Converted)
-
-
-def _namespace(base: Any) -> dict[str, Any]:
-    """Returns the attributes of the generated class of ``base``."""
-    names = {
-        name: _explained(base, name)
-        for name in dir(base)
-        if name[0] != "_" and not hasattr(nn.Module, name)
-        if inspect.isfunction(inspect.getattr_static(base, name))
-    }
-    names |= {name: each for name, each in vars(Converted).items() if inspect.isfunction(each)}
-    names["forward"] = _casting_forward(base)
-    if issubclass(base, GraphModule):
+def _overrides(own: Any) -> dict[str, Any]:
+    names: dict[str, Any] = {"forward": _casting_forward(own)}
+    if issubclass(own, GraphModule):
         names["recompile"] = _recompile
     return names
+
+
+def _overrides_of_rounded(own: Any) -> dict[str, Any]:
+    # By the first two, DataParallel and others get the weights.
+    methods = ["parameters", "named_parameters"]
+    for name in dir(own):
+        function = inspect.getattr_static(own, name)
+        is_plain = isinstance(function, FunctionType) and not name.startswith("_")
+        if is_plain and function is not getattr(nn.Module, name, None):
+            methods.append(name)
+    names: dict[str, Any] = {name: _Method(own, name) for name in methods if name != "zero_grad"}
+    return names | _overrides(own)
 
 
 def _recompile(module: Any) -> Any:
@@ -184,51 +189,49 @@ def _recompile(module: Any) -> Any:
         return module.recompile()
 
 
-def _like(fn: Method, wrapper: Any) -> Method:
-    """Shows ``wrapper`` as ``fn``, also to ``inspect.getfullargspec``, which libraries call."""
-    with suppress(TypeError, ValueError):  # written in C
-        wrapper.__signature__ = inspect.signature(fn)
-    return functools.update_wrapper(wrapper, fn)
-
-
-def _explained(base: Any, name: str) -> Callable[..., Any]:
-    """Returns a public method whose dtype errors tell the remedy, as those of ``forward`` do."""
-
-    def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        run = getattr(base, name)  # now, as scripts replace methods
-        if _is_compiling() or (state := state_of(self)) is None:
-            return run(self, *args, **kwargs)
-        return _explaining(self, state, run, self, *args, **kwargs)
-
-    return _like(getattr(base, name), explained)
-
-
-def _casting_forward(base: type[nn.Module]) -> Callable[..., Any]:
+def _casting_forward(own: Any) -> Callable[..., Any]:
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
-        if state is None:  # restored, or made by type(model)(...)
-            return base.forward(self, *args, **kwargs)
-        replaced = state.inner_forward
-        run = functools.partial(base.forward, self) if replaced is None else replaced
+        if state is None:  # restored, but a script has kept this method
+            return own.forward(self, *args, **kwargs)
+        run = state.inner_forward or super(Converted, self).forward
         if _is_compiling():
-            args, kwargs = begin_call(state, args, kwargs)
+            args, kwargs = begin_call(self, state, args, kwargs)
             return end_call(state, state.region.run(run, *args, **kwargs))
-        return end_call(state, _run(self, state, run, args, kwargs))
+        with ExitStack() as call:
+            state.enter_thread(call)
+            cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
+            watched = state.plan.casts_down and state.writes.watches
+            if watched:
+                state.writes.begin_forward(self, state.link, call)
+            cast_args, cast_kwargs = state.region.enter(call, cast_args, cast_kwargs)
+            try:
+                output = run(*cast_args, **cast_kwargs)
+            except RuntimeError as error:
+                notes.explain(self, state.plan, error)
+                raise
+        if watched:
+            names, given = positional_names(run), (args, kwargs)
+            state.writes.end_forward(self, names, given, (cast_args, cast_kwargs))
+        return end_call(state, output)
 
-    return _like(base.forward, forward)
+    function = inspect.getattr_static(own, "forward")
+    return shown_as(function, forward) if isinstance(function, FunctionType) else forward
 
 
-def begin_call(state: ModelState, args: Args, kwargs: Kwargs) -> Call:
+def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) -> Call:
     """Begins a forward pass: returns its arguments, cast by the plan."""
     if _is_compiling():
-        state.begin_traced_forward()
+        state.begin_traced_forward(model)
     else:
-        state.begin_forward()
+        state.begin_forward(model)
     plan = state.plan
     if plan.input_dtype is None:
         return args, kwargs
     if plan.cast is not None:
         return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
+    if state.unplaced:
+        state.check_unplaced(args, kwargs)
     low, dtype = plan.casts_down, plan.input_dtype  # in fp32, objects stay as they are
     return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=state.uncast)
 
@@ -241,25 +244,83 @@ def end_call(state: ModelState, output: Any) -> Any:
     return (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
 
 
-def _run(model: nn.Module, state: ModelState, forward: Method, args: Args, kwargs: Kwargs) -> Any:
-    """Calls ``forward`` in eager mode, with cast arguments; notes what it writes in vain."""
-    given = args, kwargs
-    args, kwargs = begin_call(state, args, kwargs)
-    watched = state.plan.casts_down and state.writes.watches
-    if watched:
-        state.writes.note_forward(model, state.link.has_master)
-    output = _explaining(model, state, state.region.run, forward, *args, **kwargs)
-    if watched:
-        names = positional_names(forward)
-        state.writes.note_arguments(model, names, given, (args, kwargs))
-    return output
+def convert(
+    model: nn.Module, plan: ModelPlan, region: Region, session: Session | None, undo: ExitStack
+) -> None:
+    """Converts ``model`` by ``plan``, in place; on failure, call :func:`undo_convert`.
+
+    Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call
+    ``check`` first: this function validates nothing.
+
+    Args:
+        model: A plain model.
+        plan: The conversion.
+        region: Runs the model's own forward.
+        session: Has the exact values for ``state_dict`` and ``restore``; receives loaded ones. The
+            model keeps it alive.
+        undo: Receives the inverse of the tensors' casts.
+    """
+    if any(map(fsdp.compute_dtype, fsdp.param_groups(model))):
+        plan = replace(plan, input_dtype=None)  # fully_shard casts inputs itself
+    set_state(model, ModelState(plan, region, MasterLink(session)), undo)
 
 
-def _explaining(
-    model: nn.Module, state: ModelState, fn: Method, /, *args: Any, **kwargs: Any
-) -> Any:
+def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
+    """Makes a plain model a converted one; ``undo`` receives the inverse of its tensors' casts."""
+    model.__dict__[STATE] = state  # first, because undo_convert() needs it
+    swap_class(model, generated_class(plain_class(type(model)), state.plan))
+    # The class's ``forward`` runs, and calls the one that was set on the object. Scripts that
+    # replace ``forward`` for a while leave the class's own there.
+    inner = model.__dict__.pop("forward", state.inner_forward)
+    is_class_own = getattr(inner, "__func__", None) is type(model).forward
+    state.inner_forward = None if is_class_own else inner
+    cast_parts(model, state, undo)
+
+
+def hand_over(model: nn.Module, undo: ExitStack) -> None:
+    """Makes a converted model plain for another conversion; pushes the inverse to ``undo``.
+
+    Only for plans that do not cast weights to 16 bits. Does nothing to a plain model.
+    """
+    state = state_of(model)
+    if state is not None:
+        undo_convert(model)
+        undo.callback(convert, model, state.plan, state.region, state.link.session, ExitStack())
+
+
+# -- copies and pickles ----------------------------------------------------------------------------
+
+
+def set_saved_state(model: nn.Module, saved: tuple[ModelState, Any]) -> None:
+    """Sets what a file holds of a model whose parameters are cast."""
+    state, inner = saved
+    if inner is not None:
+        model.__setstate__(inner)
+    _continue(model, state)
+
+
+def _continue(model: Any, state: ModelState | None) -> Any:
+    """Gives a copy its state, converts what its own class rebuilt, and returns it."""
+    if state is not None:
+        set_state(model, state, ExitStack())
+    return model
+
+
+@contextmanager
+def _as_plain(model: nn.Module) -> Iterator[None]:
+    """Gives a model its own class for a while, with the values that its masters have."""
+    state, converted = state_of(model), type(model)
+    if state is not None:
+        state.link.write_back(model)
+    swap_class(model, plain_class(converted))
     try:
-        return fn(*args, **kwargs)
-    except RuntimeError as error:
-        notes.explain(model, state.plan, error)
-        raise
+        yield
+    finally:
+        swap_class(model, converted)
+
+
+def _unconverted(value: Any) -> Any:
+    """Returns a copy of an object's attributes without the conversion; other values as they are."""
+    if not isinstance(value, dict) or STATE not in value:
+        return value
+    return {name: kept for name, kept in value.items() if name != STATE}

@@ -17,9 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine.autocast import steps
-from apex._engine.masters import PREPARED, Master
+from apex._engine.masters import Master, mark_written, update_model_from_written_masters
 from apex._engine.mistakes import Mistake
+from apex._engine.optimizer.prepared import PREPARED
 from apex._torch.dynamo import untraced
+from apex._torch.modules import named_tensors
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -32,10 +34,9 @@ def _look_after(session: Session, versions: _Versions, optimizer: Optimizer) -> 
     """Rounds masters that an optimizer stepped; warns if it steps 16-bit weights itself."""
     stepped = params_of(optimizer)
     own = {id(param) for param in stepped if isinstance(param, Master)}
-    for pair in session.masters.all() if own else ():
-        if id(pair.master) in own:
-            pair.mark_written()  # fused kernels do not count
-    session.masters.write_back()
+    if own:  # fused kernels do not count their writes
+        mark_written(pair for pair in session.masters.pairs() if id(pair.master) in own)
+    update_model_from_written_masters(session.masters.pairs())
     low = [param for param in stepped if dtypes.is_low_precision(param)]
     if low:
         fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -61,7 +62,7 @@ class _Hooks:
         """Looks after others' steps over the weights or masters of ``session``, while it lives."""
         self._sessions[session] = versions = _Versions()
         for model in session.models:
-            low = filter(dtypes.is_low_precision, model.parameters())
+            low = filter(dtypes.is_low_precision, named_tensors(model).values())
             versions[model] = {id(param): param._version for param in low}
         if not self._handles:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex._core import arguments
-from apex._core.finite import group
 from apex._core.foreach.norms import global_norm
-from apex._torch.copies import moved
 
 
 @torch.no_grad()
@@ -31,7 +29,7 @@ def clip_grad_norm_(
         max_norm: Largest allowed norm.
         norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Whether to raise if the norm is inf or NaN; requires a host sync.
-        foreach: Ignored; foreach kernels always run.
+        foreach: Ignored; torch uses foreach kernels on devices that have them.
 
     Returns:
         The norm before clipping, 0-d; 0 without gradients.
@@ -51,13 +49,11 @@ def clip_grad_norm_(
     if any(grad.layout is not torch.strided for grad in grads):
         raise TypeError("clip_grad_norm_ takes dense gradients; it got a sparse one.")
     norm = global_norm(grads, norm_type)
-    # sync: the caller requests an error, which the host must raise
+    # sync: only the host can raise the error that the caller asks for
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "
             "clipped. Pass error_if_nonfinite=False to scale them by it anyway."
         )
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for same in group(grads):
-        torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

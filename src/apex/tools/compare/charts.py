@@ -1,4 +1,4 @@
-"""The curves of a comparison, in percent of a chart's width and height."""
+"""The curves of a comparison and their axes; the template of the report draws them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ class Point(NamedTuple):
     spread: float = 0.0
 
 
-class Line(NamedTuple):
-    """One level's curve and the band around it, as paths of SVG."""
-
-    level: str
-    path: str
-    band: str
-
-
 class Chart(NamedTuple):
-    """A line chart; ticks and the grey area's edges in percent, from the left and the top."""
+    """A line chart: each level's curve, the ends of both axes, and round values on them.
+
+    The grey area reaches as far as ``area`` to either side of 0.
+    """
 
     title: str
     caption: str
-    lines: list[Line]
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    area: tuple[float, float]
+    curves: Mapping[str, Sequence[Point]]
+    steps: int
+    low: float
+    high: float
+    x_ticks: list[float]
+    y_ticks: list[float]
+    area: float
 
 
 def charts(comparison: Comparison) -> list[Chart]:
@@ -111,40 +109,16 @@ def _chart(
     margin = 0.05 * (high - low) or abs(high) or 1.0
     low, high = low - margin, high + margin
     steps = max(points[-1].step for points in curves.values())
-
-    def x(step: float) -> float:
-        return 100 * (step - 1) / (steps - 1)
-
-    def y(value: float) -> float:
-        return 100 * (high - min(max(value, low), high)) / (high - low)
-
-    lines = []
-    for level, points in curves.items():
-        line = [(x(step), y(value)) for step, value, _ in points]
-        above = [(x(step), y(value + spread)) for step, value, spread in points]
-        below = [(x(step), y(value - spread)) for step, value, spread in reversed(points)]
-        lines.append(Line(level, _path(line), _path(above + below)))
-    return Chart(
-        title,
-        caption,
-        lines,
-        x_ticks=[(x(step), f"{step:g}") for step in round_ticks(1, steps, least_gap=1.0)],
-        y_ticks=[(y(value), f"{value:g}") for value in round_ticks(low, high)],
-        area=(y(area), y(-area)),
-    )
+    x_ticks = [step for step in _round_values(1, steps) if step.is_integer()]
+    y_ticks = _round_values(low, high)
+    return Chart(title, caption, curves, steps, low, high, x_ticks, y_ticks, area)
 
 
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
-
-
-def round_ticks(low: float, high: float, most: int = 7, least_gap: float = 0.0) -> list[float]:
-    """Returns at most ``most`` round values in ``low`` to ``high``, ``least_gap`` apart or more."""
-    power = math.floor(math.log10((high - low) or 1.0)) - 1
-    while True:
-        for factor in (1, 2, 5):
-            gap = factor * 10.0**power
-            first, last = math.ceil(low / gap), math.floor(high / gap)
-            if gap >= least_gap and last - first < most:
-                return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]
-        power += 1
+def _round_values(low: float, high: float) -> list[float]:
+    """Returns three to seven values between two others, the same round gap apart."""
+    gap = 10.0 ** math.floor(math.log10(high - low))
+    for factor in (0.2, 0.5, 1, 2):
+        first, last = math.ceil(low / (factor * gap)), math.floor(high / (factor * gap))
+        if last - first < 7:
+            break
+    return [float(f"{index * factor * gap:.9g}") for index in range(first, last + 1)]

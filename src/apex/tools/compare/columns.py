@@ -26,7 +26,6 @@ COLUMNS = {
         "loss - fp32, %", "mean difference on the same batches, and its standard error"
     ),
     "evaluation": Column("evaluate", "what the target's evaluate returned"),
-    "distance": Column("from fp32", "distance of the final weights from fp32's, relative to them"),
     "skipped": Column("skipped", "steps that overflowed"),
     "frozen": Column("frozen", "largest share of weights whose update was lost to rounding"),
     "verdict": Column("verdict", "use, ties, usable, unclear, no, skipped", True, True),

@@ -13,6 +13,7 @@ from apex._core import dtypes
 from apex.debug.common import json_types, short
 from apex.tools.compare.timing import Interval, Load, Timing, speed_of
 from apex.tools.errors import InputError
+from apex.tools.source import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,12 @@ def parse_levels(names: str | None) -> tuple[Level, ...]:
     wanted = {name.strip() for name in names.split(",") if name.strip()}
     unknown = sorted(wanted - LEVELS.keys())
     if unknown or not wanted:
+        similar = "".join(did_you_mean(name, LEVELS) for name in unknown)
         raise InputError(
             f"no level {', '.join(map(repr, unknown)) or repr(names)}; choose from "
-            f"{', '.join(LEVELS)}, separated by commas"
+            f"{', '.join(LEVELS)}, separated by commas.{similar}"
         )
-    return tuple(each for each in LEVELS.values() if each.name in wanted | {BASELINE})
+    return tuple(level for level in LEVELS.values() if level.name in wanted | {BASELINE})
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,6 @@ class Training:
             steps; ``None`` if it cannot be measured.
         saved_bytes: Bytes that autograd saved for the first backward pass, not counting weights.
         peak_bytes: Peak memory allocated on CUDA; ``None`` elsewhere.
-        distance: Norm of the difference of the final weights from fp32's after as many steps,
-            relative to fp32's norm.
         evaluation: Result of the target's ``evaluate``.
     """
 
@@ -131,7 +131,6 @@ class Training:
     frozen: float | None = None
     saved_bytes: int = 0
     peak_bytes: int | None = None
-    distance: float | None = None
     evaluation: float | None = None
 
     @property
@@ -252,14 +251,14 @@ class Comparison:
         ours, base = result.timing, (other or self.baseline).timing
         if ours is None or base is None:
             return None
-        return speed_of(ours, base, paired=not result.emulated)
+        return speed_of(ours, base)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
     data = {name: value for name, value in asdict(comparison).items() if name != "results"}
     levels = [_result_data(result, comparison) for result in comparison.results]
-    return {"format": "apex-compare/2", **json_types(data), "levels": json_types(levels)}
+    return {"format": "apex-compare/3", **json_types(data), "levels": json_types(levels)}
 
 
 def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +19,14 @@ from apex.tools.compare.soundness import fault
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
 from apex.tools.compare.timing import (
     EMULATION_RATIO,
-    LEAST_ROUNDS,
     LEAST_SECONDS,
     Load,
     LoadMeter,
+    current_load,
     slowdown,
     time_interleaved,
 )
-from apex.tools.compare.training import INITIAL_SCALE, State, Trainer, prepare
+from apex.tools.compare.training import Trainer, prepare
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
 from apex.tools.errors import TargetError, format_error
@@ -56,20 +56,36 @@ class Options:
     emulated: bool = False
 
 
-def compare(target: str, options: Options, stage: Callable[[str], object]) -> Comparison:
-    """Trains ``target`` at each level and returns the results; ``stage`` is told each activity.
+Tell = Callable[[str], object]
+"""Shows a line of text."""
+
+
+def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Comparison:
+    """Trains ``target`` at each level and returns the results.
 
     A failure at one level is recorded in its result; the others continue.
+
+    Args:
+        target: As on the command line.
+        options: What to compare, and how long.
+        stage: Told each activity.
+        warn: Told before the work if the machine is busy.
 
     Raises:
         TargetError: If the target cannot be used at any level.
     """
     with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
+        load = current_load(options.device)
+        if load.busy:
+            warn(
+                f"this machine is busy ({load}). The verdicts on training hold all the same; a "
+                "verdict on speed needs an idle machine."
+            )
         run = _Run(build, options, stage)
         run.train()
         run.time()
-    found = Comparison(
+    comparison = Comparison(
         target=target,
         machine=f"{describe(options.device)}, torch {torch.__version__}",
         steps=len(run.batches),
@@ -78,21 +94,18 @@ def compare(target: str, options: Options, stage: Callable[[str], object]) -> Co
         notes=tuple(run.notes),
         load=run.load,
     )
-    return replace(found, recommendation=recommendation(found))
+    return replace(comparison, recommendation=recommendation(comparison))
 
 
 class _Run:
     """One comparison in progress."""
 
-    def __init__(self, build: Build, options: Options, stage: Callable[[str], object]) -> None:
+    def __init__(self, build: Build, options: Options, stage: Tell) -> None:
         """Draws the batches and checks which dtypes the machine emulates."""
         self.notes: list[str] = []
         self.load = Load()
         self._options, self._build, self._stage = options, build, stage
-        first = build()
-        self.batches = self._draw(first)
-        self._start = training.snapshot(first.model)
-        self._fp32_weights: Mapping[int, State] = {}
+        self.batches = self._draw(build())
         self.results = {level.name: self._untrained(level) for level in options.levels}
 
     def _untrained(self, level: Level) -> Result:
@@ -115,63 +128,55 @@ class _Run:
     def _train_one(self, name: str) -> None:
         result = self.results[name]
         experiment, trainer = self._fresh(result)
-        record, weights = training.train(
-            trainer,
-            self.batches[: self._steps(result)],
-            device=self._options.device,
-            keep_at=[self._steps(other) for other in self.results.values()],
-        )
+        steps = EMULATED_STEPS if result.emulated else len(self.batches)
+        record = training.train(trainer, self.batches[:steps], self._options.device)
         if name == BASELINE:
-            self._fp32_weights = weights
             self._note_unmoved(experiment.model)
-        steps = len(record.losses)
-        apart = training.distance(weights[steps], self._fp32_weights[steps])
-        record = replace(record, distance=apart)
         self._put(name, training=record)
         with self._recording_errors(name, "evaluating"):
             self._put(name, training=training.evaluated(record, trainer, experiment))
 
     def time(self) -> None:
-        """Times the trained levels, which take turns, as long as a verdict on speed can come."""
-        trained = [result for result in self.results.values() if result.training is not None]
+        """Times the levels, which take turns, as long as a verdict on speed can come."""
         baseline = self.results[BASELINE]
-        worth = [r for r in trained if r is not baseline and not fault(r, baseline)]
-        if not worth:
+        timed = [r for r in self.results.values() if r.training is not None and not r.emulated]
+        if all(result is baseline or fault(result, baseline) for result in timed):
             return
         meter = LoadMeter()
         try:
-            self._time(trained, meter)
+            self._time(timed, meter)
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             text = f"Timing failed: {format_error(error)}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
         self.load = meter.load
 
-    def _time(self, trained: Sequence[Result], meter: LoadMeter) -> None:
+    def _time(self, results: Sequence[Result], meter: LoadMeter) -> None:
         batch = training.to_device(self.batches[0], self._options.device)
 
         def step(trainer: Trainer) -> None:
             trainer.backward(batch)
             trainer.step()
 
-        steps = {r.name: functools.partial(step, self._fresh(r, settled=True)[1]) for r in trained}
-        most = self._options.rounds
-        rounds = {r.name: min(most, LEAST_ROUNDS) if r.emulated else most for r in trained}
-        turns = time_interleaved(steps, rounds, self._options.device)
-        for turn, times in enumerate(turns):  # the first one warms up
+        steps = {}
+        for result in results:
+            _, trainer = self._fresh(result)
+            steps[result.name] = functools.partial(step, trainer)
+        rounds = self._options.rounds
+        for turn, times in enumerate(time_interleaved(steps, rounds, self._options.device)):
             for name, timing in times.items():
                 self._put(name, timing=timing)
-            if turn > 0 and meter.seconds > LEAST_SECONDS and meter.load.busy:
+            is_known = turn > 0 and meter.seconds > LEAST_SECONDS  # the first turn warms up
+            if is_known and meter.load.busy:
                 return
-            if turn < most:
-                self._stage(f"time all, interleaved: round {turn + 1} of {most}")
+            if turn < rounds and turn % max(1, rounds // 10) == 0:
+                self._stage(f"time all, interleaved: round {turn + 1} of {rounds}")
 
     # -- notes -----------------------------------------------------------------------------
 
     def _note_unmoved(self, model: nn.Module) -> None:
         """Adds a note if training in fp32 left every parameter as it was."""
-        end = self._fp32_weights[len(self.batches)]
-        names = [name for name, _ in model.named_parameters() if name in end]
-        if all(torch.equal(end[name], self._start[name]) for name in names):
+        pairs = zip(model.parameters(), self._build().model.parameters(), strict=True)
+        if all(torch.equal(after.cpu(), before) for after, before in pairs):
             self.notes.append(
                 "Training in fp32 changed no parameter, so the losses compare nothing. Check that "
                 "the loss depends on the model and the learning rate is above 0."
@@ -179,17 +184,11 @@ class _Run:
 
     # -- helpers of the phases -----------------------------------------------------------------
 
-    def _fresh(self, result: Result, *, settled: bool = False) -> tuple[Experiment, Trainer]:
-        """Returns an experiment with the first weights, prepared at the result's level.
-
-        With ``settled``, the loss scale starts where training ended.
-        """
+    def _fresh(self, result: Result) -> tuple[Experiment, Trainer]:
+        """Returns an experiment with the first weights, prepared at the result's level."""
         gc.collect()  # memory of the previous level would count
         experiment = self._build()
-        experiment.model.load_state_dict(self._start)
-        last = result.training if settled else None
-        scale = INITIAL_SCALE if last is None else last.loss_scales[-1]
-        trainer = prepare(result.level, experiment, self._options.device, loss_scale=scale)
+        trainer = prepare(result.level, experiment, self._options.device)
         seed_all(self._options.seed)
         return experiment, trainer
 
@@ -208,11 +207,8 @@ class _Run:
             raise TargetError("The target gives no batches.")
         return batches
 
-    def _steps(self, result: Result) -> int:
-        return min(len(self.batches), EMULATED_STEPS if result.emulated else len(self.batches))
-
-    def _put(self, name: str, **found: Any) -> None:
-        self.results[name] = replace(self.results[name], **found)
+    def _put(self, name: str, **parts: Any) -> None:
+        self.results[name] = replace(self.results[name], **parts)
 
     @contextmanager
     def _recording_errors(self, name: str, part: str) -> Iterator[None]:
@@ -232,9 +228,9 @@ class _Run:
 
 def _cycle(experiment: Experiment) -> Iterator[Any]:
     """Yields the batches, starting over if they can be iterated again."""
-    given = True
-    while given:
-        given = False
+    has_batches = True
+    while has_batches:
+        has_batches = False
         for batch in experiment.batches:
-            given = True
+            has_batches = True
             yield batch

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex.integrations import scales
-from apex.tools.errors import TargetError, format_error
+from apex.tools import source
+from apex.tools.errors import TargetError, format_error, is_relative_import
 
 FUNCTION = "setup"
 """Default function in a file or module."""
@@ -121,55 +122,40 @@ def _copied(first: Experiment) -> Experiment:
 
 def _look_at(path: Path, function: str) -> None:
     """Raises unless a file defines a target and trains nothing itself; executes nothing."""
-    if not path.is_file():
+    if not path.exists():
         raise TargetError(f"There is no file {path}.")
+    text = source.read(path)
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
-        why = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
-        raise TargetError(f"{path} cannot be read as Python: {why}.") from error
-    top = [*_of_module_level(tree)]
-    names = set[str]().union(*map(_bound_by, top))
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        why = f"{error.msg}, line {error.lineno}. {source.python_2(error)}".strip()
+        raise TargetError(f"{path} cannot be read as Python: {why}") from error
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise TargetError(f"{path} cannot be read as Python: {error}.") from error
+    executed = [part for part in tree.body if not _is_main_block(part)]
+    top = [*source.of_scope(ast.Module(executed, []))]
+    names = {source.bound_by(node) for node in top}
     if function and function not in names and "*" not in names:
-        raise TargetError(f"{path} has no function {function}(). {_HELP}")
+        similar = source.did_you_mean(function, filter(None, names))
+        raise TargetError(f"{path} has no function {function}().{similar} {_HELP}")
     missing = [] if {function or FUNCTION, "*"} & names else [n for n in PARTS if n not in names]
     if missing or _calls_backward(top):
-        kind = "a training script" if _calls_backward(ast.walk(tree)) else "no target"
+        what = "a training script" if _calls_backward(ast.walk(tree)) else "no target"
         lacks = f" It lacks {', '.join(missing)}." if missing else ""
         raise TargetError(
-            f"{path} is {kind}; compare needs four names: {_NAMES}, or a function {FUNCTION}() "
+            f"{path} is {what}; compare needs four names: {_NAMES}, or a function {FUNCTION}() "
             f"that returns them.{lacks} Nothing was run. {_HELP}"
         )
     if "amp.initialize(" in ast.unparse(tree):
         raise TargetError(f"{path} {_INITIALIZE} Nothing was run.")
 
 
+def _is_main_block(part: ast.stmt) -> bool:
+    return isinstance(part, ast.If) and "__main__" in ast.unparse(part.test)
+
+
 def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
-
-
-def _of_module_level(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yields the nodes that executing a module runs, its functions and ``__main__`` block aside."""
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
-            continue
-        waiting += ast.iter_child_nodes(node)
-
-
-def _bound_by(node: ast.AST) -> set[str]:
-    match node:
-        case ast.Name(id=name, ctx=ast.Store()):
-            return {name}
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.alias(name=name, asname=alias):
-            return {alias or name.partition(".")[0]}
-    return set()
 
 
 _INITIALIZE = (
@@ -190,7 +176,10 @@ def _executed(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script may call sys.exit
-        raise TargetError(f"Executing {path} failed: {format_error(error)}") from error
+        why = format_error(error)
+        if is_relative_import(error):
+            why += "\n  Its folder is on sys.path: import its neighbours without the dot."
+        raise TargetError(f"Executing {path} failed: {why}") from error
     return module
 
 
@@ -202,33 +191,33 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
     if not callable(maker):
         raise TargetError(f"{target} has no function {function or FUNCTION}(). {_HELP}")
     try:
-        given = maker()
+        parts = maker()
     except Exception as error:
         raise TargetError(
             f"{target}: {function or FUNCTION}() raised {format_error(error)}"
         ) from error
-    return _checked(target, given)
+    return _checked(target, parts)
 
 
-def _checked(target: str, given: Any) -> Experiment:
-    if isinstance(given, tuple | list) and len(given) in (4, 5):
-        given = dict(zip((*PARTS, "evaluate"), given, strict=False))
-    if not isinstance(given, Mapping) or any(name not in given for name in PARTS):
+def _checked(target: str, parts: Any) -> Experiment:
+    if isinstance(parts, tuple | list) and len(parts) in (4, 5):
+        parts = dict(zip((*PARTS, "evaluate"), parts, strict=False))
+    if not isinstance(parts, Mapping) or any(name not in parts for name in PARTS):
         raise TargetError(
-            f"{target} returned {type(given).__name__}; it must return {_NAMES} in this order, or "
+            f"{target} returned {type(parts).__name__}; it must return {_NAMES} in this order, or "
             "a dict with these names."
         )
     wrong = [
-        f"{name} is {type(given[name]).__name__}, not {what}"
-        for name, (kind, what) in PARTS.items()
-        if not isinstance(given[name], kind)
+        f"{name} is {type(parts[name]).__name__}, not {what}"
+        for name, (accepted, what) in PARTS.items()
+        if not isinstance(parts[name], accepted)
     ]
     if wrong:
         raise TargetError(f"{target}: {'; '.join(wrong)}.")
-    model, optimizer, batches, loss = (given[name] for name in PARTS)
+    model, optimizer, batches, loss = (parts[name] for name in PARTS)
     if scales.is_prepared(optimizer):
         raise TargetError(f"{target} {_INITIALIZE}")
-    return Experiment(model, optimizer, batches, _checked_loss(loss), given.get("evaluate"))
+    return Experiment(model, optimizer, batches, _checked_loss(loss), parts.get("evaluate"))
 
 
 def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor]:
@@ -236,13 +225,13 @@ def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor
 
     @functools.wraps(loss, assigned=(), updated=())
     def checked(model: nn.Module, batch: Any) -> Tensor:
-        found = loss(model, batch)
-        if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
-            return found
-        fault = type(found).__name__
-        if isinstance(found, Tensor):
-            fault = f"a tensor of shape {[*found.shape]}" + " without a gradient" * (
-                not found.requires_grad
+        result = loss(model, batch)
+        if isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
+            return result
+        fault = type(result).__name__
+        if isinstance(result, Tensor):
+            fault = f"a tensor of shape {[*result.shape]}" + " without a gradient" * (
+                not result.requires_grad
             )
         raise TargetError(
             f"loss(model, batch) returned {fault}; it must return one number, a 0-d tensor that "

@@ -101,18 +101,13 @@ class Load:
         return text
 
 
-def speed_of(ours: Timing, base: Timing, *, paired: bool) -> Interval | None:
+def speed_of(ours: Timing, base: Timing) -> Interval | None:
     """Returns how many times as fast ``ours`` is; ``None`` below ``LEAST_ROUNDS`` samples.
 
-    Paired samples are divided round by round, so that a load on a whole round cancels. Others give
-    the ratio of the medians; the ends of its interval divide those of the two medians' intervals.
+    Samples are divided round by round, so that a load on a whole round cancels.
     """
-    if min(len(ours.samples), len(base.samples)) < LEAST_ROUNDS:
-        return None
-    if paired:
-        return median_interval([b / o for b, o in zip(base.samples, ours.samples, strict=False)])
-    above, below = median_interval(base.samples), median_interval(ours.samples)
-    return Interval(above.median / below.median, above.low / below.high, above.high / below.low)
+    ratios = [b / o for b, o in zip(base.samples, ours.samples, strict=False)]
+    return median_interval(ratios) if len(ratios) >= LEAST_ROUNDS else None
 
 
 def median_interval(values: Sequence[float]) -> Interval:
@@ -161,11 +156,11 @@ def current_load(device: torch.device) -> Load:
 
 def _waited() -> dict[str, float]:
     """Returns the seconds that each thread of this process has waited for a core; Linux only."""
-    found = {}
+    waited = {}
     for file in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has ended
-            found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
-    return found
+            waited[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return waited
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -178,9 +173,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def time_interleaved(
-    steps: Mapping[str, Callable[[], object]],
-    rounds: Mapping[str, int],
-    device: torch.device,
+    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> Iterator[dict[str, Timing]]:
     """Yields the times of each step so far, after a warm-up and after each round of one step each.
 
@@ -189,10 +182,8 @@ def time_interleaved(
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     latest = dict.fromkeys(steps, math.inf)
-    for turn in range(max(rounds.values(), default=0) + 1):
+    for turn in range(rounds + 1):
         for name, step in steps.items():
-            if turn > rounds[name]:
-                continue
             if latest[name] < _SHORT:
                 step()
             latest[name] = seconds(step, device) * 1e3
@@ -227,17 +218,17 @@ def operator_seconds(
     The operators are a matrix product, and a convolution with its gradients: some CPUs have fp16
     kernels for the first only. Without a kernel there are no times.
     """
-    found = {}
+    operators = {}
     for name, make in (("matmul", _matmul), ("conv", _conv)):
-        fp32, ours = make(torch.float32, device), make(dtype, device)
         times: list[tuple[float, float]] = []
         with contextlib.suppress(RuntimeError, NotImplementedError):  # the device lacks the kernel
+            fp32, ours = make(torch.float32, device), make(dtype, device)
             ours()
             meter = LoadMeter()
             while len(times) < LEAST_REPEATS or meter.seconds < LEAST_SECONDS:
                 times.append((seconds(fp32, device), seconds(ours, device)))
-        found[name] = times
-    return found
+        operators[name] = times
+    return operators
 
 
 def least_ratio(times: Sequence[tuple[float, float]]) -> float:

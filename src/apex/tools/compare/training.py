@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,15 +24,11 @@ from apex.tools.compare.results import Level, Stored, Training
 from apex.tools.compare.target import Experiment
 from apex.tools.errors import TargetError
 
-INITIAL_SCALE = 2.0**16
-
 FROZEN_SAMPLES = 8
 """Number of steps at which frozen updates are counted."""
 
 LAST_STEPS = 10
 """Number of steps that the final loss is averaged over."""
-
-State = Mapping[str, Tensor]
 
 
 class Trainer:
@@ -82,33 +77,23 @@ class Trainer:
         raise NotImplementedError
 
 
-def prepare(
-    level: Level, experiment: Experiment, device: torch.device, *, loss_scale: float = INITIAL_SCALE
-) -> Trainer:
-    """Moves the experiment's model to ``device``, prepares it and returns the trainer.
-
-    A dynamic scale starts at ``loss_scale``.
-    """
+def prepare(level: Level, experiment: Experiment, device: torch.device) -> Trainer:
+    """Moves the experiment's model to ``device``, prepares it and returns the trainer."""
     experiment.model.to(device)
-    kind = _AutocastTrainer if level.autocast else _AmpTrainer
-    return kind(level, experiment, device, loss_scale)
+    trainer = _AutocastTrainer if level.autocast else _AmpTrainer
+    return trainer(level, experiment, device)
 
 
 class _AmpTrainer(Trainer):
     """Trains with ``amp.initialize`` and ``amp.scale_loss``."""
 
-    def __init__(
-        self, level: Level, experiment: Experiment, device: torch.device, loss_scale: float
-    ) -> None:
+    def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
         super().__init__(level, experiment, device)
         options = {"opt_level": level.name, **level.options}
         with _quiet():
             self.model, self.optimizer = amp.initialize(
                 experiment.model, experiment.optimizer, verbosity=0, **options
             )
-        if self.loss_scale() not in (1.0, loss_scale):
-            entry = {"loss_scale": loss_scale, "unskipped": 0}
-            scales.load_state_dict(self.optimizer, {"loss_scaler0": entry})
 
     def loss_scale(self) -> float:
         return float(scales.state_dict(self.optimizer)["loss_scaler0"]["loss_scale"])
@@ -137,13 +122,11 @@ def _quiet() -> Iterator[None]:
 class _AutocastTrainer(Trainer):
     """Trains with ``torch.autocast`` and, in fp16, with ``GradScaler``."""
 
-    def __init__(
-        self, level: Level, experiment: Experiment, device: torch.device, loss_scale: float
-    ) -> None:
+    def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
         super().__init__(level, experiment, device)
         self.model, self.optimizer = experiment.model, experiment.optimizer
         scaled = level.dtype is torch.float16
-        self._scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale, enabled=scaled)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled)
 
     def loss_scale(self) -> float:
         return float(self._scaler.get_scale())
@@ -159,23 +142,10 @@ class _AutocastTrainer(Trainer):
 # -- training --------------------------------------------------------------------------------------
 
 
-def train(
-    trainer: Trainer,
-    batches: Sequence[Any],
-    *,
-    device: torch.device,
-    keep_at: Sequence[int],
-) -> tuple[Training, Mapping[int, State]]:
-    """Trains a freshly prepared trainer on each of ``batches`` and returns the record.
+def train(trainer: Trainer, batches: Sequence[Any], device: torch.device) -> Training:
+    """Trains a freshly prepared trainer, a step on each batch.
 
-    Args:
-        trainer: Freshly prepared.
-        batches: One per step.
-        device: Where the model is.
-        keep_at: Step numbers after which to keep the weights; the final ones are always kept.
-
-    Returns:
-        The record, without evaluation and distance from fp32, and the weights that were kept.
+    Returns the record, without evaluation.
     """
     on_cuda = device.type == "cuda"
     if on_cuda:
@@ -183,7 +153,6 @@ def train(
     losses: list[float] = []
     loss_scales = [trainer.loss_scale()]
     frozen: list[float] = []
-    weights: dict[int, State] = {}
     count = min(FROZEN_SAMPLES, len(batches))
     sampled = {round(len(batches) * at / count) for at in range(1, count + 1)}
     saved: dict[int, int] = {}
@@ -196,9 +165,7 @@ def train(
         else:
             trainer.step()
         loss_scales.append(trainer.loss_scale())
-        if step in keep_at or step == len(batches):
-            weights[step] = snapshot(trainer.model)
-    record = Training(
+    return Training(
         losses=tuple(losses),
         loss_scales=tuple(loss_scales),
         stored=stored(trainer.model, trainer.optimizer),
@@ -206,7 +173,6 @@ def train(
         saved_bytes=_new_bytes(saved, storages(trainer.model.parameters())),
         peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
     )
-    return record, weights
 
 
 def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Training:
@@ -218,12 +184,12 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
     if experiment.evaluate is None:
         return record
     with torch.no_grad():
-        found: Any = trainer.run(experiment.evaluate, trainer.model)
+        result: Any = trainer.run(experiment.evaluate, trainer.model)
         try:
-            return replace(record, evaluation=float(found))
+            return replace(record, evaluation=float(result))
         except (TypeError, ValueError, RuntimeError) as error:
             raise TargetError(
-                f"evaluate(model) returned {kind(found)}; it must return one number"
+                f"evaluate(model) returned {kind(result)}; it must return one number"
             ) from error
 
 
@@ -246,54 +212,28 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Returns the bytes of the tensors' storages by address."""
-    found = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    used = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+    return {storage.data_ptr(): storage.nbytes() for storage in used}
 
 
-def _new_bytes(found: Mapping[int, int], known: Mapping[int, int]) -> int:
-    return sum(size for address, size in found.items() if address not in known)
+def _new_bytes(used: Mapping[int, int], known: Mapping[int, int]) -> int:
+    return sum(size for address, size in used.items() if address not in known)
 
 
-def saved_for_backward(found: dict[int, int]) -> saved_tensors_hooks:
+def saved_for_backward(saved: dict[int, int]) -> saved_tensors_hooks:
     """Returns a context that adds the storages that autograd saves inside to ``found``."""
 
     def pack(tensor: Tensor) -> Tensor:
-        found.update(storages([tensor]))
+        saved.update(storages([tensor]))
         return tensor
 
     return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def last(losses: Sequence[float]) -> Sequence[float]:
-    """Returns the losses of the last steps: ten, or the last fifth of a short training."""
-    return losses[-max(1, min(LAST_STEPS, len(losses) // 5)) :]
-
-
 def end_loss(losses: Sequence[float]) -> float:
-    """Returns the mean loss of the last steps."""
-    return fmean(last(losses))
-
-
-@torch.no_grad()
-def snapshot(model: nn.Module) -> State:
-    """Returns a copy of a model's state in fp32, on the CPU; at O2 and O5 the masters' values."""
-    return {
-        name: value.detach().to("cpu", copy=True)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
-
-
-def distance(state: State, fp32: State) -> float:
-    """Returns the norm of the difference of two models' states, relative to ``fp32``'s."""
-    names = [name for name, value in fp32.items() if value.is_floating_point() and name in state]
-    difference = sum(_square(state[name].double() - fp32[name].double()) for name in names)
-    size = sum(_square(fp32[name].double()) for name in names)
-    return math.sqrt(difference / size) if size else 0.0
-
-
-def _square(value: Tensor) -> float:
-    return float(value.square().sum())  # sync: on the CPU already
+    """Returns the mean loss of the last steps: ten, or the last fifth of a short training."""
+    count = max(1, min(LAST_STEPS, len(losses) // 5))
+    return fmean(losses[-count:])
 
 
 def _count_frozen(trainer: Trainer) -> list[float]:

@@ -1,0 +1,153 @@
+"""The names of apex in a script, found by whatever name the script imports them."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from apex.tools.migrate.definitions import ROOTS, is_of_apex
+from apex.tools.migrate.notes import CLIPPING, OPTIMIZER, OPTIMIZERS
+from apex.tools.source import bound_by, imported_by, of_scope
+
+MASTER_LEVELS = ("O2", "O5")
+"""Levels whose optimizer steps with fp32 copies of the model's gradients."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A full name of apex in a script, such as ``apex.amp.initialize`` or ``optimizer._amp_stash``.
+
+    Attributes:
+        name: The name.
+        line: From 1.
+        keywords: Keyword arguments of the call.
+    """
+
+    name: str
+    line: int
+    keywords: tuple[str, ...] = ()
+
+
+def names(text: str) -> list[Name]:
+    """Returns the names of apex in a script, imports included, in the order of its lines.
+
+    Raises:
+        SyntaxError: If it is not valid in the running version of Python.
+    """
+    words = [*ROOTS, *(name.removeprefix(OPTIMIZER) for name in OPTIMIZERS)]
+    if not any(word in text for word in words):  # not worth parsing
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes are the script's concern
+        tree = ast.parse(text)
+    visitor = _Visitor(tree)
+    visitor.visit(tree)
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    if any(level in constants for level in MASTER_LEVELS):
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        visitor.found += [Name(CLIPPING, call.lineno) for call in calls if _clips_a_model(call)]
+    return sorted(visitor.found, key=lambda name: name.line)
+
+
+class _Visitor(ast.NodeVisitor):
+    """Visits a script, and knows what the scopes around a node bind to apex."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.found: list[Name] = []
+        self._scopes: list[tuple[ast.AST, dict[str, str]]] = []
+        self._calls: dict[ast.expr, tuple[str, ...]] = {}
+        self._shared: dict[str, str] = {}  # names declared global or nonlocal anywhere
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global | ast.Nonlocal):
+                self._shared |= dict.fromkeys(node.names, "")
+        everywhere = _bound_by(ast.walk(tree))
+        self._shared = {name: everywhere.get(name, "") for name in self._shared}
+
+    def _full_name(self, name: str) -> str:
+        """Returns what an import of apex binds a name to; empty if anything else binds it."""
+        innermost, _ = self._scopes[-1]
+        for scope, bound in reversed(self._scopes):
+            if isinstance(scope, ast.ClassDef) and scope is not innermost:
+                continue  # its names are not visible in its methods
+            if name in bound and name not in self._shared:
+                return bound[name]
+        return self._shared.get(name, "")
+
+    def _add(self, name: str, node: ast.expr) -> None:
+        if name not in ROOTS:  # `apex is None` adds nothing
+            self.found.append(Name(name, node.end_lineno or node.lineno, self._calls.get(node, ())))
+
+    def _visit_scope(self, node: Any) -> None:
+        """Visits the body in its own scope, and the rest (defaults, bases) in the one around."""
+        body = [node.body] if isinstance(node.body, ast.AST) else node.body
+        for child in ast.iter_child_nodes(node):
+            if child not in body:
+                self.visit(child)
+        self._scopes.append((node, _bound_by(of_scope(node))))
+        for child in body:
+            self.visit(child)
+        self._scopes.pop()
+
+    visit_Module = visit_FunctionDef = visit_AsyncFunctionDef = _visit_scope  # noqa: N815
+    visit_ClassDef = visit_Lambda = _visit_scope  # noqa: N815
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if is_of_apex(alias.name):
+                self.found.append(Name(alias.name, node.lineno))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias, (name, imported) in zip(node.names, imported_by(node), strict=True):
+            if is_of_apex(imported.module):
+                full = imported.module if name == "*" else str(imported)
+                self.found.append(Name(full, alias.lineno))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        keywords = [keyword.arg for keyword in node.keywords]
+        self._calls[node.func] = tuple(filter(None, keywords))
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        attributes: list[str] = []
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            attributes.insert(0, root.attr)
+            root = root.value
+        full = self._full_name(root.id) if isinstance(root, ast.Name) else ""
+        if full:
+            self._add(".".join([full, *attributes]), node)
+            return
+        for attribute in attributes:
+            if OPTIMIZER + attribute in OPTIMIZERS:
+                self._add(OPTIMIZER + attribute, node)
+        self.visit(root)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        full = self._full_name(node.id)
+        if full and isinstance(node.ctx, ast.Load):
+            self._add(full, node)
+
+
+def _bound_by(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """Returns the names that nodes bind: apex's by their full names, the others by ``""``.
+
+    Of several imports (``try`` and ``except``), apex's wins.
+    """
+    bound: dict[str, str] = {}
+    for node in nodes:
+        for name, imported in imported_by(node):
+            if is_of_apex(imported.module):
+                bound[name] = str(imported)
+        bound.setdefault(bound_by(node) or "", "")
+    return bound
+
+
+def _clips_a_model(call: ast.Call) -> bool:
+    """Returns whether a call is ``clip_grad_norm_(model.parameters(), ...)`` or its like."""
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if not name.startswith(("clip_grad_norm", "clip_grad_value")) or not call.args:
+        return False
+    return ast.unparse(call.args[0]).endswith(".parameters()")

@@ -1,0 +1,85 @@
+"""The verdict on each name of apex: works, works with a note, or does not."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Literal
+
+from apex._unavailable import INSTEAD
+from apex.tools.migrate.definitions import Definition, bindings, definition_of, parameters
+from apex.tools.migrate.names import Name
+from apex.tools.migrate.notes import IDLE, NOTES, OPTIMIZERS
+from apex.tools.source import did_you_mean
+
+Kind = Literal["works", "note", "not supported"]
+
+_FORK = " If it comes from a fork, keep that fork."
+
+
+def verdict_of(use: Name) -> tuple[Kind, str]:
+    """Returns the verdict on one use, including its arguments, and the remedy."""
+    verdict, text = verdict_of_name(use.name)
+    if verdict == "not supported" or use.name in OPTIMIZERS:
+        return verdict, text
+    taken = parameters(definition_of(use.name))
+    wrong, idle = [], []
+    for keyword in use.keywords:
+        if taken is not None and keyword not in taken:
+            remedy = did_you_mean(keyword, taken) or " Remove it."
+            wrong.append(f"{use.name} takes no argument {keyword}.{remedy}")
+        elif keyword in IDLE.get(_noted_name(use.name), ()):
+            idle.append(f"{keyword} has no effect: remove it.")
+    if wrong:
+        return "not supported", " ".join(wrong)
+    return _noted(text, *idle)
+
+
+@cache
+def verdict_of_name(name: str) -> tuple[Kind, str]:
+    """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
+    if name in OPTIMIZERS:
+        return _noted(OPTIMIZERS[name])
+    for key, instead in INSTEAD.items():
+        if f"{name}.".startswith(f"{key}."):
+            return "not supported", f"Use {instead}."
+    definition = definition_of(name)
+    why = _why_missing(definition) if definition.is_missing else ""
+    if why:
+        return "not supported", why
+    return _noted(NOTES.get(_noted_name(name), ""))
+
+
+def _why_missing(definition: Definition) -> str:
+    """Returns why a module lacks a name that its source does not bind; empty if it has it."""
+    name = f"{definition.module}.{definition.name}"
+    known = bindings(definition.module)
+    if {"__getattr__", "*"} & known.keys():  # only running the module can tell
+        try:
+            getattr(importlib.import_module(definition.module), definition.name)
+            return ""
+        except AttributeError as error:
+            if str(error).startswith(name):  # our own explanations begin with the full name
+                return str(error)
+    similar = did_you_mean(definition.name, known)
+    return f"{name} is not part of this apex.{similar or _FORK}"
+
+
+def _noted(*notes: str) -> tuple[Kind, str]:
+    text = " ".join(filter(None, notes))
+    return ("note", text) if text else ("works", "")
+
+
+def _noted_name(name: str) -> str:
+    """Returns the name that the notes use for the same object, which apex exports twice."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        prefix = ".".join(parts[:end])
+        if prefix in NOTES:
+            return prefix
+    return _noted_definitions().get(definition_of(name), name)
+
+
+@cache
+def _noted_definitions() -> dict[Definition, str]:
+    return {definition_of(name): name for name in sorted({*NOTES, *IDLE})}

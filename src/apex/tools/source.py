@@ -1,0 +1,114 @@
+"""Python source that is looked at, not executed: reading it, and what is wrong with it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import re
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from apex.tools.errors import InputError
+
+_PYTHON_2 = re.compile(
+    r"""^\s*print\s+[^\s(=.,\[:]   # print "text"
+    |^\s*exec\s+["'\w]             # exec "code"
+    |^\s*raise\s+\w+\s*,           # raise ValueError, "text"
+    |\bexcept\b[^:]*\w\s*,\s*\w+\s*:   # except IOError, error:
+    |<>|`|\b0\d+\b|\b\d+[lL]\b|\bur["']
+    """,
+    re.VERBOSE,
+)
+"""What is valid in a line of Python 2 alone."""
+
+
+def read(path: Path) -> str:
+    """Returns the source, decoded as the file declares.
+
+    Raises:
+        InputError: If it is a notebook, a pipe or a device, or cannot be read or decoded.
+    """
+    check_no_notebook(str(path))
+    if path.exists() and not path.is_file():  # reading a pipe waits for its writer
+        raise InputError(f"{path} cannot be read: it is neither a file nor a folder.")
+    try:
+        data = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return data.decode(encoding)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    # LookupError: a codec such as rot13, which does not decode bytes to text.
+    except (SyntaxError, LookupError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path} cannot be decoded: {reason}.") from error
+
+
+def check_no_notebook(path: str) -> None:
+    """Raises InputError for a notebook: JSON, most of which is a Python expression, too."""
+    if path.endswith(".ipynb"):
+        raise InputError(
+            f"{path} is a notebook. Convert it to a script first: jupyter nbconvert --to script "
+            f"{path}"
+        )
+
+
+def python_2(error: BaseException) -> str:
+    """Returns what to do if a syntax error is due to Python 2; otherwise empty."""
+    if not isinstance(error, SyntaxError) or not _PYTHON_2.search(error.text or ""):
+        return ""
+    return "This is Python 2. Convert it first: 2to3 -w FILE (2to3 comes with Python up to 3.12)."
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns a question after the most similar of the names; empty if none is similar."""
+    lower = {public.lower(): public for public in names if not public.startswith("_")}
+    similar = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.75)
+    return f" Did you mean {lower[similar[0]]}?" if similar else ""
+
+
+def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes in a module's, a class's or a function's own scope, inner scopes aside."""
+    waiting = [*ast.iter_child_nodes(scope)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
+def bound_by(node: ast.AST) -> str | None:
+    """Returns the name that a node binds."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case ast.alias(name=name, asname=alias):
+            return alias or name.partition(".")[0]
+    return None
+
+
+class Imported(NamedTuple):
+    """What an import binds a name to: a module, or a name in it."""
+
+    module: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Returns the full name."""
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+
+def imported_by(node: ast.AST) -> Iterator[tuple[str, Imported]]:
+    """Yields each name that an import binds, and to what; a relative import's module is empty."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            yield name, Imported(alias.name if alias.asname else name)
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            module = "" if node.level else node.module or ""
+            yield alias.asname or alias.name, Imported(module, alias.name)

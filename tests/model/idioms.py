@@ -1,0 +1,541 @@
+"""What real models do with their own class: each idiom is a class, and a use that says what it saw.
+
+A use returns plain values; what it returns of a prepared model is what it returns of a plain one.
+"""
+# ruff: noqa: A002, B024, PLW0642, RUF012, UP028 - as real models are written
+
+import abc
+import asyncio
+import copy
+import dataclasses
+import functools
+import inspect
+import pickle
+import typing
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+IDIOMS = {}
+X = torch.linspace(-1, 1, 6).view(3, 2)
+
+
+def idiom(use):
+    """Registers a class with a use of its objects."""
+
+    def registered(cls):
+        IDIOMS[cls.__name__] = (cls, use)
+        return cls
+
+    return registered
+
+
+def shape_of(model):
+    return tuple(model(X).shape)
+
+
+# -- overrides with signatures of their own -------------------------------------------------------
+
+
+@idiom(lambda m: (m.to("cpu") is m, m.cpu() is m, m.stride.tolist()))
+class OwnApply(nn.Linear):
+    """As the base models of YOLOv5 and Ultralytics."""
+
+    stride = None
+
+    def _apply(self, fn):
+        self = super()._apply(fn)
+        self.stride = fn(torch.ones(1))
+        return self
+
+
+@idiom(lambda m: (shape_of(m), m.zero_grad(), m.weight.grad))
+class OwnZeroGrad(nn.Linear):
+    def zero_grad(self):
+        for param in self.parameters():
+            param.grad = None
+
+
+@idiom(lambda m: (m.zero_grad(verbose=True), m.zero_grad(False, True), m.said))
+class WiderZeroGrad(nn.Linear):
+    said = 0
+
+    def zero_grad(self, set_to_none=True, verbose=False):
+        super().zero_grad(set_to_none)
+        self.said += verbose
+
+
+@idiom(lambda m: (m.train() is m, m.training, m.eval() is m, m.training, m.frozen))
+class OwnTrain(nn.Linear):
+    frozen = False
+
+    def train(self, mode=True, freeze=True):
+        super().train(mode)
+        self.frozen = freeze
+        return self
+
+
+@idiom(lambda m: (next(m.named_parameters("a."))[0], m.asked))
+class OwnNamedParameters(nn.Linear):
+    asked = 0
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        type(self).asked = OwnNamedParameters.asked = 1
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+
+# -- super, and the class as a name ----------------------------------------------------------------
+
+
+@idiom(lambda m: m.train() is m and m.eval() is m and shape_of(m))
+class SuperOfItself(nn.Linear):
+    """As copies of old mmdet."""
+
+    def train(self, mode=True):
+        return super(self.__class__, self).train(mode)
+
+
+@idiom(lambda m: (shape_of(m), tuple(m.forward(X).shape)))
+class SuperOfItselfInForward(nn.Linear):
+    def forward(self, x):
+        return super(self.__class__, self).forward(x)
+
+
+@idiom(lambda m: (m.scaled(2), m.both()))
+class HelperThroughClass(nn.Linear):
+    @staticmethod
+    def twice(x):
+        return 2 * x
+
+    @classmethod
+    def name(cls):
+        return cls.__name__
+
+    def scaled(self, x):
+        return self.__class__.twice(x)
+
+    def plain(self):
+        return "plain"
+
+    def both(self):
+        return self.__class__.plain(self), self.__class__.name(), type(self).plain(self)
+
+
+@idiom(lambda m: (shape_of(m), shape_of(m), CountsByClass.calls - m.calls, CountsByClass.calls > 0))
+class CountsByClass(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.__class__.calls += 1
+        return super().forward(x)
+
+
+@idiom(lambda m: (shape_of(m), shape_of(m), CountsByType.calls - m.calls, CountsByType.calls > 0))
+class CountsByType(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+@idiom(lambda m: (m.twin().weight.shape, m.other().weight.shape, isinstance(m.twin(), Rebuilds)))
+class Rebuilds(nn.Linear):
+    def twin(self):
+        return type(self)(self.in_features, self.out_features)
+
+    def other(self):
+        return self.__class__(self.in_features, self.out_features)
+
+
+@idiom(
+    lambda m: (
+        m.__class__ is Named,
+        m.__class__.__name__,
+        m.__class__.__mro__ == Named.__mro__,
+        type(m).__name__,
+        isinstance(m, Named),
+        issubclass(type(m), Named),
+        issubclass(m.__class__, nn.Linear),
+        m._get_name(),
+        repr(m),
+    )
+)
+class Named(nn.Linear):
+    pass
+
+
+class Hooks(nn.Module):
+    def hook(self):
+        return "base"
+
+    def other(self):
+        return "base"
+
+
+@idiom(
+    lambda m: (
+        type(m).hook is Hooks.hook,
+        type(m).other is Hooks.other,
+        m.__class__.other is Overrides.other,
+        m.hook() + m.other(),
+        m.hook.__self__ is m,
+    )
+)
+class Overrides(nn.Linear, Hooks):
+    def other(self):
+        return "own"
+
+
+@idiom(lambda m: (m.change(), m.__class__ is Changed, shape_of(m), tuple(m.forward(X).shape)))
+class ChangesClass(nn.Linear):
+    def change(self):
+        self.__class__ = Changed
+
+
+class Changed(ChangesClass):
+    def forward(self, x):
+        return super().forward(x)[:1]
+
+
+# -- how forward is there --------------------------------------------------------------------------
+
+
+@idiom(lambda m: (shape_of(m), tuple(m.forward(X).shape)))
+class ForwardIsAProperty(nn.Linear):
+    @property
+    def forward(self):
+        return self.first if self.training else self.second
+
+    def first(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def second(self, x):
+        return self.first(x)
+
+
+@idiom(lambda m: (shape_of(m), tuple(m.forward(X).shape)))
+class ForwardInC(nn.Linear):
+    forward = torch.sigmoid
+
+
+@idiom(lambda m: (shape_of(m), tuple(m.forward(X).shape)))
+class StaticForward(nn.Linear):
+    forward = staticmethod(torch.relu)
+
+
+@idiom(lambda m: (shape_of(m), tuple(m.forward(X).shape)))
+class PartialForward(nn.Linear):
+    def _run(self, x, *, scale):
+        return nn.functional.linear(x, self.weight) * scale
+
+    forward = functools.partialmethod(_run, scale=2)
+
+
+@idiom(lambda m: (shape_of(m), shape_of(m), m.forward.__name__))
+class ForwardByGetattr(nn.Linear):
+    def __getattr__(self, name):
+        if name == "alias":
+            return self.forward
+        return super().__getattr__(name)
+
+    def __call__(self, x):
+        return self.alias(x)
+
+
+@idiom(lambda m: (shape_of(m), m.count))
+class OwnCall(nn.Linear):
+    count = 0
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        return super().__call__(*args, **kwargs)
+
+
+@idiom(lambda m: (m.depth(600), m.down(X, 300).shape))
+class Recursive(nn.Linear):
+    def depth(self, n):
+        return 0 if n == 0 else 1 + self.depth(n - 1)
+
+    def down(self, x, n):
+        return self.down(x, n - 1) if n else x
+
+
+@idiom(lambda m: ([y.shape for y in m(X)], [y.shape for y in m.forward(X)]))
+class GeneratorForward(nn.Linear):
+    def forward(self, x):
+        for row in x:
+            yield row
+
+
+@idiom(lambda m: (asyncio.run(m.a(X)).shape, asyncio.run(m(X)).shape))
+class AsyncForward(nn.Linear):
+    async def a(self, x):
+        return x * 2
+
+    async def forward(self, x):
+        return x
+
+
+@idiom(
+    lambda m: (
+        inspect.iscoroutinefunction(m.a),
+        inspect.isasyncgenfunction(m.b),
+        inspect.isgeneratorfunction(m.c),
+        inspect.iscoroutinefunction(type(m).a),
+        list(m.c()),
+        m.d.tag,
+        inspect.getsource(m.c),
+        str(inspect.signature(m.d)),
+        str(inspect.signature(m.forward)),
+        m.forward.__doc__,
+    )
+)
+class Inspected(nn.Linear):
+    async def a(self):
+        return 1
+
+    async def b(self):
+        yield 1
+
+    def c(self):
+        yield 1
+
+    def d(self, x, *, y=2):
+        return x + y
+
+    d.tag = "tagged"
+
+    def forward(self, input, scale=1.0):
+        """What it is."""
+        return super().forward(input) * scale
+
+
+# -- construction and registries -------------------------------------------------------------------
+
+
+class Registered(abc.ABC):
+    known = []
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Registered.known.append(cls)
+
+
+@idiom(lambda m: ([cls.__name__ for cls in Registered.known], shape_of(m)))
+class InRegistry(Registered, nn.Linear):
+    pass
+
+
+class RegisteredFirst(nn.Module):
+    known = {}
+
+    def __init_subclass__(cls, key, **kwargs):
+        super().__init_subclass__(**kwargs)
+        assert key not in RegisteredFirst.known
+        RegisteredFirst.known[key] = cls
+
+
+@idiom(lambda m: ([*RegisteredFirst.known], RegisteredFirst.known["a"] is m.__class__))
+class InKeyedRegistry(RegisteredFirst, nn.Linear, key="a"):
+    pass
+
+
+class Meta(type):
+    made = []
+
+    def __new__(mcs, name, bases, scope, **kwargs):
+        cls = super().__new__(mcs, name, bases, scope)
+        mcs.made.append(name)
+        return cls
+
+    def __init__(cls, name, bases, scope, *, tag):
+        super().__init__(name, bases, scope)
+        cls.tag = tag
+
+
+@idiom(lambda m: (Meta.made, m.tag, shape_of(m), type(m.__class__) is Meta))
+class WithMetaclass(nn.Linear, metaclass=Meta, tag=1):
+    pass
+
+
+class SingletonMeta(type):
+    objects = {}
+
+    def __call__(cls, *args, **kwargs):
+        if cls not in SingletonMeta.objects:
+            SingletonMeta.objects[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta.objects[cls]
+
+
+@idiom(lambda m: (Single(2, 2) is m.same(), Single(2, 2) is m.again(), shape_of(m)))
+class Single(nn.Linear, metaclass=SingletonMeta):
+    def same(self):
+        return self.__class__(2, 2)
+
+    def again(self):
+        return type(self)(2, 2)
+
+
+@idiom(lambda m: (shape_of(m), m.__class__ is Final))
+class Final(nn.Linear):
+    def __init_subclass__(cls):
+        raise TypeError("Final has no subclasses")
+
+
+@idiom(lambda m: (m.extra, shape_of(m), hasattr(m, "none")))
+class Slots(nn.Linear):
+    __slots__ = ("extra",)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        object.__setattr__(self, "extra", 3)
+
+
+class Slotted(typing.Generic[typing.TypeVar("T")]):
+    __slots__ = ()
+
+
+@idiom(lambda m: (shape_of(m), m.__class__ is GenericFirst))
+class GenericFirst(Slotted[int], nn.Linear):
+    pass
+
+
+@idiom(lambda m: (shape_of(m), m == m, len({m}), m.rank))
+class AsDataclass(nn.Linear):
+    rank: int = 2
+
+    def __init__(self, *args):
+        super().__init__(*args)
+
+
+@idiom(lambda m: (shape_of(m), m.width, dataclasses.asdict(m)["width"], hash(m) == hash(m)))
+@dataclasses.dataclass(eq=False)
+class Dataclass(nn.Module):
+    width: int
+    height: int = 2
+
+    def __post_init__(self):
+        super().__init__()
+        self.linear = nn.Linear(self.width, self.height)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@idiom(lambda m: (m.area, setattr(m, "area", 5), m.area, m.made(2, 2).area, m.helper(3)))
+class Properties(nn.Linear):
+    _area = 4
+
+    @property
+    def area(self):
+        return self._area
+
+    @area.setter
+    def area(self, value):
+        self._area = value
+
+    @classmethod
+    def made(cls, *args):
+        return cls(*args)
+
+    @staticmethod
+    def helper(x):
+        return x + 1
+
+    @functools.cached_property
+    def cached(self):
+        return self.weight.shape
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+@idiom(lambda m: [(c.__class__ is Copied, c.tag, shape_of(c)) for c in copies(m)])
+class Copied(nn.Linear):
+    tag = 1
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.tag = 2
+
+
+def copies(model):
+    return copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+
+
+@idiom(lambda m: [(c.__class__ is CopiedByHand, shape_of(c)) for c in copies(m)])
+class CopiedByHand(nn.Linear):
+    def __deepcopy__(self, memo):
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        return new
+
+    def __copy__(self):
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+
+@idiom(lambda m: [(c.__class__ is Reduced, shape_of(c)) for c in copies(m)])
+class Reduced(nn.Linear):
+    def __reduce__(self):
+        return Reduced, (self.in_features, self.out_features)
+
+    def __eq__(self, other):
+        return self.__class__ == other.__class__
+
+    __hash__ = nn.Module.__hash__
+
+
+@idiom(lambda model: copy_attributes(model))  # noqa: PLW0108 - defined below
+class Attributes(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.names, self.nc = ["a"], 80
+
+
+def copy_attributes(model):
+    """As the moving averages of YOLOv5 and Ultralytics take over what a model says of itself."""
+    average = Attributes(2, 2)
+    for name, value in model.__dict__.items():
+        if not name.startswith("_"):
+            setattr(average, name, value)
+    return sorted(k for k in average.__dict__), bool((average(X) == average.forward(X)).all())
+
+
+@idiom(lambda m: (parametrized(m), shape_of(m)))
+class Parametrized(nn.Linear):
+    pass
+
+
+def parametrized(model):
+    parametrizations.weight_norm(model)
+    seen = parametrize.is_parametrized(model), model.weight.shape
+    parametrize.remove_parametrizations(model, "weight")
+    return seen, model.__class__ is Parametrized
+
+
+@idiom(lambda model: taken_off(model))  # noqa: PLW0108
+class ParametrizedBefore(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        parametrizations.weight_norm(self)
+
+
+def taken_off(model):
+    parametrize.remove_parametrizations(model, "weight")
+    return model.__class__ is ParametrizedBefore, shape_of(model)
+
+
+@idiom(lambda m: (m.groups(), shape_of(m), [*m.state_dict()]))
+class OwnParameters(nn.Linear):
+    """Its ``parameters()`` are groups of an optimizer, as in nerfstudio's fields."""
+
+    def parameters(self, recurse=True):
+        return [{"params": [self.weight], "lr": 0.1}, {"params": [self.bias]}]
+
+    def groups(self):
+        return [sorted(group) for group in self.parameters()]

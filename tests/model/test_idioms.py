@@ -1,0 +1,167 @@
+"""A prepared model is still its owner's object: what real classes do with themselves goes on."""
+
+import copy
+import io
+import sys
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from tests.model.idioms import IDIOMS
+from tests.model.test_data_parallel import replicate
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def plain(value):
+    """Returns what a use saw, with tensors as numbers."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_a_prepared_model_does_what_its_class_does(name):
+    cls, use = IDIOMS[name]
+    expected = plain(use(cls(2, 2)))
+    for level in LEVELS:
+        model = cls(2, 2)
+        optimizer = torch.optim.SGD(dict(model.named_parameters()).values(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert plain(use(model)) == expected, level
+        if name not in ("ChangesClass", "ForwardIsAProperty"):
+            amp.restore(model, optimizer)
+            assert type(model) is model.__class__
+
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+class Failing(nn.Linear):
+    """Raises errors of its own, in 16-bit words."""
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def inner(self, x):
+        raise self.error("Half of the samples are empty")
+
+    def encode(self, x):
+        return self.inner(x)
+
+    def _apply(self, fn):
+        raise self.error("Half of it moved")
+
+    def zero_grad(self):
+        raise self.error("expected scalar type Half")
+
+
+@every_level
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, ValueError])
+def test_an_error_of_the_model_keeps_its_text_and_its_lines(level, error):
+    model = Failing(2, 2)
+    model.error = error
+    amp.initialize(model, opt_level=level, verbosity=0)
+    x = torch.ones(1, 2)
+    calls = (model, model.forward, model.encode, model.cpu, model.zero_grad)
+    for call, args in zip(calls, ((x,), (x,), (x,), (), ()), strict=True):
+        with pytest.raises(error, match=r"^(Half of|expected)[a-zA-Z ]*$") as raised:
+            call(*args)
+        frames = traceback.extract_tb(raised.value.__traceback__)
+        assert sum("/apex/" in frame.filename for frame in frames) <= 1
+        assert frames[-1].line.startswith("raise self.error")
+        assert raised.value.__cause__ is None
+
+
+# -- methods that see written masters --------------------------------------------------------------
+
+
+class Sampler(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def sample(self, z):
+        return self.net(z)
+
+    def stream(self, z):
+        yield self.net(z)
+
+    def outer(self, z):
+        return self.sample(z)
+
+
+USES = {
+    "forward": lambda model, z: model.forward(z),
+    "sample": lambda model, z: model.sample(z),
+    "outer": lambda model, z: model.outer(z),
+    "stream": lambda model, z: next(model.stream(z)),
+    "parameters": lambda model, z: nn.functional.linear(
+        z, *[p.detach() for p in model.parameters()]
+    ),
+    "replica": lambda model, z: replicate(model)(z),
+    "function": lambda model, z: torch.func.functional_call(
+        model, {k: p.detach().clone() for k, p in model.named_parameters()}, (z,)
+    ),
+    "deep copy": lambda model, z: copy.deepcopy(model)(z),
+    "saved": lambda model, z: loaded(model)(z),
+}
+
+
+def loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_every_use_sees_masters_that_a_script_has_written(level, use):
+    model = Sampler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    z = torch.ones(1, 2, dtype=model.net.weight.dtype)
+    for master in amp.master_params(optimizer):
+        master.data.copy_(torch.full_like(master, 2.0))
+    assert (use(model, z) == 6).all()
+
+
+# -- many models -----------------------------------------------------------------------------------
+
+
+def calls_of(function):
+    """Returns how many calls of Python functions a call makes."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@every_level
+def test_a_forward_costs_the_same_beside_many_models(level):
+    counts = []
+    for number in (1, 50):
+        models = [nn.Linear(2, 2) for _ in range(number)]
+        params = [param for model in models for param in model.parameters()]
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        amp.initialize(models, optimizer, opt_level=level, verbosity=0)
+        for _ in range(300):
+            models[0](torch.ones(1, 2))
+        counts.append(calls_of(lambda models=models: models[0](torch.ones(1, 2))))
+        amp.restore(models, optimizer)
+    assert counts[0] == counts[1]
