@@ -238,7 +238,7 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         )
     if prepared is not None:
         prepared.update_masters_with_grads()
-    watch = _StepWatch()
+    watch = UpdateTrace()
     hook = own.register_step_pre_hook(watch.before)
     try:
         yield watch.updates
@@ -249,28 +249,58 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         raise error
 
 
-class _StepWatch:
-    """Counts the weights that steps should have moved but did not.
+_MAY_STAY = 0.2
+"""Share of the weights that may stay where they are in a healthy training."""
+
+
+class UpdateTrace:
+    """A context that counts the weights that stay, over all steps of all optimizers inside.
 
     Attributes:
         updates: The counts.
-        dtypes: Dtypes of the weights that stood still.
         errors: What the copies of optimizers raised, by the optimizers' classes.
+        busy: Whether the copy of an optimizer steps.
     """
 
     def __init__(self) -> None:
         self.updates = FrozenUpdates()
-        self.dtypes: set[torch.dtype] = set()
         self.errors: dict[str, Exception] = {}
+        self.busy = False
+        self._steps = 0
+        self._level = "plain"
+        self._place = Place("", False, "forward", "")
+        self._stayed: set[str] = set()
         self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> UpdateTrace:
+        before = register_optimizer_step_pre_hook(self.before)
+        after = register_optimizer_step_post_hook(self.after)
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._hooks.close()
 
     def before(self, optimizer: Optimizer, *_: object) -> None:
         """Computes the values that a step is to reach; a GradScaler has unscaled by now."""
+        if self.busy:  # the step of a copy
+            return
+        self._steps += 1
+        prepared = prepared_state(optimizer)
+        if prepared is not None and prepared.session is not None:
+            self._level = prepared.session.policy.opt_level
+        if not self._place.location:
+            self._place = Place("", False, "forward", innermost_line())
+        self.busy = True
         try:
             wanted = _wanted_values(optimizer)
         except Exception as error:  # noqa: BLE001 - kept: the step itself goes on
             self.errors[type(optimizer).__name__] = error
             return
+        finally:
+            self.busy = False
         self._wanted = [(param, param.detach().clone(), value) for param, value in wanted.items()]
 
     def after(self, *_: object) -> None:
@@ -282,58 +312,15 @@ class _StepWatch:
             self.updates.wanted += int(moves.count_nonzero())  # sync: as above
             self.updates.frozen += frozen
             if frozen:
-                self.dtypes.add(param.dtype)
+                self._stayed.add(dtypes.name(param.dtype))
         self._wanted = []
-
-
-_MAY_STAY = 0.2
-"""Share of the weights that may stay where they are in a healthy training."""
-
-
-class UpdateTrace:
-    """A context that counts the weights that stay, over all steps of all optimizers inside.
-
-    Attributes:
-        busy: Whether the copy of an optimizer steps.
-    """
-
-    def __init__(self) -> None:
-        self._watch = _StepWatch()
-        self._hooks = ExitStack()
-        self._steps = 0
-        self.busy = False
-        self._level = "plain"
-        self._place = Place("", False, "forward", "")
-
-    def __enter__(self) -> UpdateTrace:
-        before = register_optimizer_step_pre_hook(self._before)
-        after = register_optimizer_step_post_hook(self._watch.after)
-        self._hooks.callback(before.remove)
-        self._hooks.callback(after.remove)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._hooks.close()
-
-    def _before(self, optimizer: Optimizer, *_: object) -> None:
-        if self.busy:  # the step of a copy
-            return
-        self._steps += 1
-        prepared = prepared_state(optimizer)
-        if prepared is not None and prepared.session is not None:
-            self._level = prepared.session.policy.opt_level
-        if not self._place.location:
-            self._place = Place("", False, "forward", innermost_line())
-        self.busy = True
-        self._watch.before(optimizer)
-        self.busy = False
 
     @property
     def worst(self) -> Finding | None:
         """That too many weights stay; None if few do."""
-        if self._watch.updates.share <= _MAY_STAY:
+        if self.updates.share <= _MAY_STAY:
             return None
-        stayed = ", ".join(map(dtypes.name, self._watch.dtypes))
+        stayed = ", ".join(sorted(self._stayed))
         return Finding(
             self._place,
             "step",
@@ -347,7 +334,7 @@ class UpdateTrace:
 
     @property
     def _counts(self) -> str:
-        updates = self._watch.updates
+        updates = self.updates
         return (
             f"{percent(updates.share)} of the weights that {counted(self._steps, 'step')} should "
             f"have moved stayed, {updates.frozen:,} of {updates.wanted:,}"
@@ -357,10 +344,10 @@ class UpdateTrace:
         """Returns all data as JSON."""
         worst = self.worst
         found = {"worst": None if worst is None else worst.as_dict(), "steps": self._steps}
-        return json.dumps(found | asdict(self._watch.updates))
+        return json.dumps(found | asdict(self.updates))
 
     def __str__(self) -> str:
-        lines = [f"{name} has no verdict: {e}" for name, e in self._watch.errors.items()]
+        lines = [f"{name} has no verdict: {e}" for name, e in self.errors.items()]
         if not self._steps:
             return "No optimizer stepped."
         if self.worst is not None:
