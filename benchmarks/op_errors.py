@@ -70,8 +70,9 @@ class Errors(NamedTuple):
 OTHERS = (
     "fused_moving_avg_obs_fake_quant",
     *("_sparse_addmm", "_sparse_mm", "sparse_sampled_addmm", "hspmm", "smm", "sspaddmm"),
+    *("histogram", "histogramdd"),
 )
-"""Fake quantization and products of sparse tensors: fp32 for want of a kernel."""
+"""Fake quantization, products of sparse tensors and histograms: fp32 for want of a kernel."""
 
 
 PUBLIC = ("softmax", "nll_loss", "pow")
@@ -223,6 +224,7 @@ def _calls() -> dict[str, list[Call]]:
     return {
         **{name: [(_rows(getattr(torch, name)), near_one)] for name in ("cumprod", "prod")},
         **{name: [(_rows(getattr(torch, name)), _between(0, 1))] for name in ("cumsum", "sum")},
+        "logcumsumexp": [(_rows(torch.logcumsumexp), _normal(std=9.0))],
         **{
             name: [(_rows(getattr(torch, name)), x) for x in (_normal(), offset)]
             for name in ("std", "std_mean", "var", "var_mean")

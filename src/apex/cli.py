@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,9 +34,8 @@ _QUESTIONS = """\
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
-    version = f"apex-amp {VERSION}, torch {metadata.version('torch')}"
     parser.set_defaults(run=None, parser=parser)
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="store_true", help="print the versions and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
         add(subparsers)
@@ -54,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.version:
+        from importlib import metadata  # takes 10 ms
+
+        print(f"apex-amp {VERSION}, torch {metadata.version('torch')}")
+        return OK
     if args.run is None:
         parser.print_help(sys.stderr)
         print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
@@ -225,17 +228,17 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    found = compare(args.target, options, _show_stage, _warn)
+    comparison = compare(args.target, options, _show_stage, _warn)
     # Written before printing, because printing to a closed pipe raises.
-    write(args.output, report(found))
+    write(args.output, report(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
     if args.json != "-":
-        write_json(args.json, to_json(found))
-    print("\n" + comparison_text(found, wide=args.wide), file=stream)
+        write_json(args.json, to_json(comparison))
+    print("\n" + comparison_text(comparison, wide=args.wide), file=stream)
     print(f"report: {args.output}", file=stream)
     if args.json == "-":
-        write_json("-", to_json(found))
-    return FAILED if found.failed else OK
+        write_json("-", to_json(comparison))
+    return FAILED if comparison.failed else OK
 
 
 def _show_stage(stage: str) -> None:

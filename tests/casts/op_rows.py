@@ -124,6 +124,9 @@ _OF_A_DEFINITE = (
     "matrix_sqrth",
 )
 
+# Weights, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights.
+_BAG = (_x, torch.tensor([0, 1, 1]), torch.tensor([0, 2]), False, 0, False, floats(3))
+
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **_CONVOLUTIONS,
     **{f"{name}.padding": (*args, [1], "same") for name, args in _CONVOLUTIONS.items()},
@@ -153,7 +156,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "pow.Scalar": (2.5, _x),
     "pow_.Scalar": (_z, 2.5),
     "pow_.Tensor": (_z, _x),
-    **dict.fromkeys(("cumprod", "cumsum", "cumprod_", "cumsum_"), (_x, 1)),
+    **dict.fromkeys(("cumprod", "cumsum", "cumprod_", "cumsum_", "logcumsumexp"), (_x, 1)),
     **dict.fromkeys(("renorm", "renorm_"), (_x, 2, 0, 0.5)),
     "dist": (_x, _y),
     "logsumexp": (_x, [1]),
@@ -195,11 +198,21 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("addcdiv", "addcmul"), (_x, _y, _z)),
     "atan2": (_x, _y),
     "cross": (_x, _y, 1),
+    "linalg_cross": (_x, _y),
+    **dict.fromkeys(("isclose", "allclose", "heaviside"), (_x, _x)),
+    **dict.fromkeys(("meshgrid", "cartesian_prod"), ([floats(2), floats(3)],)),
+    "embedding_bag": _BAG,
     "bilinear": (floats(2, 3), floats(2, 4), floats(5, 3, 4), floats(5)),
     **dict.fromkeys(("dot", "vdot"), (floats(4), floats(4, low=0.2))),
     "equal": (_x, _x),
     "convolution": (floats(2, 3, 8), floats(4, 3, 3), floats(4), [1], [0], [1], False, [0], 1),
-    "linalg_multi_dot": ([_square, _tall, _x],),
+    **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), ([_square, _tall, _x],)),
+    "histogram.bins_tensor": (_x, torch.tensor([0.0, 0.5, 1.0])),
+    "histogram.bin_ct": (_x, 2),
+    "histogramdd": (_tall, [2, 2]),
+    "histogramdd.int_bins": (_tall, 2),
+    "histogramdd.TensorList_bins": (_tall, [torch.tensor([0.0, 0.5, 1.0])] * 2),
+    **{row: (_z + 1, _z) for row in OpTable.default().rows if row.startswith("special_")},
     **dict.fromkeys(("linalg_vecdot", "cdist", "complex", "polar"), (_x, _y)),
     **_WRITES,
     **{_in_place(row): args for row, args in _WRITES.items()},
@@ -237,6 +250,8 @@ _WITH_OPTIONS: dict[str, list[Arguments]] = {
         ((_logits, floats(2, 3), floats(3)), {"label_smoothing": 0.3, "reduction": 2}),
         ((floats(1, 3, 2, low=-9.0, high=9.0), torch.tensor([[2, 0]])), {"label_smoothing": 0.1}),
     ],
+    "meshgrid.indexing": [(([floats(2), floats(3)],), {"indexing": "xy"})],
+    "embedding_bag.padding_idx": [((*_BAG, False, None), {})],
     "norm.ScalarOpt_dtype": [((_x, 2), {"dtype": torch.float32})],
     "norm.ScalarOpt_dim_dtype": [((_x, 2, [1], False), {"dtype": torch.float32})],
     "linalg_solve_triangular": [((_definite, _tall), {"upper": True})],

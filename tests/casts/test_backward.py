@@ -306,3 +306,28 @@ def test_a_recompute_in_a_pass_has_the_dtypes_of_the_forward(reentrant):
         out = checkpoint(block, x, use_reentrant=reentrant)
         scaled_backward(out.float().sum(), optimizer)
     assert dtypes == [(BF16, BF16, torch.float16)] * 2
+
+
+@LEVELS
+@BLOCK
+@pytest.mark.parametrize("part", FP32_PARTS)
+def test_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, part):
+    """``torch.autograd.grad(create_graph=True)``, whose formulas run with gradients enabled."""
+    rule = FP32_PARTS[part]
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def forces():
+        return torch.autograd.grad(rule(x).pow(2).sum(), x, create_graph=True)[0]
+
+    expected = forces()
+    (expected_second,) = torch.autograd.grad(expected.pow(2).sum(), x)
+    _, optimizer = prepared(level, loss_scale=1.0)
+    with amp.disable_casts():
+        energy = rule(x).pow(2).sum()
+    manager = amp.scale_loss(energy, optimizer) if block else contextlib.nullcontext(energy)
+    with manager as scaled_energy:
+        (found,) = torch.autograd.grad(scaled_energy, x, create_graph=True)
+    assert torch.equal(found, expected)
+    with amp.scale_loss(found.pow(2).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(x.grad, expected_second)

@@ -83,7 +83,7 @@ def check(row, device):
                 continue
             got = region(low, device).run(called, row, given, kwargs)
             expected = called(row, placed(row, convert(given, dtype), device), kwargs)
-            if not isinstance(expected, Tensor | tuple):
+            if not isinstance(expected, Tensor | tuple | list):
                 assert got == expected, row
                 continue
             for one, other in zip(floating([got]), floating([expected]), strict=True):
@@ -138,7 +138,7 @@ def test_a_row_has_the_same_dtypes_on_other_devices(device):
                         raise
                     continue  # fake tensors of this torch ask for a driver
                 assert {tensor.dtype for tensor in floating([got])} <= {dtype}, row
-                assert floating([got]) or got is True or got.dtype is torch.int64, row
+                assert floating([got]) or got is True or not got.is_floating_point(), row
 
 
 def test_every_row_is_called():

@@ -1,5 +1,6 @@
 """Functions that the user wants cast: wrappers, and functions registered in other modules."""
 
+import functools
 import threading
 import types
 
@@ -244,3 +245,18 @@ def test_only_functions_that_are_there_can_be_registered(module, name):
 def test_a_function_in_place_of_its_name_is_refused(module):
     with pytest.raises(TypeError, match=r"got <function"):
         UserRegistry().register(module, module.fn, "float")
+
+
+def test_a_wrapper_of_a_cast_function_stays_when_cast_again(region):
+    calls = []
+    inner = cast_function(lambda x: x.dtype, "float")
+
+    @functools.wraps(inner)
+    def counted(x):
+        calls.append(1)
+        return inner(x)
+
+    outer = cast_function(counted, "low_precision")
+    x = torch.ones(1)
+    assert region.run(outer, x) is outer(x) is F32
+    assert len(calls) == 2

@@ -1,9 +1,13 @@
-"""Validates single arguments: each error names the argument, its value and what it accepts."""
+"""Validates single arguments: each error names the argument, its value and what it accepts.
+
+Also names the arguments that a function takes.
+"""
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
@@ -148,3 +152,18 @@ def loss(caller: str, value: object) -> None:
             f"{caller} got a loss of dtype {value.dtype}; it must have a real floating-point "
             "dtype, which autograd can differentiate."
         )
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of ``function`` by name; none if it is written in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def positional_names(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of the arguments that ``function`` takes by position."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = parameters_of(function)
+    return [name for name in parameters if parameters[name].kind in by_position]

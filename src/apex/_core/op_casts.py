@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ from apex._core.dtypes import CASTABLE, LOW_PRECISION, name
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
 
-CastRule = Callable[[Args, Kwargs, torch.dtype], tuple[Args, Kwargs]]
-"""Returns the cast arguments of one call; the dtype is the region's low precision."""
+CastRule = Callable[[Args, Kwargs, torch.dtype, torch.dtype | None], tuple[Args, Kwargs]]
+"""Returns the cast arguments of one call.
+
+The dtypes are the region's low precision and the widest one of mixed arguments, as in ``widest``.
+"""
 
 
 class InPlaceError(NotImplementedError, TypeError):
@@ -43,6 +46,7 @@ def rules_for(op: str, schema: torch.FunctionSchema) -> Mapping[str | None, Cast
         "recurrent": _all_to_low,
         "fp32": fp32,
         "promote": _all_to_widest,
+        "fp32_beside_float64": _double_to_fp32,
         "destination": _all_to_result,
         "banned": functools.partial(_refuse_dtypes, op, (torch.float16,)),
         "banned_16bit": functools.partial(_refuse_dtypes, op, LOW_PRECISION),
@@ -51,26 +55,24 @@ def rules_for(op: str, schema: torch.FunctionSchema) -> Mapping[str | None, Cast
     }
 
 
-def widest(args: Args, kwargs: Kwargs) -> torch.dtype | None:
-    """Returns the widest castable dtype among a call's tensors; None unless there are several."""
-    found = {tensor.dtype for tensor in _tensors((*args, *kwargs.values()))} & CASTABLE
-    if len(found) < 2:
+def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the tensors among a call's arguments, lists included."""
+    tensors = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += tensors_in(value, {})
+    return tensors
+
+
+def widest(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    """Returns the widest castable dtype among tensors; None unless there are several."""
+    dtypes = CASTABLE.intersection([tensor.dtype for tensor in tensors])
+    if len(dtypes) < 2:
         return None
     # torch.promote_types is an operator, which a dispatch mode (selective checkpoint's) would see.
-    return torch.float64 if torch.float64 in found else torch.float32
-
-
-def has_sparse(args: Args) -> bool:
-    """Returns whether any tensor in ``args``, lists included, has a sparse layout."""
-    return any(tensor.layout is not torch.strided for tensor in _tensors(args))
-
-
-def _tensors(values: Args) -> list[Tensor]:
-    found = [value for value in values if isinstance(value, Tensor)]
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 _TO = {
@@ -82,47 +84,66 @@ _TO = {
 """What casts: 1 us faster than ``Tensor.to``."""
 
 
-def _cast(value: Any, dtype: torch.dtype, given: Collection[torch.dtype]) -> Any:
-    """Returns ``value`` with tensors of the ``given`` dtypes, lists included, in ``dtype``."""
+def _cast(value: Any, dtype: torch.dtype, from_dtypes: Collection[torch.dtype]) -> Any:
+    """Returns ``value`` with tensors of certain dtypes, lists included, in ``dtype``."""
     if isinstance(value, Tensor):
-        return _TO[dtype](value) if value.dtype in given else value
+        return _TO[dtype](value) if value.dtype in from_dtypes else value
     if isinstance(value, (list, tuple)):
-        return [_cast(item, dtype, given) for item in value]
+        return [_cast(item, dtype, from_dtypes) for item in value]
     return value
 
 
 def _cast_all(
-    args: Args, kwargs: Kwargs, dtype: torch.dtype, given: Collection[torch.dtype] = CASTABLE
+    args: Args, kwargs: Kwargs, dtype: torch.dtype, from_dtypes: Collection[torch.dtype] = CASTABLE
 ) -> tuple[Args, Kwargs]:
     if kwargs:
-        kwargs = {name: _cast(value, dtype, given) for name, value in kwargs.items()}
-    return [_cast(value, dtype, given) for value in args], kwargs
+        kwargs = {key: _cast(value, dtype, from_dtypes) for key, value in kwargs.items()}
+    return [_cast(value, dtype, from_dtypes) for value in args], kwargs
 
 
 _NOT_DOUBLE = CASTABLE - {torch.float64}
+_NOT_SINGLE = CASTABLE - {torch.float32}
 
 
-def _all_to_low(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
-    return _cast_all(args, kwargs, low, _NOT_DOUBLE)
+def _all_to_low(
+    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+) -> tuple[Args, Kwargs]:
+    """Casts to 16 bits; float64 only beside other dtypes, as data from numpy meets weights."""
+    from_dtypes = CASTABLE if wide is torch.float64 else _NOT_DOUBLE
+    return _cast_all(args, kwargs, low, from_dtypes)
 
 
-def _all_to_fp32(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
-    return _cast_all(args, kwargs, torch.float32, LOW_PRECISION)
+def _all_to_fp32(
+    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+) -> tuple[Args, Kwargs]:
+    """Casts to fp32; float64 only beside other dtypes."""
+    from_dtypes = _NOT_SINGLE if wide is torch.float64 else LOW_PRECISION
+    return _cast_all(args, kwargs, torch.float32, from_dtypes)
 
 
-def _all_to_result(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
+def _double_to_fp32(
+    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+) -> tuple[Args, Kwargs]:
+    return (args, kwargs) if wide is not torch.float64 else _all_to_fp32(args, kwargs, low, wide)
+
+
+def _all_to_result(
+    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+) -> tuple[Args, Kwargs]:
     result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
-    own = result.dtype
-    return _cast_all(args, kwargs, own) if own in CASTABLE else (args, kwargs)
+    if result.dtype not in CASTABLE:
+        return args, kwargs
+    return _cast_all(args, kwargs, result.dtype)
 
 
-def _all_to_widest(args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
-    wide = widest(args, kwargs)
+def _all_to_widest(
+    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+) -> tuple[Args, Kwargs]:
     return (args, kwargs) if wide is None else _cast_all(args, kwargs, wide)
 
 
 def _ask_for_fp32(
-    by_position: bool, args: Args, kwargs: Kwargs, low: torch.dtype
+    by_position: bool, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
 ) -> tuple[Args, Kwargs]:
     asked = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
     if asked or args[0].dtype not in LOW_PRECISION:
@@ -131,7 +152,12 @@ def _ask_for_fp32(
 
 
 def _refuse_dtypes(
-    op: str, dtypes: Collection[torch.dtype], args: Args, kwargs: Kwargs, low: torch.dtype
+    op: str,
+    dtypes: Collection[torch.dtype],
+    args: Args,
+    kwargs: Kwargs,
+    low: torch.dtype,
+    wide: torch.dtype | None,
 ) -> tuple[Args, Kwargs]:
     for arg in args:
         if isinstance(arg, Tensor) and arg.dtype in dtypes:
@@ -144,19 +170,21 @@ def _refuse_dtypes(
                 "amp.init(allow_banned=True) or "
                 f"amp.register_float_function(torch.nn.functional, {op!r})."
             )
-    return _all_to_fp32(args, kwargs, low)
+    return _all_to_fp32(args, kwargs, low, wide)
 
 
-def _refuse_low_self(op: str, args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
+def _refuse_low_self(
+    op: str, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+) -> tuple[Args, Kwargs]:
     if args[0].dtype in LOW_PRECISION:
-        name = op.partition(".")[0]
+        operator = op.partition(".")[0]
         raise InPlaceError(
-            f"In-place {name} got a {args[0].dtype} tensor under amp: this operation runs in fp32, "
-            f"and the tensor cannot hold the result. Use {name.rstrip('_')}, which returns a new "
-            "fp32 tensor, or put the call inside `with amp.disable_casts():`."
+            f"In-place {operator} got a {args[0].dtype} tensor under amp: this operation runs in "
+            f"fp32, and the tensor cannot hold the result. Use {operator.rstrip('_')}, which "
+            "returns a new fp32 tensor, or put the call inside `with amp.disable_casts():`."
         )
     return args, kwargs
 
 
-def _refuse(op: str, args: Args, kwargs: Kwargs, low: torch.dtype) -> tuple[Args, Kwargs]:
+def _refuse(op: str, *call: object) -> tuple[Args, Kwargs]:
     raise RuntimeError(f"{op} is unsafe to autocast. Call {op}_with_logits.")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 PRODUCTS = "addmm addmv addr matmul mm mv addbmm baddbmm bmm"
 
 LOW_PRECISION = f"""
-{PRODUCTS} prelu linear einsum tensordot scaled_dot_product_attention linalg_multi_dot
+{PRODUCTS} prelu linear einsum tensordot scaled_dot_product_attention linalg_multi_dot chain_matmul
 linalg_vecdot convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
 conv_transpose1d conv_transpose2d.input conv_transpose3d.input conv_tbc lstm_cell gru_cell
 rnn_tanh_cell rnn_relu_cell
@@ -48,6 +48,7 @@ WITHOUT_BF16 = """
 cholesky cholesky_inverse cholesky_solve geqrf inverse orgqr ormqr qr svd triangular_solve
 quantile quantile.scalar nanquantile nanquantile.scalar stft stft.center
 complex polar view_as_complex
+histogram.bin_ct histogramdd histogramdd.int_bins
 linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_det linalg_eig linalg_eigh
 linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex
 linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor
@@ -57,12 +58,17 @@ linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular li
 linalg_svdvals linalg_tensorinv linalg_tensorsolve
 fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
 fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
+special_zeta special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h
+special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
+special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
 """
 """fp32 rows that have no kernel in bf16, and most none in fp16."""
 
 FP32 = f"""
 {UNARY} {NORM} {RESIZES} {WITHOUT_BF16}
-pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar dist logsumexp trace prod prod.dim_int
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar dist logsumexp logcumsumexp trace prod prod.dim_int
 std std.dim std.correction std_mean std_mean.dim std_mean.correction sum sum.dim_IntList
 var var.dim var.correction var_mean var_mean.dim var_mean.correction
 softplus gelu layer_norm group_norm rms_norm softmax.int log_softmax.int grid_sampler
@@ -70,12 +76,16 @@ cosine_similarity cdist pdist poisson_nll_loss cosine_embedding_loss hinge_embed
 l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multi_margin_loss smooth_l1_loss
 huber_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits
 cross_entropy_loss nll_loss_nd nll_loss nll_loss2d ctc_loss.IntList ctc_loss.Tensor
-fused_moving_avg_obs_fake_quant
+fused_moving_avg_obs_fake_quant histogram.bins_tensor histogramdd.TensorList_bins
 smm hspmm sspaddmm _sparse_mm _sparse_mm.reduce _sparse_addmm sparse_sampled_addmm
 {PINVERSE} linalg_matrix_exp cov corrcoef
 """  # torch composes the last line, formulas of gradients included, of matrix products
 
-PROMOTE = "addcdiv addcmul atan2 cross bilinear dot vdot equal lerp.Scalar lerp.Tensor"
+PROMOTE = """
+addcdiv addcmul atan2 cross linalg_cross bilinear dot vdot equal isclose allclose heaviside
+lerp.Scalar lerp.Tensor meshgrid meshgrid.indexing cartesian_prod
+embedding_bag embedding_bag.padding_idx
+"""
 
 BANNED = "binary_cross_entropy"
 
@@ -94,7 +104,7 @@ INTO_PRODUCTS = f"""
 addmm_ addmv_ addr_ addbmm_ baddbmm_ {" ".join(f"{name}.out" for name in PRODUCTS.split())}
 """
 
-DESTINATION = f"{INTO_PRODUCTS} {WRITES} {IN_PLACE_WRITES} square_"
+DESTINATION = f"{INTO_PRODUCTS} {WRITES} {IN_PLACE_WRITES} heaviside_ square_"
 """torch calls ``pow_`` for the last, whose row would refuse 16 bits."""
 
 FP32_INPLACE = f"{' '.join(f'{name}_' for name in UNARY.split())} pow_.Scalar pow_.Tensor"
@@ -123,6 +133,21 @@ In bf16 such an operator and its gradient lose one rounding and no more, and no 
 runs it in fp32. ``benchmarks/op_errors.py`` measures both for every fp32 row.
 """
 
+_EVERYWHERE = ("cpu", "cuda", "xpu", "mps")
+INACCURATE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("matrix_exp", "linalg_matrix_exp", "logcumsumexp"), _EVERYWHERE),
+    **dict.fromkeys(
+        ("grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), ("cpu",)
+    ),
+    "adaptive_avg_pool3d": ("cpu",),
+}
+"""Functions of torch with 16-bit kernels that lose more than a few roundings, by device type.
+
+``matrix_exp`` returns garbage, the gradient of ``logcumsumexp`` takes exponentials of rounded
+logarithms, ``grid_sample`` rounds coordinates, and the pool adds up in 16 bits. CUDA's kernels of
+the last two compute in fp32. ``tests/casts/test_sweep.py`` searches torch for others.
+"""
+
 COVERED_INSIDE: frozenset[str] = frozenset(
     {"conv1d.padding", "conv2d.padding", "conv3d.padding", "nll_loss_nd"}
 )
@@ -138,6 +163,12 @@ SPARSE_OPERANDS: frozenset[str] = frozenset({"matmul", "mm", "addmm", "mv", "bmm
 
 ``linear`` is not among them: another kernel would cost 5 us in every linear layer.
 """
+
+COMPARISONS: frozenset[str] = frozenset({"equal", "isclose", "allclose"})
+"""Rows that torch calls with numbers for tensors, to compare the constants of a trace."""
+
+FLOAT64_BESIDE_WEIGHTS: tuple[str, ...] = ("batch_norm", "instance_norm")
+"""Operators without a row that take fp32 weights beside 16-bit data, but not beside float64."""
 
 _WRITTEN = dict.fromkeys(("index_copy", "index_put", "scatter_add"), "promote")
 _ON_ACCELERATORS: Mapping[str, str] = {

@@ -28,8 +28,9 @@ Category = Literal[
 ]
 """How a row casts an operator's arguments.
 
-``low_precision``: all to the region's dtype; float64 is kept, and sparse operands go to fp32.
-``fp32``: fp16 and bf16 to fp32; float64 and a ``dtype=`` argument are kept.
+``low_precision``: all to the region's dtype; sparse operands go to fp32.
+``fp32``: all to fp32; a ``dtype=`` argument is kept.
+Both leave calls of float64 alone as they are.
 ``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
 ``banned_16bit``: as ``banned``, and bf16 raises, too.

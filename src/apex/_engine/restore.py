@@ -32,7 +32,8 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
         b for opt in optimizers if (b := subclass.prepared_state(opt)) is not None
     ]
     for prepared in prepared_optimizers:
-        prepared.settle_gradients()
+        prepared.update_masters_with_grads()
+        prepared.drop_overflowed()
     known = {
         id(pair.model): pair.master for prepared in prepared_optimizers for pair in prepared.pairs
     }

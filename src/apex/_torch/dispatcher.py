@@ -81,7 +81,7 @@ def has_autocast(op: str, device: str) -> bool:
     return has_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
 
 
-def own_kernel(op: str, device: str) -> Any:
+def native_kernel(op: str, device: str) -> Any:
     """Returns torch's autocast kernel of an operator; None without one, and before torch 2.9."""
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
     if get_kernel is None or not has_autocast(op, device):

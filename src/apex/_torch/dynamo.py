@@ -64,10 +64,14 @@ def inlined(fn: Callable[P, R]) -> Callable[P, R]:
     return _mark(fn, recursive=False, disable=False)
 
 
+traces_function_modes = TORCH_VERSION >= (2, 8)
+"""Whether dynamo traces the code of function modes."""
+
+
 def inlined_with_calls(fn: Callable[P, R]) -> Callable[P, R]:
     """Marks ``fn`` as :func:`untraced` does, except where compiled code traces a call."""
     # Before torch 2.8, what turns dynamo off for calls cannot be traced.
-    return _mark(fn, recursive=TORCH_VERSION >= (2, 8), disable=False)
+    return _mark(fn, recursive=traces_function_modes, disable=False)
 
 
 def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
@@ -113,6 +117,10 @@ def is_compiling_here() -> bool:
         return False
     callback = _eval_frame.set_eval_frame(None)  # what dynamo calls for each frame of this thread
     _eval_frame.set_eval_frame(callback)
+    if callable(callback):
+        return True
     guards = torch._guards
-    contexts = guards.TracingContext, guards.CompileContext
-    return callable(callback) or any(context.try_get() is not None for context in contexts)
+    for context in (guards.TracingContext, guards.CompileContext):
+        if context.try_get() is not None:
+            return True
+    return False

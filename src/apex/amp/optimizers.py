@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -78,19 +79,27 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     inner = _inside(optimizer)
     prepared = None if inner is None else prepared_state(inner)
     if prepared is not None:
-        _warn_inside_block(prepared)
-        prepared.read_masters()
-        masters.take(prepared.pairs)
+        _warn_of_scaled_grads(prepared, sys._getframe(1).f_code.co_filename)
+        prepared.update_masters()
+        masters.move_grads_to_masters(prepared.pairs)
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _warn_inside_block(prepared: PreparedOptimizer) -> None:
+def _warn_of_scaled_grads(prepared: PreparedOptimizer, consumer: str) -> None:
+    """Warns of masters whose gradients are read before the model's are unscaled.
+
+    ``consumer`` is the file of the code that iterates over the masters.
+    """
     opened = prepared.open_pass
-    inside = opened is not None and opened.is_open and opened.gradients.scaled and prepared.pairs
+    session = prepared.session
     # While a pass runs, hooks may ask for the masters, for instance to step them.
-    if inside and prepared.session is not None and backward_id() == -1:
-        prepared.session.mistakes.warn(Mistake.CLIPPED_INSIDE)
+    if opened is None or session is None or not opened.scaled or backward_id() != -1:
+        return
+    if opened.is_open and prepared.pairs:
+        session.mistakes.warn(Mistake.CLIPPED_INSIDE)
+    elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
+        session.mistakes.warn(Mistake.CLIPPED_DELAYED)
 
 
 class AmpStash:
@@ -128,7 +137,7 @@ class AmpStash:
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Parameters that the optimizer steps directly, without masters."""
-        return list(self._prepared.direct())
+        return list(self._prepared.direct_params())
 
     @property
     def all_fp32_params(self) -> list[Tensor]:

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
-from apex._engine.optimizer.subclass import ATTRIBUTE, own_class, prepared_state
+from apex._engine.optimizer.prepared import PREPARED
+from apex._engine.optimizer.subclass import own_class, prepared_state
 from apex._torch import dtensor
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
@@ -230,7 +231,7 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
             "without a closure."
         )
     if prepared is not None:
-        prepared.settle_gradients()
+        prepared.update_masters_with_grads()
     updates = FrozenUpdates()
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     errors: list[Exception] = []
@@ -267,7 +268,7 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in (ATTRIBUTE, "step", *_HOOKS)
+        if name not in (PREPARED, "step", *_HOOKS)
     }
     shadow = object.__new__(own_class(type(optimizer)))
     shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))

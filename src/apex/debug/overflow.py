@@ -516,7 +516,7 @@ class OverflowDetector(Detector):
 
     def _weights(self) -> set[int]:
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
-        masters = [pair.master for session in self._sessions() for pair in session.masters.all()]
+        masters = [pair.master for session in self._sessions() for pair in session.masters.pairs()]
         return self._buffers() | keys([self._params(), masters])
 
     def _is_mask_buffer(self, tensor: Tensor) -> bool:

@@ -1,10 +1,14 @@
-"""The casts of sessions in the threads that began them.
+"""The autocast switches of a thread, and the casts of sessions that began in it.
 
 Note [Ambient casts]
-    A session turns autocast on in the thread that called ``initialize``. When the session ends
-    there, the state from before it returns at once. A ``torch.autocast`` block around that point
-    restores the switch at its end, and another thread cannot set it; so the next forward or amp
-    call of the thread does. Casts that began in a ``torch.autocast`` block end with it.
+    A session turns autocast on in the thread that called ``initialize``. At each depth of
+    ``torch.autocast`` blocks, the switch is that of the newest live session that began there;
+    without one, it is as before the first of them. The end of a block restores the switch, so the
+    casts that began in the block end with it. A block of another device type leaves the switch on:
+    then they continue outside.
+
+    A session may end inside a block, or in another thread, which cannot set the switch. So the next
+    forward or amp call of the thread does.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,77 +25,155 @@ import torch
 from apex._core.op_table import AutocastSpec
 from apex._engine.autocast import kernels
 from apex._torch.autograd import autocast_depth, backward_id
+from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import is_compiling_here, untraced
+
+OFF = torch.float32
+"""The CPU's autocast dtype in ``casts_off``, which no region uses.
+
+By it, regions inside stay off: also those that torch.utils.checkpoint recomputes, that run in
+autograd's threads, or that dynamo traces, for all of which torch carries the dtype along.
+"""
+
+State = tuple[bool, torch.dtype]
+"""Whether autocast is on for a device type, and its dtype."""
+
+_DEVICE_TYPES = tuple(AUTOCAST_KEYS)
+
+
+def is_off() -> bool:
+    """Returns whether this thread is in a ``casts_off`` block."""
+    return torch.get_autocast_dtype("cpu") is OFF
+
+
+def devices_on() -> list[str]:
+    """Returns the device types whose autocast is on in this thread."""
+    return [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
+
+
+class UncastBlock:
+    """Turns casts off in this thread, without a trace of dynamo's. Its exit is idempotent."""
+
+    _on: Sequence[str] = ()
+
+    def __init__(self, devices: Callable[[], Sequence[str]] = devices_on) -> None:
+        self._devices = devices
+
+    @untraced
+    def __enter__(self) -> None:
+        self._on = self._devices()
+        for device in self._on:
+            torch.set_autocast_enabled(device, False)
+
+    @untraced
+    def __exit__(self, *error: object) -> None:
+        on, self._on = self._on, ()
+        for device in on:
+            torch.set_autocast_enabled(device, True)
 
 
 class Ambient:
-    """Casts that are on in this thread until their end; of several, the newest apply.
+    """Casts of a session that are on in this thread until their end.
+
+    In a ``casts_off`` block they do not begin.
 
     Attributes:
-        before: The switch and dtype of each device type before them.
         alive: Whether they go on; any thread may set it to False.
     """
 
     def __init__(self, spec: AutocastSpec) -> None:
         _end_in_forks()
-        settle()
-        self.dtype, self.depth, self.alive = spec.dtype, autocast_depth(), True
-        self.before = {
-            device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in spec.device_types
-        }
-        if not _here.ambients:
-            _here.cache = torch.is_autocast_cache_enabled()
-        # No weight cache outside of regions, where changes of weights go unnoticed.
-        torch.set_autocast_cache_enabled(False)
-        for device in self.before:
-            _switch(device, True, spec.dtype)
-        _here.ambients.append(self)
+        end_stale_casts()
+        self.alive = True
+        self.spec = spec
+        if is_off():
+            return
+        depth = autocast_depth()
+        _leave_blocks(depth)
+        level = _here.levels.get(depth)
+        if level is None or not any(map(level.applies, level.bases)):  # one of an earlier block
+            level = _Level()
+        level.begin(self)
+        _here.levels[depth] = level
 
     def end(self) -> None:
         """Ends them as soon as their thread can; idempotent, and safe in any thread."""
         self.alive = False
-        settle()
-
-    def can_end(self) -> bool:
-        """Returns whether nothing around restores the switch: a block, a pass, dynamo, an operator.
-
-        An operator turns the switch off for its inside.
-        """
-        depth = autocast_depth()
-        if depth > self.depth or backward_id() != -1 or is_compiling_here():
-            return False
-        return depth < self.depth or all(map(torch.is_autocast_enabled, self.before))
-
-    def restore(self) -> None:
-        """Restores the switches that are still theirs, or leaves that to newer casts."""
-        newer = _here.ambients[_here.ambients.index(self) + 1 :]
-        for device, was in self.before.items():
-            above = next((other for other in newer if device in other.before), None)
-            if above is not None:
-                above.before[device] = was
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-            if dtype is self.dtype and (above is None or above.dtype is not dtype):
-                _switch(device, *was)
-        _here.ambients.remove(self)
-        if not _here.ambients:
-            torch.set_autocast_cache_enabled(_here.cache)
+        end_stale_casts()
 
 
-class _Thread(threading.local):
-    cache = True  # the switch of the weight cache before the first
+class _Level:
+    """The casts that began at one depth of blocks."""
 
     def __init__(self) -> None:
         self.ambients: list[Ambient] = []  # oldest first
+        self.bases: dict[str, State] = {}  # before the first of each device type
+        self.cache = torch.is_autocast_cache_enabled()
+
+    def begin(self, ambient: Ambient) -> None:
+        self.ambients.append(ambient)
+        for device in ambient.spec.device_types:
+            self.bases.setdefault(device, _state(device))
+            _switch(device, self.state(device))
+        # No weight cache outside of regions, where changes of weights go unnoticed.
+        torch.set_autocast_cache_enabled(False)
+
+    def state(self, device: str) -> State:
+        """Returns the state of a device type: by the newest casts, or as before them."""
+        for ambient in reversed(self.ambients):
+            if device in ambient.spec.device_types:
+                return True, ambient.spec.dtype
+        return self.bases[device]
+
+    def applies(self, device: str) -> bool:
+        """Returns whether the state is as these casts set it."""
+        return device in self.bases and _state(device) == self.state(device)
+
+    def end_stale(self) -> None:
+        """Removes casts that have ended, and sets the switches that nobody else has set."""
+        set_here = [device for device in self.bases if self.applies(device)]
+        self.ambients = [ambient for ambient in self.ambients if ambient.alive]
+        for device in set_here:
+            _switch(device, self.state(device))
+        live = {device for ambient in self.ambients for device in ambient.spec.device_types}
+        self.bases = {device: base for device, base in self.bases.items() if device in live}
+        if not live:
+            torch.set_autocast_cache_enabled(self.cache)
+
+
+class _Thread(threading.local):
+    run_depth = -1
+    """The depth of blocks in the innermost run of a region."""
+
+    def __init__(self) -> None:
+        self.levels: dict[int, _Level] = {}  # by depth of blocks
         self.steps: list[AbstractContextManager[object]] = []  # outermost first
 
 
 _here = _Thread()
 
 
-def _switch(device: str, on: bool, dtype: torch.dtype) -> None:
-    torch.set_autocast_enabled(device, on)
-    torch.set_autocast_dtype(device, dtype)
+def begin_run() -> int:
+    """Notes that a region has opened its blocks; returns what :func:`end_run` takes."""
+    outer = _here.run_depth
+    _here.run_depth = autocast_depth()
+    return outer
+
+
+def end_run(outer: int) -> None:
+    """Ends what :func:`begin_run` began."""
+    _here.run_depth = outer
+
+
+def is_of_session(device: str) -> bool:
+    """Returns whether this thread's casts are a session's, not those of a user's own block."""
+    depth = autocast_depth()
+    if depth == _here.run_depth:
+        return True
+    if depth in _here.levels:
+        return _here.levels[depth].applies(device)
+    # torch.utils.checkpoint recomputes in a block of its own, with the state of the forward.
+    return backward_id() != -1 and not torch.is_autocast_cache_enabled()
 
 
 def uncast_steps() -> list[AbstractContextManager[object]]:
@@ -99,16 +182,53 @@ def uncast_steps() -> list[AbstractContextManager[object]]:
 
 
 @untraced
-def settle() -> None:
+def end_stale_casts() -> None:
     """Ends this thread's casts of sessions that have ended, and steps that raised."""
     while _here.steps:
         _here.steps.pop().__exit__(None, None, None)
-    ended = [ambient for ambient in _here.ambients if not ambient.alive]
-    for ambient in ended:
-        if ambient.can_end():
-            ambient.restore()
-    if ended:
-        kernels.tag_caches()
+    if not _here.levels or all(ambient.alive for ambient in _ambients()):
+        return
+    kernels.tag_caches()
+    # A pass and dynamo restore the switch at their end.
+    if backward_id() != -1 or is_compiling_here():
+        return
+    depth = autocast_depth()
+    _leave_blocks(depth)
+    # An operator turns the switch off for its inside.
+    if depth in _here.levels and all(map(torch.is_autocast_enabled, _here.levels[depth].bases)):
+        _here.levels[depth].end_stale()
+        if not _here.levels[depth].ambients:
+            del _here.levels[depth]
+
+
+def _leave_blocks(depth: int) -> None:
+    """Forgets casts that ended with their block; continues those that the block left on."""
+    for deeper in [inside for inside in _here.levels if inside > depth]:
+        left = _here.levels.pop(deeper)
+        outer = _here.levels.get(depth)
+        for device in left.bases:
+            goes_on = depth == 0 and left.applies(device)
+            if goes_on and not (outer is not None and outer.applies(device)):
+                if outer is None:
+                    _here.levels[depth] = left
+                else:
+                    outer.ambients += left.ambients
+                    outer.bases = {**left.bases, **outer.bases}
+                break
+
+
+def _ambients() -> list[Ambient]:
+    return [ambient for level in _here.levels.values() for ambient in level.ambients]
+
+
+def _state(device: str) -> State:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _switch(device: str, state: State) -> None:
+    enabled, dtype = state
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
 
 
 @functools.cache
@@ -119,5 +239,6 @@ def _end_in_forks() -> None:
 
 
 def _end_all() -> None:
-    for ambient in [*_here.ambients]:
-        ambient.end()
+    for ambient in _ambients():
+        ambient.alive = False
+    end_stale_casts()

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from apex._core.op_casts import widest
+from apex._core.op_casts import tensors_in, widest
 from apex._core.op_table import AutocastSpec
-from apex._engine.autocast.region import UncastBlock, is_off, under
+from apex._engine.autocast.ambient import UncastBlock, is_off
+from apex._engine.autocast.region import under
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
 
@@ -46,7 +47,7 @@ class BackwardAutocast(TorchFunctionMode):
             return self._run_pass(func, "grad_tensors", *args, **kwargs)
         if func is torch.autograd.grad:
             return self._run_pass(func, "grad_outputs", *args, **kwargs)
-        casts = widest(args, kwargs) is not None or torch.is_grad_enabled()
+        casts = widest(tensors_in(args, kwargs)) is not None or torch.is_grad_enabled()
         if not casts or not _is_in_pass(*self._start):
             return func(*args, **kwargs)
         return under(self._spec.device_types, self._spec.dtype, func, *args, **kwargs)

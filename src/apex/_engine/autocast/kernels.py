@@ -12,32 +12,48 @@ import functools
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apex._core import op_rows
-from apex._core.op_casts import has_sparse, rules_for, widest
+from apex._core.op_casts import rules_for, tensors_in, widest
 from apex._core.op_table import AutocastSpec, OpTable
-from apex._torch import dispatcher
-from apex._torch.autograd import autocast_depth, backward_id
+from apex._torch import dispatcher, dynamo
+from apex._torch.autograd import autocast_depth, backward_id, is_formula
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import before_each_run, untraced
 
 Kernel = Callable[..., Any]
+Categories = dict[str, str | None]
+"""Of each operator, the category that holds whatever a call's arguments are."""
 
 _PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
 
-_live: dict[int, AutocastSpec] = {}  # oldest first
+
+@dataclass(frozen=True)
+class _LiveSpec:
+    spec: AutocastSpec
+    categories: Mapping[str, Categories]
+    """By device type."""
+
+
+_MODULES = (__name__, dynamo.__name__, torch._ops.__name__)
+"""Those whose functions are between the caller of an operator and :func:`_is_left_alone`."""
+
+_live: dict[int, _LiveSpec] = {}  # oldest first
 _numbers = itertools.count()
 _registered: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
 
-def begin(spec: AutocastSpec) -> int:
-    """Makes a spec apply under autocast to its dtype; returns the number for :func:`end`.
+def activate_spec(spec: AutocastSpec) -> int:
+    """Makes a spec apply under autocast to its dtype.
+
+    Returns the number for :func:`deactivate_spec`.
 
     Raises:
         ValueError: If a device type has no autocast known to us.
@@ -48,30 +64,50 @@ def begin(spec: AutocastSpec) -> int:
             f"Op casts (O1, O4) got a model on {', '.join(unknown)}; they work on "
             f"{', '.join(AUTOCAST_KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
         )
-    with _lock:
-        for device in spec.device_types:
-            ops = [op for op in _needed(spec.table, device) if (device, op) not in _registered]
-            if ops:
-                built = {op: _build(op, device) for op in ops}
-                dispatcher.register(built, AUTOCAST_KEYS[device])
-            _registered.update((device, op) for op in ops)
+    for device in spec.device_types:
+        _register(device, _not_as_in_torch(spec.table, device))
+    categories = {device: _categories(spec, device) for device in spec.device_types}
     number = next(_numbers)
-    _live[number] = spec
+    _live[number] = _LiveSpec(spec, categories)
     tag_caches()
     return number
 
 
-def end(number: int) -> None:
-    """Ends what :func:`begin` began; idempotent, and safe in finalizers and in any thread."""
+def deactivate_spec(number: int) -> None:
+    """Ends what :func:`activate_spec` began; idempotent, and safe in finalizers and any thread."""
     _live.pop(number, None)
     tag_caches()
 
 
+def accept_float64(spec: AutocastSpec) -> None:
+    """Lets float64 data meet fp32 weights in operators that torch itself casts, too.
+
+    Their kernels of ours would cost each call some 5 us, so they wait for the first such data.
+    """
+    for device in spec.device_types:
+        _register(device, _categories(spec, device))
+
+
+def _register(device: str, ops: Iterable[str]) -> None:
+    with _lock:
+        known = filter(lambda op: dispatcher.has_operator(f"aten::{op}"), ops)
+        new = [op for op in dict.fromkeys(known) if (device, op) not in _registered]
+        if new:
+            kernels = {op: _build(op, device) for op in new}
+            dispatcher.register(kernels, AUTOCAST_KEYS[device])
+        _registered.update((device, op) for op in new)
+
+
 def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     """Returns the newest live spec of a device type and dtype."""
-    for spec in reversed([*_live.values()]):
-        if spec.dtype is dtype and device in spec.device_types:
-            return spec
+    live = _newest(device, dtype)
+    return None if live is None else live.spec
+
+
+def _newest(device: str, dtype: torch.dtype) -> _LiveSpec | None:
+    for live in reversed([*_live.values()]):
+        if live.spec.dtype is dtype and device in live.categories:
+            return live
     return None
 
 
@@ -106,11 +142,11 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    rules = "-".join(sorted({*map(digest, _live.values())}))
+    rules = "-".join(sorted({digest(live.spec) for live in _live.values()}))
     config.cache_key_tag = config.cache_key_tag.partition(_TAG)[0] + (_TAG + rules) * bool(rules)
 
 
-def _needed(table: OpTable, device: str) -> Iterator[str]:
+def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
     """Yields the operators that torch does not cast as the table says."""
     default = OpTable.default().rows
     for op in sorted({*default, *table.rows, *op_rows.NATIVE_DIFFERENCES[device]}):
@@ -135,54 +171,74 @@ def native_category(op: str, device: str) -> str | None:
     return row if op in op_rows.COVERED_INSIDE else None
 
 
+def _categories(spec: AutocastSpec, device: str) -> Categories:
+    """Returns how a session casts the operators of its table on a device type."""
+    categories: Categories = dict.fromkeys(op_rows.FLOAT64_BESIDE_WEIGHTS, "fp32_beside_float64")
+    categories.update({op: _row(op, device, spec.table) for op in spec.table.rows})
+    for op, category in categories.items():
+        if category in ("banned", "banned_16bit") and spec.allow_banned:
+            categories[op] = "fp32"
+        # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
+        elif category == "recurrent" and device == "cuda" and torch.version.hip is None:
+            categories[op] = None if spec.dtype is torch.float16 else category
+    return categories
+
+
 def _build(op: str, device: str) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type."""
     call, rules = dispatcher.direct_call(op), rules_for(op, dispatcher.schema(op))
     fall_through, uncast = _fall_through(op, device), dispatcher.without_autocast(device)
-    own, native = dispatcher.own_kernel(op, device), native_category(op, device)
+    native_kernel, native = dispatcher.native_kernel(op, device), native_category(op, device)
     sessionless = native if dispatcher.has_autocast(op, device) else None
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype(device)
-        spec = newest(device, low)
+        live = _newest(device, low)
         if type(args[0]) not in _PLAIN:
-            before_each_run(_guard(device, low, spec))
-        # As autograd's formulas; a recompute is in a block of torch's, or enables gradients.
-        bare = spec is not None and backward_id() != -1 and autocast_depth() == 0
-        if bare and not torch.is_grad_enabled() and widest(args, kwargs) is None:
+            before_each_run(_guard(device, low, None if live is None else live.spec))
+        tensors = tensors_in(args, kwargs)
+        wide = widest(tensors)
+        if live is None:
+            category = sessionless
+        elif wide is None and backward_id() != -1 and _is_left_alone():
             return fall_through(keyset, *args, **kwargs)
-        category = sessionless if spec is None else _category(op, device, spec, keyset, args)
-        if own is not None and category == native:
-            return own(keyset, *args, **kwargs)
+        else:
+            category = live.categories[device].get(op)
+            if category == "low_precision" and any(map(_is_sparse, tensors)):
+                category = "fp32"
+            elif category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
+                category = None  # torch's own kernels work in place on memory of their own
+        if native_kernel is not None and category == native and wide is not torch.float64:
+            return native_kernel(keyset, *args, **kwargs)
         rule = rules.get(category)
         if rule is None:
             return fall_through(keyset, *args, **kwargs)
-        args, kwargs = rule(args, kwargs, low)  # type: ignore[assignment]
+        args, kwargs = rule(args, kwargs, low, wide)  # type: ignore[assignment]
         with uncast():
             return call(*args, **kwargs)
 
-    return _of_constants(kernel) if op == "equal" else kernel
+    return _of_constants(kernel) if op in op_rows.COMPARISONS else kernel
 
 
-def _category(op: str, device: str, spec: AutocastSpec, keyset: Any, args: Any) -> str | None:
-    """Returns how one call casts; None if not at all."""
-    category = _row(op, device, spec.table)
-    if category == "low_precision" and has_sparse(args):
-        return "fp32"
-    if category in ("banned", "banned_16bit") and spec.allow_banned:
-        return "fp32"
-    if category == "recurrent" and device == "cuda" and torch.version.hip is None:
-        # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
-        return None if spec.dtype is torch.float16 else category
-    if category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
-        return None  # torch's own kernels work in place on memory of their own
-    return category
+def _is_sparse(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided
+
+
+def _is_left_alone() -> bool:
+    """Returns whether a call of one dtype in a backward pass outside of ``scale_loss`` is as given.
+
+    autograd's formulas are, and Python code that does not enable gradients. What enables them runs
+    a forward again; torch's own recomputes are in an autocast block.
+    """
+    if autocast_depth() > 0:
+        return False
+    return not torch.is_grad_enabled() or is_formula(called_in=_MODULES)
 
 
 def _fall_through(op: str, device: str) -> Kernel:
     """Returns what calls an operator below autocast; inner ones of a composite still see it."""
-    own, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
+    redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
     uncast, below = dispatcher.without_autocast(device), dispatcher.keys_below_autocast(device)
     # torch takes numbers for the second tensor of some: x.add(1.0).
     types = [str(argument.type) for argument in dispatcher.schema(op).arguments]
@@ -190,7 +246,7 @@ def _fall_through(op: str, device: str) -> Kernel:
 
     def fall_through(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not takes_number or isinstance(args[1], Tensor):
-            return own(keyset & below, *args, **kwargs)
+            return redispatch(keyset & below, *args, **kwargs)
         with uncast():  # no redispatch takes them
             return call(*args, **kwargs)
 
@@ -201,10 +257,13 @@ def _of_constants(kernel: Kernel) -> Kernel:
     """Returns ``kernel`` for TorchScript, too, which compares constants, some of them numbers."""
 
     @untraced
-    def outer(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if all(isinstance(arg, Tensor) for arg in args):
-            return kernel(keyset, *args, **kwargs)
-        one, other = (arg.tolist() if isinstance(arg, Tensor) else arg for arg in args)
-        return one == other
+    def outer(keyset: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(keyset, _as_tensor(one), _as_tensor(other), *args, **kwargs)
 
     return outer
+
+
+def _as_tensor(constant: Any) -> Tensor:
+    if isinstance(constant, Tensor):
+        return constant
+    return torch.tensor(constant, dtype=torch.float64 if isinstance(constant, float) else None)

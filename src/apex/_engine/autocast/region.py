@@ -5,41 +5,31 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from apex._core import tree
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast import kernels
-from apex._engine.autocast.ambient import Ambient, settle
-from apex._torch.dispatcher import AUTOCAST_KEYS, weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, inlined, untraced
+from apex._engine.autocast.ambient import (
+    OFF,
+    Ambient,
+    begin_run,
+    devices_on,
+    end_run,
+    end_stale_casts,
+    is_of_session,
+    is_off,
+)
+from apex._torch.dispatcher import weight_cache_is_safe
+from apex._torch.dynamo import at_tracing, inlined
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEVICE_TYPES = tuple(AUTOCAST_KEYS)
-_OFF = torch.float32
-"""The CPU's autocast dtype in :func:`casts_off`, which no region uses.
-
-By it, regions inside stay off: also those that torch.utils.checkpoint recomputes, that run in
-autograd's threads, or that dynamo traces, for all of which torch carries the dtype along.
-"""
-
 _is_compiling = torch.compiler.is_compiling
-
-
-def is_off() -> bool:
-    """Returns whether this thread is in a :func:`casts_off` block."""
-    return torch.get_autocast_dtype("cpu") is _OFF
-
-
-def devices_on() -> list[str]:
-    """Returns the device types whose autocast is on in this thread."""
-    return [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
 
 
 def under(
@@ -55,6 +45,16 @@ def under(
         return under(devices[1:], dtype, fn, *args, **kwargs)
 
 
+class Region(Protocol):
+    """Runs a model's own forward with op casts on or off; picklable and deep-copyable."""
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Returns ``fn(*args, **kwargs)``, called inside the region; dynamo can trace it."""
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Enters the region until ``until`` closes; returns the arguments for a call inside."""
+
+
 class AutocastRegion:
     """Runs functions with op casts on; while it lives, its rows apply to autocast of its dtype.
 
@@ -68,7 +68,7 @@ class AutocastRegion:
         self.spec = spec
         self._digest = kernels.digest(spec)
         self._ambients: list[Ambient] = []
-        weakref.finalize(self, _end, kernels.begin(spec), self._ambients).atexit = False
+        weakref.finalize(self, _end, kernels.activate_spec(spec), self._ambients).atexit = False
 
     def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
         return AutocastRegion, (self.spec,)
@@ -77,29 +77,39 @@ class AutocastRegion:
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, except in ``casts_off``.
 
-        float64 arguments become fp32. A weight used by several operators is cast once in the
-        outermost run.
+        A weight used by several operators is cast once in the outermost run.
         """
-        if _is_compiling():
-            if not self._digest:  # a guard: code with other rows is compiled again
+        if not _is_compiling():
+            with ExitStack() as until:
+                self.enter(until, args, kwargs)
                 return fn(*args, **kwargs)
-        else:
-            settle()
-        if is_off():
+        # The digest is a guard: code with other rows is compiled again.
+        if not self._digest or is_off():
             return fn(*args, **kwargs)
-        args, kwargs = tree.map_arguments(_without_double, args, kwargs)  # type: ignore[assignment]
+        self._meet_float64(args, kwargs)
         return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
         """Does what :meth:`run` does, until ``until`` closes; returns the arguments for a call."""
-        settle()
+        end_stale_casts()
         if is_off():
             return args, kwargs
+        self._meet_float64(args, kwargs)
         for device in self.spec.device_types:
             until.enter_context(
                 torch.autocast(device, self.spec.dtype, cache_enabled=weight_cache_is_safe)
             )
-        return tree.map_arguments(_without_double, args, kwargs)
+        until.callback(end_run, begin_run())
+        return args, kwargs
+
+    def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
+        tensors = tree.tensors([*args, *kwargs.values()])
+        if any(tensor.dtype is torch.float64 for tensor in tensors):
+            self._accept_float64()
+
+    @at_tracing
+    def _accept_float64(self) -> None:
+        kernels.accept_float64(self.spec)
 
     def enter_ambient(self) -> None:
         """Turns casts on in this thread until ``leave_ambient``; of several, the newest apply."""
@@ -112,13 +122,9 @@ class AutocastRegion:
 
 
 def _end(number: int, ambients: list[Ambient]) -> None:
-    kernels.end(number)
+    kernels.deactivate_spec(number)
     while ambients:
         ambients.pop().end()
-
-
-def _without_double(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype is torch.float64 else tensor
 
 
 class NoAutocastRegion:
@@ -127,11 +133,15 @@ class NoAutocastRegion:
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
-        return under(devices_cast(), None, fn, *args, **kwargs)
+        if _is_compiling():
+            return under(devices_cast(), None, fn, *args, **kwargs)
+        with ExitStack() as until:
+            self.enter(until, args, kwargs)
+            return fn(*args, **kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
         """Does what :meth:`run` does, until ``until`` closes; returns the arguments."""
-        for device in devices_cast():
+        for device in devices_of_sessions():
             until.enter_context(torch.autocast(device, enabled=False))
         return args, kwargs
 
@@ -149,32 +159,11 @@ class AmbientRegion:
         return args, kwargs
 
 
-class UncastBlock:
-    """Turns casts off in this thread, without a trace of dynamo's. Its exit is idempotent."""
-
-    _on: Sequence[str] = ()
-
-    def __init__(self, devices: Callable[[], Sequence[str]] = devices_on) -> None:
-        self._devices = devices
-
-    @untraced
-    def __enter__(self) -> None:
-        self._on = self._devices()
-        for device in self._on:
-            torch.set_autocast_enabled(device, False)
-
-    @untraced
-    def __exit__(self, *error: object) -> None:
-        on, self._on = self._on, ()
-        for device in on:
-            torch.set_autocast_enabled(device, True)
-
-
 @contextmanager
 def casts_off() -> Iterator[None]:
     """A context or decorator in which nothing is cast, in regions inside, too."""
     if not _is_compiling():
-        settle()
+        end_stale_casts()
     with _off(devices_on()):
         yield
 
@@ -182,7 +171,7 @@ def casts_off() -> Iterator[None]:
 @contextmanager
 def _off(devices: Sequence[str]) -> Iterator[None]:
     if not devices:
-        with torch.autocast("cpu", _OFF, enabled=False, cache_enabled=False):
+        with torch.autocast("cpu", OFF, enabled=False, cache_enabled=False):
             yield
         return
     with torch.autocast(devices[0], enabled=False, cache_enabled=False), _off(devices[1:]):
@@ -194,6 +183,11 @@ def devices_cast() -> list[str]:
     return [device for device in devices_on() if _is_ours(device)]
 
 
+def devices_of_sessions() -> list[str]:
+    """Returns the device types whose autocast is on as sessions set it, not a user's own block."""
+    return [device for device in devices_on() if is_of_session(device)]
+
+
 @at_tracing
 def _is_ours(device: str) -> bool:
     return kernels.newest(device, torch.get_autocast_dtype(device)) is not None
@@ -202,6 +196,6 @@ def _is_ours(device: str) -> bool:
 def active_dtype() -> torch.dtype | None:
     """Returns the dtype that this thread casts to now, which can be traced; None without casts."""
     if not _is_compiling():
-        settle()
+        end_stale_casts()
     on = devices_cast()
     return torch.get_autocast_dtype(on[0]) if on else None

@@ -13,16 +13,16 @@ from typing import Any
 from torch.optim import Optimizer
 
 from apex._engine.autocast import ambient
-from apex._engine.autocast.region import UncastBlock, devices_cast
+from apex._engine.autocast.region import devices_of_sessions
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class UncastStep(UncastBlock):
+class UncastStep(ambient.UncastBlock):
     """One step in which casts are off, but for its closure."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(devices_cast)
+        super().__init__(devices_of_sessions)
         self.optimizer = optimizer
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION, cast
 from apex._core.tree import map_arguments, tensors
-from apex._engine.autocast.region import active_dtype, devices_on, under
+from apex._engine.autocast.ambient import devices_on
+from apex._engine.autocast.region import active_dtype, under
 
 Kind = Literal["low_precision", "bfloat16", "float", "promote"]
 """How a user function's arguments are cast.
@@ -47,8 +48,7 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
     _check(kind)
     if not callable(fn):
         raise TypeError(f"amp can cast callables only; got {type(fn).__name__} {fn!r}.")
-    is_cast = getattr(fn, _MARK, None) is not None
-    plain: Callable[P, R] = getattr(fn, "__wrapped__", fn) if is_cast else fn
+    plain: Callable[P, R] = fn if _kind_of(fn) is None else getattr(fn, "__wrapped__", fn)
 
     @functools.wraps(plain)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,8 +59,17 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
         off = devices_on() if kind == "float" else ()
         return under(off, None, plain, *cast_args, **cast_kwargs)
 
-    setattr(wrapper, _MARK, kind)
+    setattr(wrapper, _MARK, (kind, id(wrapper)))
     return wrapper
+
+
+def _kind_of(fn: Callable[..., Any]) -> Kind | None:
+    """Returns the kind of a cast function; None of others.
+
+    ``functools.wraps`` copies the mark to wrappers of one.
+    """
+    kind, marked = getattr(fn, _MARK, (None, None))
+    return kind if marked == id(fn) else None
 
 
 def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor]:
@@ -145,7 +154,7 @@ class UserRegistry:
 
     def _replace(self, module: Any, name: str, kind: Kind) -> None:
         own, function = vars(module).get(name, _ABSENT), getattr(module, name)
-        if getattr(function, _MARK, None) == kind:
+        if _kind_of(function) == kind:
             return
         value: Any = cast_function(function, kind)
         # A bound method read from a class is a class method; its replacement must not bind again.

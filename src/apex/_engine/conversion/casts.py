@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from apex._core import dtypes, tree
 from apex._core.mixins import plain_class, swap_class
+from apex._core.rounding import exact_value
 from apex._engine.conversion.plan import planned_dtypes, topmost_fp32_modules
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._pickle import rebuild
-from apex._torch.modules import named_tensors
+from apex._torch.modules import flatten_rnns, named_tensors
+from apex._torch.parameters import set_in_place
 
 
 def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
@@ -142,8 +144,8 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
         with ExitStack() as undo:
             for tensor in named_tensors(model).values():
                 if dtypes.is_low_precision(tensor):
-                    exact = state.link.exact(tensor, tensor, (masters or {}).get(id(tensor)))
-                    set_in_place(tensor, exact, undo)
+                    known = state.link.master_of(tensor), (masters or {}).get(id(tensor))
+                    set_in_place(tensor, exact_value(tensor, known), undo)
             undo.pop_all()
     undo_convert(model)
     flatten_rnns(model)
@@ -162,27 +164,3 @@ def undo_convert(model: nn.Module) -> None:
         state.handles.pop().remove()
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
-
-
-def flatten_rnns(model: nn.Module) -> None:
-    """Makes the weights of RNNs contiguous again after a change of dtype, for cuDNN."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-
-
-def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
-    """Gives ``tensor`` the storage and dtype of ``value``, its gradient the same dtype."""
-    grad = tensor.grad if tensor.is_leaf else None
-    new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
-    undo.callback(assign, tensor, tensor.data, grad)
-    assign(tensor, value, new_grad)
-
-
-def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
-    """Gives ``tensor`` the storage and dtype of ``data`` and the gradient ``grad``."""
-    if tensor.is_leaf:
-        tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
-    tensor.data = data
-    if grad is not None:
-        tensor.grad = grad

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from apex._core import tree
-from apex._core.mixins import plain_class, swap_class, with_mixin
+from apex._core.arguments import positional_names
+from apex._core.mixins import plain_class, shown_as, swap_class, with_mixin
 from apex._core.tree import Args, Call, Kwargs
+from apex._engine.autocast.region import Region
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import begin_apply, cast_parts, undo_convert
-from apex._engine.conversion.plan import ModelPlan, Region
-from apex._engine.conversion.state import STATE, ModelState, positional_names, state_of
+from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._engine.conversion.state_dict import MasterLink
 from apex._pickle import rebuild
 from apex._torch import fsdp
@@ -148,7 +150,7 @@ def _explained(base: type, name: str) -> Callable[..., Any]:
                 notes.explain(self, state.plan, error)
                 raise
 
-    return _like(getattr(base, name), explained)
+    return shown_as(getattr(base, name), explained)
 
 
 def _grad_version(param: Tensor) -> int | None:
@@ -187,13 +189,6 @@ def _recompile(module: Any) -> Any:
         return module.recompile()
 
 
-def _like(function: Any, wrapper: Any) -> Any:
-    """Shows ``wrapper`` as ``function``, also to ``inspect.getfullargspec``."""
-    with suppress(TypeError, ValueError):  # written in C
-        wrapper.__signature__ = inspect.signature(function)
-    return functools.update_wrapper(wrapper, function)
-
-
 def _casting_forward(own: Any) -> Callable[..., Any]:
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
@@ -221,7 +216,7 @@ def _casting_forward(own: Any) -> Callable[..., Any]:
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
-    return _like(function, forward) if isinstance(function, FunctionType) else forward
+    return shown_as(function, forward) if isinstance(function, FunctionType) else forward
 
 
 def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) -> Call:
@@ -307,9 +302,7 @@ def set_saved_state(model: nn.Module, saved: tuple[ModelState, Any]) -> None:
 def _continue(model: Any, state: ModelState | None) -> Any:
     """Gives a copy its state, converts what its own class rebuilt, and returns it."""
     if state is not None:
-        with ExitStack() as undo:
-            set_state(model, state, undo)
-            undo.pop_all()
+        set_state(model, state, ExitStack())
     return model
 
 

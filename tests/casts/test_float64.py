@@ -1,0 +1,105 @@
+"""float64 arguments stay float64 at a model's door, and still meet fp32 weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp
+
+LEVELS = pytest.mark.parametrize(("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+FP32, FP64 = torch.float32, torch.float64
+
+
+class Calls(nn.Module):
+    """Calls ``rule(layer, x)``."""
+
+    def __init__(self, layer, rule):
+        super().__init__()
+        self.layer, self.rule = layer, rule
+
+    def forward(self, x, **kwargs):
+        return self.rule(self.layer, x, **kwargs)
+
+
+def applied(layer, x):
+    return layer(x)
+
+
+def prepared(level, layer=None, rule=applied):
+    model = Calls(layer or nn.Linear(4, 4), rule)
+    return amp.initialize(model, opt_level=level, verbosity=0)
+
+
+@LEVELS
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: {"x": x}, lambda x: [(x,)]])
+def test_seconds_since_1970_keep_their_differences(level, low, make):
+    start = torch.full((2, 1), 1.7e9, dtype=FP64)
+    found = []
+
+    def elapsed(layer, x, other):
+        leaf = x
+        while not isinstance(leaf, torch.Tensor):
+            leaf = next(iter(leaf.values())) if isinstance(leaf, dict) else leaf[0]
+        found.append(leaf - other)
+        return layer(found[0].float())
+
+    model = prepared(level, nn.Linear(1, 4), elapsed)
+    assert model(make(start + 3), other=start).dtype is low
+    assert torch.equal(found[0], torch.full((2, 1), 3.0, dtype=FP64))
+
+
+def lstm(layer, x):
+    return layer(x)[0]
+
+
+MEETS_WEIGHTS = {
+    "linear": (nn.Linear(4, 4), (2, 4), applied),
+    "conv": (nn.Conv1d(4, 4, 3), (2, 4, 8), applied),
+    "transposed conv": (nn.ConvTranspose1d(4, 4, 3), (2, 4, 8), applied),
+    "layer norm": (nn.LayerNorm(4), (2, 4), applied),
+    "group norm": (nn.GroupNorm(2, 4), (2, 4, 3), applied),
+    "batch norm": (nn.BatchNorm1d(4), (3, 4), applied),
+    "instance norm": (nn.InstanceNorm1d(4, affine=True), (2, 4, 8), applied),
+    "prelu": (nn.PReLU(), (2, 4), applied),
+    "lstm": (nn.LSTM(4, 4), (2, 3, 4), lstm),
+    "gru cell": (nn.GRUCell(4, 4), (2, 4), applied),
+    "attention": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), (2, 3, 4), applied),
+    "product": (nn.Linear(4, 4), (2, 4), lambda layer, x: x @ layer.weight + layer.bias),
+    "loss": (nn.Linear(4, 4), (2, 4), lambda layer, x: F.mse_loss(layer(x.float()), x)),
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("name", MEETS_WEIGHTS)
+def test_data_from_numpy_meets_fp32_weights(level, low, name):
+    torch.manual_seed(0)
+    layer, shape, rule = MEETS_WEIGHTS[name]
+    x = torch.randn(shape)
+    expected = rule(layer, x).detach()
+    model = prepared(level, layer, rule)
+    try:
+        out = model(x.double())
+        out.float().sum().backward()
+    finally:
+        amp.restore(model)
+    assert out.dtype in (low, FP32)
+    torch.testing.assert_close(out.float(), expected, rtol=5e-2, atol=5e-2)
+    assert all(param.grad is not None for param in layer.parameters())
+    layer.zero_grad()
+
+
+@LEVELS
+def test_calls_of_float64_alone_stay_float64(level, low):
+    model = prepared(level)
+    x = torch.ones(4, 4, dtype=FP64)
+    assert model(x).dtype is low
+    for rule in (lambda: x @ x, x.exp, lambda: F.softmax(x, 0), lambda: F.linear(x, x)):
+        assert rule().dtype is FP64
+
+
+@LEVELS
+def test_a_compiled_model_takes_float64(level, low):
+    model = torch.compile(prepared(level), backend="eager", fullgraph=True)
+    assert model(torch.ones(2, 4)).dtype is low
+    assert model(torch.ones(2, 4, dtype=FP64)).dtype is low

@@ -1,0 +1,160 @@
+"""Which casts are on in a thread: in each block the newest live session's, or its base."""
+
+import contextlib
+import gc
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+
+LOW = {"O1": torch.float16, "O4": torch.bfloat16}
+
+
+def session(level, model=None):
+    model = nn.Linear(2, 2) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def product():
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def state():
+    enabled = torch.is_autocast_enabled("cpu")
+    return enabled and torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+BLOCKS = {
+    "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "fp16": lambda: torch.autocast("cpu", torch.float16),
+    "off": lambda: torch.autocast("cpu", enabled=False),
+    "uncached": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "disable_casts": amp.disable_casts,
+}
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("levels", [("O1", "O4", "O1"), ("O4", "O1", "O1"), ("O4", "O4", "O1")])
+def test_the_newest_live_session_s_casts_are_on(levels, first):
+    sessions = [session(level) for level in levels]
+    names = [*levels]
+    while sessions:
+        sessions.pop(min(first, len(sessions) - 1))
+        names.pop(min(first, len(names) - 1))
+        gc.collect()
+        assert product() is (LOW[names[-1]] if names else torch.float32)
+
+
+@pytest.mark.parametrize("inner", ["O1", "O4"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_session_that_began_in_a_block_leaves_the_others_as_they_are(block, inner):
+    before = state()
+    outer = session("O4")
+    with BLOCKS[block]():
+        around = state()
+        inside = session(inner)
+        assert product() is (torch.float32 if block == "disable_casts" else LOW[inner])
+    assert product() is torch.bfloat16
+    x = torch.ones(1, 2)
+    assert inside[0](x).dtype is LOW[inner]
+    del inside
+    gc.collect()
+    assert product() is torch.bfloat16
+    with BLOCKS[block]():
+        assert state() == around
+    amp.restore(*outer)
+    assert state() == before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_sessions_and_blocks(seed):
+    """Against the rule: a base for each block, and the sessions that live in it, oldest first."""
+    random_ = random.Random(seed)
+    start, live = state(), []
+    with contextlib.ExitStack() as script:
+        blocks = [(script, start, [])]  # the block, its base, its sessions
+        for _ in range(60):
+            action = random_.choice(["begin", "end", "enter", "leave"])
+            if action == "begin" and len(live) < 4:
+                level = random_.choice(["O1", "O4"])
+                live.append(session(level))
+                blocks[-1][2].append((live[-1][0], level))
+            elif action == "end" and live:
+                amp.restore(*live.pop(random_.randrange(len(live))))
+            elif action == "enter" and len(blocks) < 4:
+                stack = contextlib.ExitStack()
+                kind = random_.choice([*BLOCKS])
+                stack.enter_context(BLOCKS[kind]())
+                blocks.append((stack, "disabled" if kind == "disable_casts" else state(), []))
+            elif action == "leave" and len(blocks) > 1:
+                blocks.pop()[0].close()
+            with amp.disable_casts():  # an amp call
+                pass
+            _, base, began = blocks[-1]
+            alive = [level for model, level in began if any(model is m for m, _ in live)]
+            if base == "disabled":
+                assert not state()[0]
+            elif alive:
+                assert state() == (LOW[alive[-1]], False)
+            else:
+                assert state() == base
+        while len(blocks) > 1:
+            blocks.pop()[0].close()
+    for made in live:
+        amp.restore(*made)
+    assert state() == start
+
+
+# -- the user's own autocast ----------------------------------------------------------------------
+
+
+class Product(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), product()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_users_own_autocast_stays_beside_a_live_session(level):
+    model, _ = session(level, Product(2, 2))
+    casting = session("O4")
+    x = torch.ones(1, 2)
+    assert model(x)[1] is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x)[1] is torch.bfloat16
+    assert product() is torch.bfloat16
+    del casting
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_casts_of_a_session_are_off_in_a_model_without_in_its_recompute_too(reentrant):
+    found = []
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            found.append(product())
+            return super().forward(x)
+
+    model, _ = session("O0", Noting(2, 2))
+    casting = session("O4")
+    x = torch.ones(1, 2, requires_grad=True)
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert found == [torch.float32] * 2
+    del casting
+
+
+def test_casts_are_off_in_a_model_without_inside_one_with():
+    inner, _ = session("O0", Product(2, 2))
+
+    class Outer(nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                own = inner(x)[1]
+            return inner(x)[1], own, product()
+
+    outer, _ = session("O4", Outer(2, 2))
+    assert outer(torch.ones(1, 2)) == (torch.float32, torch.bfloat16, torch.bfloat16)

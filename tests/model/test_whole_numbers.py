@@ -1,0 +1,85 @@
+"""Whole numbers in arguments that 16 bits do not hold are named, once."""
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+
+
+class Takes(nn.Linear):
+    def forward(self, x, t=None, **more):
+        return super().forward(x)
+
+
+def said(caplog, *args, level="O5", times=2, **kwargs):
+    options = {"fp32_inputs": kwargs.pop("fp32_inputs")} if "fp32_inputs" in kwargs else {}
+    model = amp.initialize(Takes(4, 4), opt_level=level, verbosity=0, **options)
+    for _ in range(times):
+        model(torch.zeros(2, 4), *args, **kwargs)
+    return [record.getMessage() for record in caplog.records if record.name == "apex"]
+
+
+STEPS = torch.tensor([987.0, 3.0])
+CODES = torch.rand(50, 3)
+CODES[:, 1] = torch.arange(230.0, 280.0)
+LOST = {
+    "time steps": STEPS,
+    "one step": torch.tensor(999.0),
+    "a batch of one": torch.tensor([[999.0]]),
+    "some steps between": torch.tensor([987.2, 937.0, 833.0, 625.0, 301.5, 998.4, 750.0, 513.0]),
+    "float64": STEPS.double(),
+    "a matrix with a column of codes": CODES,
+    "in a list": [torch.ones(2), {"t": STEPS}],
+}
+KEPT = {
+    "small": torch.arange(257.0),
+    "even": torch.arange(0.0, 512.0, 2.0),
+    "whole numbers in 16 bits": STEPS.bfloat16(),
+    "integers": STEPS.long(),
+    "measured": torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)) * 1000,
+    "a mask": torch.tensor([0.0, torch.finfo(torch.float32).min, float("-inf"), -1e9]),
+    "no elements": torch.ones(0, 3),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_whole_numbers_that_16_bits_do_not_hold_are_named_once(caplog, name):
+    (line,) = said(caplog, LOST[name])
+    assert "argument t of Takes" in line
+    assert "fp32_inputs=['t']" in line
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_arguments_say_nothing(caplog, name):
+    assert said(caplog, KEPT[name]) == []
+
+
+def test_named_arguments_are_named(caplog):
+    (line,) = said(caplog, when=STEPS)
+    assert "such as 987" in line
+    assert "fp32_inputs=['when']" in line
+
+
+def test_fp16_holds_whole_numbers_up_to_2048(caplog):
+    assert said(caplog, STEPS, level="O2") == []
+    (line,) = said(caplog, STEPS * 10 + 1, level="O2")
+    assert "9871" in line
+
+
+@pytest.mark.parametrize("options", [{"level": "O4"}, {"level": "O0"}, {"fp32_inputs": ["t"]}])
+def test_an_argument_that_is_not_cast_says_nothing(caplog, options):
+    assert said(caplog, STEPS, **options) == []
+
+
+@pytest.mark.gpu
+def test_a_device_is_read_once_per_argument():
+    model = amp.initialize(Takes(4, 4).cuda(), opt_level="O5", verbosity=0)
+    x, t = torch.zeros(2, 4).cuda(), STEPS.cuda()
+    model(x, t)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            model(x, t)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
