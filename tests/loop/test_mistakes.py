@@ -18,6 +18,10 @@ levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 NOT_FROM_SCALED = r"did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(\)"
 LATE = r"after the end of its amp\.scale_loss block(?s:.*)Call it inside"
 CLIPPED = r"Gradients were changed, or amp\.master_params(?s:.*)Clip after the block"
+DELAYED = r"delay_unscale=True(?s:.*)clip after it(?s:.*)amp\.master_params"
+IGNORED = r"gradients of a plain loss\.backward\(\)(?s:.*)ignored(?s:.*)with amp\.scale_loss"
+MODEL = r"step ignores them(?s:.*)batch norm(?s:.*)amp\.master_params"
+SECOND = r"second backward pass inside(?s:.*)loss \+ other_loss"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
 EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)"
 FORGOTTEN = "did not get this optimizer"
@@ -91,6 +95,53 @@ def swapped(model, optimizer, x, y):
     loops.backward(model, optimizer, x, y)
 
 
+def second_backward(model, optimizer, x, y):
+    def inside(loss, scaled_loss):
+        scaled_loss.backward()
+        loops.loss_of(model, x, y).backward()
+
+    block(model, optimizer, x, y, inside)
+
+
+def clipped_after_delayed(model, optimizer, x, y, *, of_model=False):
+    optimizer.zero_grad()
+    loops.backward(model, optimizer, x, y, delay_unscale=True)
+    params = model.parameters() if of_model else amp.master_params(optimizer)
+    nn.utils.clip_grad_norm_(params, 1e-3)
+    optimizer.step()
+
+
+def clipped_model_after_delayed(model, optimizer, x, y):
+    clipped_after_delayed(model, optimizer, x, y, of_model=True)
+
+
+def clipped_between_delayed(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loops.backward(model, optimizer, x, y, delay_unscale=True)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    loops.backward(model, optimizer, x, y)
+    optimizer.step()
+
+
+def clipped_model(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loops.backward(model, optimizer, x, y)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def plain_after_blocks(model, optimizer, x, y):
+    loops.train_step(model, optimizer, x, y)
+    plain(model, optimizer, x, y)
+
+
+def plain_before_a_block(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loops.loss_of(model, x, y).backward()
+    loops.backward(model, optimizer, x, y)
+    optimizer.step()
+
+
 def no_backward(model, optimizer, x, y):
     block(model, optimizer, x, y, lambda *_: None)
 
@@ -113,7 +164,7 @@ def messages(train, *given):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(*given)
-    assert all(each.filename == __file__ for each in caught)
+    assert {each.filename for each in caught} <= {__file__, loops.__file__}
     return [str(each.message) for each in caught]
 
 
@@ -136,6 +187,10 @@ def assert_warns_once(level, train, message, optimizer="SGD", **options):
         (after_the_block, LATE),
         (clipped_inside, CLIPPED),
         (clipped_by_value_inside, CLIPPED),
+        (clipped_after_delayed, DELAYED),
+        (clipped_model_after_delayed, DELAYED),
+        (clipped_between_delayed, DELAYED),
+        (second_backward, SECOND),
         (plain, PLAIN),
         (plain_closure, PLAIN),
     ],
@@ -145,6 +200,16 @@ def assert_warns_once(level, train, message, optimizer="SGD", **options):
 def test_a_mistake_of_fp16_levels_is_warned_of_once(level, train, message):
     assert_warns_once(level, train, message, "fused AdamW")
     assert_warns_once(level, train, message, loss_scale=128.0)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [(clipped_model, MODEL), (plain_after_blocks, IGNORED), (plain_before_a_block, IGNORED)],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_what_the_step_of_masters_ignores_is_warned_of_once(train, message):
+    assert_warns_once("O2", train, message, "fused AdamW")
+    assert_warns_once("O2", train, message, loss_scale=128.0)
 
 
 @pytest.mark.parametrize("train", [swapped, no_backward, cleared_inside, of_a_copy])
@@ -201,6 +266,39 @@ def two(level, **options):
     optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
     amp.initialize(nets, optimizers, opt_level=level, verbosity=0, **options)
     return nets, optimizers
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+@pytest.mark.parametrize("order", ["fresh", "held", "zeros", "step between"])
+def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(order, sessions):
+    """As in a GAN that does not clear the gradients that the generator's pass leaves."""
+    nets = [loops.net(), loops.net()]
+    optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
+    if sessions == 1:
+        amp.initialize(nets, optimizers, opt_level="O1", verbosity=0)
+    else:
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+    first, second = optimizers
+
+    def train():
+        for x, y in loops.batches(3):
+            if order == "held":
+                loops.backward(nets[1], second, x, y)
+            elif order == "zeros":
+                second.zero_grad(set_to_none=False)
+            loss = sum(loops.loss_of(net, 0.01 * x, y) for net in nets)
+            with amp.scale_loss(loss, first) as scaled_loss:
+                scaled_loss.backward()
+            if order == "step between":
+                first.step()
+            if order == "held":
+                second.step()
+                continue
+            loops.backward(nets[1], second, x, y)
+            second.step()
+
+    assert [FORGOTTEN in message for message in messages(train)] == [True]
 
 
 @pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "own pass"])
@@ -285,13 +383,17 @@ def test_torch_s_grad_scaler_is_refused_where_it_would_not_unscale_masters(name,
 
 
 @levels
-def test_torch_s_grad_scaler_may_scale_what_scale_loss_unscales(level):
+def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(level):
     stepped = []
     for enabled in (False, True):
         model, optimizer = loops.prepared(level, loss_scale=2.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
-        loops.scaled_backward(scaler.scale(loops.loss_of(model, *loops.batch())), optimizer)
-        scaler.step(optimizer)
+        with amp.scale_loss(
+            scaler.scale(loops.loss_of(model, *loops.batch())), optimizer
+        ) as scaled_loss:
+            scaled_loss.backward()
+        with pytest.warns(match="both scales") if enabled else nullcontext():
+            scaler.step(optimizer)
         stepped.append(loops.masters(optimizer))
     assert loops.same(*stepped)
 
@@ -303,6 +405,31 @@ def test_torch_s_grad_scaler_may_scale_what_scale_loss_unscales(level):
 @pytest.mark.parametrize("train", [unscaled, after_the_block, clipped_inside, plain, plain_closure])
 def test_the_same_at_a_scale_of_1_is_no_mistake(level, train):
     train_all(train, loops.prepared(level))
+
+
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_usual_loops_are_silent(level):
+    """Among them a GAN whose generator's pass reaches a discriminator that steps afterwards."""
+    nets = [loops.net(), nn.Linear(4, 4)]
+    optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
+    amp.initialize(nets, optimizers, opt_level=level, num_losses=2, verbosity=0)
+    late = level == "O2"  # where the masters' gradients are those of the own pass
+    for x, _ in loops.batches(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for delays in (True, False):
+            loss = nets[0](x).float().square().mean() / 64
+            with amp.scale_loss(loss, optimizers[0], delay_unscale=delays) as scaled_loss:
+                scaled_loss.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizers[0]), 1.0)
+        if not late:
+            optimizers[0].step()
+        loss = nets[0](nets[1](x)).float().square().mean() / 64
+        with amp.scale_loss(loss, optimizers[1], loss_id=1) as scaled_loss:
+            scaled_loss.backward()
+        if late:
+            optimizers[0].step()
+        optimizers[1].step()
 
 
 def twice(model, scaled_loss):

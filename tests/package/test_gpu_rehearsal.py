@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,46 +9,85 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.records import Records
 from tests.support.emulated_cuda import build
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(not os.environ.get("STRESS"), reason="make stress rehearses make gpu")
-def test_a_rehearsal_writes_every_row_of_the_table(tmp_path):
-    """A run with tiny networks and one file of tests."""
+@pytest.fixture
+def rehearse(tmp_path):
     try:
         build.library()
     except build.Unavailable as reason:
         pytest.skip(f"no emulated CUDA: {reason}")
     command = [sys.executable, "-m", "tests.support.emulated_cuda", "benchmarks.gpu", "--tiny"]
-    run = subprocess.run(
-        [*command, "--results", str(tmp_path), "--tests", "tests/debug/test_skips.py"],
-        check=False, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    found = json.loads((tmp_path / "emulated-cuda.json").read_text())
-    assert found["failed"] == []
-    ours, closing = found["tests"].splitlines()
-    assert re.fullmatch(r"executed (\d+) of \1 tests: \1 on emulated CUDA", ours)
-    assert " passed" in closing
-    assert "test_skips.py" in (tmp_path / "emulated-cuda-tests.txt").read_text()
-    assert len(found["checks"]) == 8
-    assert set(found["checks"].values()) == {"ok"}
-    assert found["networks"].keys() == {"ResNet-50", "BERT-base"}
-    for network in found["networks"].values():
-        rows = network["rows"]
-        assert [row["mode"] for row in rows] == list(gpu.modes())
-        assert all(row["rate"] > 0 and row["peak"] > 0 and row["error"] is None for row in rows)
-        fp32, *others = (row["losses"] for row in rows)
-        assert fp32[0] > fp32[-1]
-        for losses in others:
-            assert losses == pytest.approx(fp32, rel=0.1, abs=0.02)
+
+    def run(*arguments):
+        done = subprocess.run(
+            [*command, "--results", str(tmp_path), *arguments],
+            check=False, cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        return done, Records(tmp_path / "emulated-cuda.jsonl")
+
+    return run
+
+
+def test_checks_that_crash_and_hang_lose_themselves_only_and_a_second_call_goes_on(rehearse):
+    done, records = rehearse("facts", "faults", "--seconds", "0")
+    assert done.returncode == 1
+    assert "Left: facts, faults." in done.stderr
+    done, records = rehearse("facts", "faults")
+    assert done.returncode == 0, done.stderr[-4000:]
+    crashed = {"part": "faults", "check": "crashes", "error": "its process ended with 3"}
+    hung = {"part": "faults", "check": "hangs", "error": "over its 4 s"}
+    results = records.results("faults")
+    assert list(results) == ["before", "crashes", "hangs", "after"]
+    assert [results["crashes"], results["hangs"]] == [crashed, hung]
+    assert results["before"]["result"] == results["after"]["result"] == "ends"
+    assert len(records.results("facts")) == 4
+    page = records.path.with_suffix(".md").read_text()
+    assert "| hangs | **over its 4 s** |" in page
+    before = records.lines()
+    rehearse("facts", "faults")
+    assert records.lines() == before
+
+
+def test_a_check_whose_call_was_ended_begins_once_more(tmp_path):
+    records = Records(tmp_path / "lines.jsonl")
+    for due in (True, True, False):
+        assert records.is_due("part", "check") is due
+        records.write(part="part", check="check", begun=True)
+    with records.path.open("a") as file:
+        file.write(json.dumps({"part": "part", "check": "check", "result": 1})[:-4])
+    assert records.results("part") == {}
+
+
+@pytest.mark.skipif(not os.environ.get("STRESS"), reason="make stress rehearses make gpu")
+def test_a_whole_rehearsal_fails_where_the_emulation_lacks_something(rehearse):
+    done, records = rehearse("--seconds", "2400")
+    assert done.returncode == 0, done.stderr[-4000:]
+    failed = {
+        (part, check)
+        for part in PARTS
+        for check, line in records.results(part).items()
+        if "error" in line
+    }
+    assert {part for part, _ in failed} == {"facts", "nccl", "faults"}
+    networks = records.results("networks")
+    for check, line in networks.items():
+        network, _, *layout = check.split(", ")
+        fp32 = networks[", ".join([network, "fp32", *layout])]
+        expected = pytest.approx(fp32["result"]["losses"], rel=0.15, abs=0.05)
+        assert line["result"]["losses"] == expected
+    for line in records.results("graphs").values():
+        assert line["result"] == 0.0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
     with pytest.raises(SystemExit, match=r"make gpu needs a GPU.*make gpu PYTHON="):
-        gpu.main()
+        main()

@@ -127,3 +127,11 @@ def test_compare_finds_the_level_that_learns_more_slowly(tmp_path):
     assert words == {"O0": "baseline", "O4": "unclear", "O5": "no"}
     assert "in 20 of the last 20 steps" in why["O5"]
     assert by_name(found)["O4"].timing is not None
+
+
+@pytest.mark.usefixtures("every_dtype_is_fast")
+def test_nothing_is_timed_when_no_level_trains_as_well(tmp_path):
+    stages = []
+    found = compared(written(tmp_path, SLOW_AT_O5), "O5", steps=STEPS, stages=stages)
+    assert stages == ["train O0", "train O5"]
+    assert found.recommendation.text.startswith("Stay in fp32: no other level is usable")

@@ -1,9 +1,13 @@
-"""Validates single arguments: each error names the argument, its value and what it accepts."""
+"""Validates single arguments: each error names the argument, its value and what it accepts.
+
+Also names the arguments that a function takes.
+"""
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
@@ -56,10 +60,10 @@ def sizes(name: str, value: Any, *, count: int = 1) -> list[int]:
         raise TypeError(
             f"{name} is {shown(value)}; it must be a sequence of at least {count} integers."
         )
-    found = [integer(f"{name}[{index}]", size, least=1) for index, size in enumerate(value)]
-    if len(found) < count:
-        raise ValueError(f"{name} is {found}; it must have at least {count} items.")
-    return found
+    checked = [integer(f"{name}[{index}]", size, least=1) for index, size in enumerate(value)]
+    if len(checked) < count:
+        raise ValueError(f"{name} is {checked}; it must have at least {count} items.")
+    return checked
 
 
 def integer(name: str, value: Any, *, least: int, others: str = "") -> int:
@@ -110,18 +114,19 @@ def clipping(caller: str, max_norm: Any, norm_type: Any) -> tuple[float, float]:
         TypeError: If one is no number.
         ValueError: If one is negative or NaN: a negative norm would reverse the gradients.
     """
-    values = {"max_norm": max_norm, "norm_type": norm_type}
-    for name, value in values.items():
+    checked = []
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         try:
-            values[name] = float(value)
+            number = float(value)
         except (TypeError, ValueError):
             raise TypeError(f"{caller} got {name}={shown(value)}; it must be a number.") from None
-        if not values[name] >= 0.0:
+        if not number >= 0.0:
             raise ValueError(
                 f"{caller} got {name}={value!r}; it must be 0 or greater. With max_norm=inf, the "
                 "norm is only computed."
             )
-    return values["max_norm"], values["norm_type"]
+        checked.append(number)
+    return checked[0], checked[1]
 
 
 def module(caller: str, value: object) -> None:
@@ -147,3 +152,18 @@ def loss(caller: str, value: object) -> None:
             f"{caller} got a loss of dtype {value.dtype}; it must have a real floating-point "
             "dtype, which autograd can differentiate."
         )
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of ``function`` by name; none if it is written in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def positional_names(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of the arguments that ``function`` takes by position."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = parameters_of(function)
+    return [name for name in parameters if parameters[name].kind in by_position]

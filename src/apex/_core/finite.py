@@ -33,14 +33,16 @@ def values_of(params: Sequence[Tensor]) -> list[Tensor]:
 
     Replaces sparse gradients by coalesced ones before, and partial ones by reduced ones.
     """
-    grads = [grad for param in params if (grad := param.grad) is not None]
+    grads = [param.grad for param in params if param.grad is not None]
     if are_plain(grads):
         return grads
+    grads = []
     for param in params:
-        if (grad := param.grad) is not None:
-            full = dtensor.laid_out_as(param, grad)
-            param.grad = full.coalesce() if full.is_sparse else full
-    return dense_values([grad for param in params if (grad := param.grad) is not None])
+        if param.grad is not None:
+            summed = dtensor.laid_out_as(param, param.grad)
+            param.grad = summed.coalesce() if summed.is_sparse else summed
+            grads.append(param.grad)
+    return dense_values(grads)
 
 
 def are_plain(grads: list[Tensor]) -> bool:

@@ -48,14 +48,14 @@ def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = Non
 
 def tensors(obj: object) -> list[Tensor]:
     """Returns the tensors in any nesting; see :func:`map_tensors` for what is searched."""
-    found: list[Tensor] = []
+    listed: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        listed.append(tensor)
         return tensor
 
     map_tensors(note, obj)
-    return found
+    return listed
 
 
 def map_arguments(
@@ -115,40 +115,54 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
             for name, value in vars(copied).items():
                 if type(value) in (list, dict):
                     vars(copied)[name] = value.copy()
-    casts = _FloatingOnly()
+    floating_only = _FloatingOnly()
     try:
-        with casts:
+        with floating_only:
             result = copied.to(dtype)
     except Exception as error:  # whatever the class raises for an argument that it does not know
         if isinstance(error, torch.OutOfMemoryError):
             raise
         return obj
-    if not casts.any:
+    if not floating_only.casts:
         return obj
     return copied if result is None else result  # None: it works in place
 
 
 class _FloatingOnly(TorchFunctionMode):
-    """Casts floating-point tensors only; others keep their dtype."""
+    """Casts floating-point tensors only; others keep their dtype.
 
-    any = False
+    Attributes:
+        casts: Whether anything has been cast, or done that is not a cast.
+    """
+
+    casts = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        own = args[0].dtype if func in _CASTS else None
-        if own is not None and own not in dtypes.CASTABLE:
+        if func not in _CASTS:
+            self.casts = True
+            return func(*args, **kwargs)
+        tensor = args[0]
+        if tensor.dtype not in dtypes.CASTABLE:
             if func in (Tensor.half, Tensor.bfloat16):
-                return args[0]
-            args = tuple([own if arg in dtypes.CASTABLE else arg for arg in args])
-            kwargs = {key: own if arg in dtypes.CASTABLE else arg for key, arg in kwargs.items()}
+                return tensor
+            args, kwargs = _with_dtype(tensor.dtype, args, kwargs)
         result = func(*args, **kwargs)
-        self.any = self.any or own is None or result is not args[0]
+        self.casts = self.casts or result is not tensor
         return result
 
 
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
+
+
+def _with_dtype(dtype: torch.dtype, args: Args, kwargs: Kwargs) -> Call:
+    """Returns the arguments of a cast with ``dtype`` in place of a floating one."""
+    return (
+        tuple([dtype if arg in dtypes.CASTABLE else arg for arg in args]),
+        {name: dtype if arg in dtypes.CASTABLE else arg for name, arg in kwargs.items()},
+    )
 
 
 class _Walk:
@@ -164,40 +178,52 @@ class _Walk:
         self.open: list[Any] = []  # dataclasses, whose parts may refer back to them
 
     def visit(self, obj: Any) -> Any:
-        kind = type(obj)
-        if kind in _LEAVES or isinstance(obj, (nn.Module, type)):
+        cls = type(obj)
+        if cls in _LEAVES or isinstance(obj, (nn.Module, type)):
             return obj
+        if isinstance(obj, Tensor):
+            return self._replaced(obj, self.fn)
         # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
         # tuple, a tokenizer's batch a dict. Looked up on the class: instances of attribute-style
         # dicts seem to have every attribute.
-        is_tensor = isinstance(obj, Tensor)
-        if is_tensor or (kind not in _PLAIN and callable(getattr(kind, "to", None))):
-            fn = self.fn if is_tensor else self.convert
-            new = obj if fn is None else fn(obj)
-            self.changes += new is not obj
-            return new
+        if cls not in _PLAIN and callable(getattr(cls, "to", None)):
+            return obj if self.convert is None else self._replaced(obj, self.convert)
         if isinstance(obj, (list, tuple)):
             before = self.changes
             items = [self.visit(item) for item in obj]
             return obj if self.changes == before else _sequence_like(obj, items)
         if isinstance(obj, Mapping):
-            changed = self._changed(obj.items())
-            if not changed:
-                return obj
-            result: Any = copy.copy(obj) if _has_own_items(obj) else dict(obj)
-            for key, value in changed.items():
-                result[key] = value
-            return result
-        if dataclasses.is_dataclass(obj) and not any(each is obj for each in self.open):
-            self.open.append(obj)
-            names = [field.name for field in dataclasses.fields(obj)]
-            changed = self._changed([(name, getattr(obj, name, None)) for name in names])
-            self.open.pop()
-            result = copy.copy(obj) if changed else obj
-            for name, value in changed.items():
-                object.__setattr__(result, name, value)  # works on frozen ones, too
-            return result
+            return self._mapping(obj)
+        if dataclasses.is_dataclass(obj):
+            return self._dataclass(obj)
         return obj
+
+    def _replaced(self, obj: Any, fn: ObjectFunction) -> Any:
+        new = fn(obj)
+        if new is not obj:
+            self.changes += 1
+        return new
+
+    def _mapping(self, obj: Mapping[Any, Any]) -> Any:
+        changed = self._changed(obj.items())
+        if not changed:
+            return obj
+        result: Any = copy.copy(obj) if _has_own_items(obj) else dict(obj)
+        for key, value in changed.items():
+            result[key] = value
+        return result
+
+    def _dataclass(self, obj: Any) -> Any:
+        if any(outer is obj for outer in self.open):
+            return obj
+        self.open.append(obj)
+        names = [field.name for field in dataclasses.fields(obj)]
+        changed = self._changed([(name, getattr(obj, name, None)) for name in names])
+        self.open.pop()
+        result = copy.copy(obj) if changed else obj
+        for name, value in changed.items():
+            object.__setattr__(result, name, value)  # works on frozen ones, too
+        return result
 
     def _changed(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
         """Returns what changes, by key."""
@@ -211,18 +237,18 @@ class _Walk:
 
 
 def _sequence_like(obj: Any, items: list[Any]) -> Any:
-    kind = type(obj)
-    if isinstance(obj, list) and kind is not list:
+    cls = type(obj)
+    if isinstance(obj, list) and cls is not list:
         made = copy.copy(obj)
         made[:] = items
         return made
-    is_named = isinstance(getattr(kind, "_fields", None), tuple)
+    is_named = isinstance(getattr(cls, "_fields", None), tuple)
     if _is_compiling():  # dynamo traces only the class's own ``__new__``
-        return kind(*items) if is_named else kind(items)
+        return cls(*items) if is_named else cls(items)
     attributes = getattr(obj, "__dict__", None)
     if attributes is None and not is_named:
-        return kind(items)
-    made = tuple.__new__(kind, items)  # as the class's own ``__new__`` may not take the items
+        return cls(items)
+    made = tuple.__new__(cls, items)  # as the class's own ``__new__`` may not take the items
     if attributes:
         made.__dict__.update(attributes)
     return made

@@ -25,24 +25,19 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales an optimizer's gradients so that their norm is at most ``max_norm``; returns the norm.
 
-    Gradients that wait on the model stay there: the factor is applied when they are taken.
+    Pending gradients stay on the model: the factor is applied when they are moved.
     """
     if prepared.open_pass is not None:
         raise RuntimeError(
             "amp.clip_grad_norm_ was called while the gradients are still scaled. Call it after "
             "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."
         )
-    prepared.adopt_new()
-    masters.take(
-        pair
-        for pair in prepared.pairs
-        if pair.factor is not None or parameters.grad_of(pair.master) is not None
-    )
+    prepared.create_missing_masters()
+    _move_grads_that_cannot_wait(prepared)
     params = {id(param): param for param in prepared.params()}.values()
     own = [param for param in params if parameters.grad_of(param) is not None]
     grads = [grad for param in own if (grad := param.grad) is not None]
-    waiting = [pair for pair in prepared.pairs if pair.waiting is not None]
-    low = [grad for pair in waiting if (grad := pair.waiting) is not None]
+    low = [grad for pair in prepared.pairs if (grad := pair.pending_grad) is not None]
     if any(grad.layout is not torch.strided for grad in (*low, *grads)):
         raise TypeError(
             "amp.clip_grad_norm_ got a sparse gradient, which has no norm that torch can compute. "
@@ -61,8 +56,25 @@ def clip_grad_norm_(
             "scale then skips the step."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for pair in waiting:
-        pair.factor = factor
+    for grad in low:
+        masters.set_clip_factor(grad, factor)
+        prepared.masters.has_clipped = True
     for same in group(grads) if grads else ():
         torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
     return norm
+
+
+def _move_grads_that_cannot_wait(prepared: PreparedOptimizer) -> None:
+    """Moves pending gradients to masters that have one, or that have been clipped before.
+
+    And views of a wrapper's buffer, which are the same tensor in every pass: a factor would stay.
+    """
+    session = prepared.session
+    for pair in prepared.pairs:
+        grad = pair.pending_grad
+        if grad is None:
+            continue
+        in_buffer = session is not None and session.ddp_tracker.owns_buffer(pair.model)
+        is_clipped = masters.clip_factor(grad) is not None
+        if in_buffer or is_clipped or parameters.grad_of(pair.master) is not None:
+            masters.move_grads_to_masters([pair])

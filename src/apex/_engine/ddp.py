@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
@@ -28,12 +29,12 @@ class DDPTracker:
         self._scalers, self._masters = scalers, masters
         # In the order of their first forward passes, so that all ranks communicate alike. Of each,
         # the ids of what it keeps equal on all ranks.
-        self._sent: weakref.WeakKeyDictionary[Wrapper, set[int]] = weakref.WeakKeyDictionary()
+        self.wrappers: weakref.WeakKeyDictionary[Wrapper, set[int]] = weakref.WeakKeyDictionary()
         self._sends: weakref.WeakKeyDictionary[Wrapper, bool] = weakref.WeakKeyDictionary()
         self._traced: weakref.WeakSet[Wrapper] = weakref.WeakSet()
         self._equal: weakref.WeakSet[Wrapper] = weakref.WeakSet()
 
-    def note(self, wrapper: Wrapper, *, traced: bool = False) -> None:
+    def mark_forward(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         """Records that a model's forward pass begins under a wrapper, and if that sends gradients.
 
         ``traced`` tells whether the pass is being compiled, or runs in compiled code.
@@ -42,9 +43,9 @@ class DDPTracker:
             RuntimeError: If the wrapper was made before its parameters were cast, so that it would
                 train each rank on gradients of its own, or if ranks may run out of data.
         """
-        if wrapper not in self._sent:
+        if wrapper not in self.wrappers:
             _check_order(wrapper)
-            self._sent[wrapper] = ddp.sent_params(wrapper)
+            self.wrappers[wrapper] = ddp.sent_params(wrapper)
         if ddp.is_joining(wrapper):
             self._check_join()
         if traced:
@@ -52,16 +53,24 @@ class DDPTracker:
         if torch.is_grad_enabled():
             self._sends[wrapper] = ddp.sends(wrapper)
 
+    def owns_buffer(self, param: Tensor) -> bool:
+        """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
+
+        A buffer of one parameter has the size of its gradient, so that its storage does not tell.
+        """
+        for wrapper, sent in self.wrappers.items():
+            if wrapper.gradient_as_bucket_view and id(param) in sent:
+                return True
+        return False
+
     def sends(self, prepared: PreparedOptimizer) -> bool:
         """Returns whether ranks share the gradients of a pass that begins now, or need not.
 
         The first pass that sends makes the masters equal on all ranks: other passes, a single rank
         may run.
         """
-        if not self._sent:
-            return True
-        trained = {*map(id, prepared.trained())}
-        wrappers = [each for each, sent in self._sent.items() if not trained.isdisjoint(sent)]
+        trained = {*map(id, prepared.trained_params())}
+        wrappers = [each for each, sent in self.wrappers.items() if not trained.isdisjoint(sent)]
         sends = all(
             # Compiled forward passes do not record it: use the state at the backward pass.
             ddp.sends(each) if each in self._traced else self._sends.get(each, True)
@@ -79,16 +88,16 @@ class DDPTracker:
         The wrapper broadcasts rounded weights only, which masters follow at the step. All ranks are
         about to send gradients in one order, so this cannot deadlock, as in ``initialize``.
         """
-        sent = self._sent[wrapper]
-        pairs = [pair for pair in self._masters.all() if id(pair.model) in sent]
+        sent = self.wrappers[wrapper]
+        pairs = [pair for pair in self._masters.pairs() if id(pair.model) in sent]
         ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
         for pair in pairs:
-            pair.mark_shared()
+            pair.mark_exact()
 
     def _check_join(self) -> None:
         # A join ends by broadcasting the last rank's rounded weights: masters would drift apart,
         # and ranks that finish early stop updating their loss scale.
-        if any(True for _ in self._masters.all()) or any(each.dynamic for each in self._scalers):
+        if any(True for _ in self._masters.pairs()) or any(each.dynamic for each in self._scalers):
             raise RuntimeError(
                 "DistributedDataParallel.join() does not share fp32 masters and dynamic loss "
                 "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "

@@ -1,4 +1,10 @@
-"""Mistakes in training loops that raise no error: each is found on the host and warned of once."""
+"""Mistakes in training loops that raise no error: each is found on the host and warned of once.
+
+Note [How mistakes are found]
+    Nothing reads a value on the host. Hooks on the scaled loss and on a few parameters tell which
+    passes run inside a block. Version counters and identity of a few gradients tell who wrote them:
+    a block marks those that it leaves multiplied by a loss scale with their version.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +15,27 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from apex._torch import ranks
 from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
+    from apex._engine.session import Session
 
 _INSPECTED_BLOCKS = 32
 """Blocks of a session that are inspected: a mistake shows in the first, and later ones are free."""
 
-_SENTINELS = 8
+_LEFT = "_apex_left_by"
+"""Attribute of a gradient: which block left it multiplied by a loss scale, and at which version."""
+
+_SAMPLED = 8
 """Parameters whose gradients are inspected."""
 
 _LIBRARIES = (
@@ -31,7 +43,6 @@ _LIBRARIES = (
     os.path.join(os.path.dirname(torch.__file__), ""),
     contextlib.__file__,
 )
-
 BLOCK = "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
 
 
@@ -49,10 +60,11 @@ class Mistake(enum.Enum):
         "step ruins the weights. Call it inside the block:\n" + BLOCK
     )
     FORGOTTEN_OPTIMIZER = (
-        "optimizer.step() got gradients of a pass inside amp.scale_loss, which did not get this "
+        "An optimizer holds gradients of a pass inside amp.scale_loss, which did not get this "
         "optimizer. Nothing has unscaled them: they are multiplied by the loss scale (65536 at "
-        "first), and the step ruins the weights. Clear them before the optimizer's own pass, or "
-        "pass scale_loss every optimizer that steps with them:\n"
+        "first). The step ruins the weights, or with fp32 masters ignores them. Call "
+        "optimizer.zero_grad() before the optimizer's own pass, or pass scale_loss every optimizer "
+        "that steps with the gradients:\n"
         "    with amp.scale_loss(loss, [optimizer, other]) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
@@ -62,6 +74,52 @@ class Mistake(enum.Enum):
         "and fp32 masters have none of this pass yet: clipping clips far too much, or nothing. "
         f"Clip after the block:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+    )
+    SECOND_BACKWARD = (
+        "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
+        "gradients of both are divided by the loss scale (65536 at first), so those of the second "
+        "pass are lost. Add up the losses:\n"
+        "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
+        "        scaled_loss.backward()\n"
+    )
+    CLIPPED_DELAYED = (
+        "Gradients were clipped or changed after an amp.scale_loss block with delay_unscale=True. "
+        "They are still multiplied by the loss scale (65536 at first), and fp32 masters have none "
+        "yet: clipping clips far too much, or nothing. Leave delay_unscale out of the last block "
+        f"of the step, and clip after it:\n{BLOCK}"
+        "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+    )
+    CHANGED_MODEL_GRADS = (
+        "The gradients of the model's 16-bit parameters were changed between amp.scale_loss and "
+        "optimizer.step(), by clip_grad_norm_(model.parameters()) or another backward pass. The "
+        "step ignores them: it uses the gradients of the fp32 masters. The model's are still "
+        "multiplied by the loss scale (65536 at first), so their norm is far too large, and "
+        "clipping by it freezes the parameters that are fp32 in the model, such as those of batch "
+        "norm. Write\n"
+        "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+    )
+    IGNORED_BACKWARD = (
+        "The model's 16-bit parameters have the gradients of a plain loss.backward(). At a level "
+        "with a loss scale, only amp.scale_loss gives gradients to the fp32 masters that the "
+        "optimizer steps: these gradients are ignored. Write\n"
+        + BLOCK
+        + "or use a bf16 level, which needs no loss scaling: opt_level 'O5' instead of 'O2'."
+    )
+    FAILED_AFTER_DELAYED = (
+        "An exception ended an amp.scale_loss block that adds to the gradients of a block with "
+        "delay_unscale=True (or under no_sync). What the failed pass has added stays in them. "
+        "Before going on with other batches, write\n    optimizer.zero_grad()"
+    )
+    GRAD_SCALER = (
+        "torch's GradScaler steps an optimizer whose loss amp.scale_loss has scaled: both scales "
+        "multiply, so gradients overflow early, and each scaler skips and adapts on its own. "
+        "Remove the GradScaler; amp.scale_loss scales, unscales and skips:\n"
+        f"{BLOCK}    optimizer.step()"
+    )
+    RESTORED_OVERFLOW = (
+        "amp.restore was called between an overflow and the step that amp would have skipped. It "
+        "dropped the gradients, which hold inf or NaN: the next optimizer.step() changes nothing. "
+        "To train on, compute them anew: loss.backward()"
     )
     NO_SCALE_LOSS = (
         "optimizer.step() got the gradients of a plain loss.backward(), without amp.scale_loss. In "
@@ -85,6 +143,18 @@ class Mistake(enum.Enum):
         "    model, [optimizer, other] = amp.initialize(model, [optimizer, other], ...)\n"
         "or make a new one over the masters: torch.optim.SGD(amp.master_params(optimizer), ...)"
     )
+
+
+class _Left(NamedTuple):
+    """Who left a gradient multiplied by a loss scale.
+
+    Attributes:
+        version: The gradient's version then; another one means that it was written since.
+        by_other: Whether the block was not one of the optimizer that steps with the gradient.
+    """
+
+    version: int
+    by_other: bool
 
 
 class Mistakes:
@@ -116,13 +186,34 @@ class Mistakes:
         # Python 3.12 has skip_file_prefixes for this.
         warnings.warn(mistake.value, UserWarning, stacklevel=level)
 
+    def warn_of_ignored_grads(self) -> None:
+        """Warns of gradients that no block has given to masters, unless their cause was told."""
+        if Mistake.LATE_BACKWARD not in self._warned:
+            self.warn(Mistake.IGNORED_BACKWARD)
+
+    def mark_scaled_grads(
+        self, prepared_optimizers: Iterable[PreparedOptimizer], *, delayed: bool
+    ) -> None:
+        """Marks gradients that a block leaves scaled: if delayed all, otherwise the scratch."""
+        for prepared in prepared_optimizers:
+            params = _sample(prepared.trained_params()) if delayed else _scratch_of(prepared)
+            for grad in _grads_of(params):
+                vars(grad)[_LEFT] = _Left(grad._version, by_other=False)
+
+    def inspect_delayed(self, prepared_optimizers: Iterable[PreparedOptimizer]) -> None:
+        """Before they are added to or unscaled: warns if a script has written such gradients."""
+        if ranks.world_size() > 1:
+            return  # where scripts may average them
+        for prepared in prepared_optimizers:
+            marks = _marks_of(_sample(prepared.trained_params()))
+            if any(mark.by_other and is_current for mark, is_current in marks):
+                self.warn(Mistake.FORGOTTEN_OPTIMIZER)
+            elif marks and not _averages(prepared) and not any(current for _, current in marks):
+                self.warn(Mistake.CLIPPED_DELAYED)
+
 
 class BlockInspection:
-    """Finds the mistakes of one ``scale_loss`` block whose loss is scaled.
-
-    A hook on the scaled loss tells whether gradients came from it, and the version counters of a
-    few gradients whether they were changed between the end of the pass and that of the block.
-    """
+    """Finds the mistakes of one ``scale_loss`` block whose loss is scaled."""
 
     def __init__(
         self,
@@ -136,18 +227,34 @@ class BlockInspection:
         Args:
             mistakes: Those of the session.
             prepared_optimizers: The optimizers of the block.
-            others: The sessions' other optimizers.
+            others: All other optimizers.
             scaled_loss: Where the backward pass is to start.
         """
-        mistakes.blocks_left -= 1
-        self._mistakes, self._prepared_optimizers = mistakes, prepared_optimizers
-        self._others = [each for each in others if not _reached(each)]
+        self._mistakes = mistakes
+        self._prepared_optimizers = prepared_optimizers
         self._found: list[Mistake] = []
-        self._seen: list[tuple[Tensor, Tensor, int]] = []
-        self._started = self._is_late = False
+        # What a few gradients were before, and after the pass: parameter, gradient, version.
+        self._before: list[tuple[Tensor, Tensor | None, int]] = []
+        self._after_pass: list[tuple[Tensor, Tensor, int]] = []
+        self._started = False
+        self._is_running = False
+        self._is_late = False
         self._ended = not scaled_loss.requires_grad
-        if not self._ended:
-            scaled_loss.register_hook(self._note_start)  # type: ignore[no-untyped-call]
+        self._hooks: list[RemovableHandle] = []
+        for prepared in prepared_optimizers:
+            _inspect_grads_before(prepared, mistakes)
+        if self._ended:
+            return
+        for other in others:
+            for param in _sample(other.trained_params()):
+                grad = param.grad
+                self._before.append((param, grad, 0 if grad is None else grad._version))
+        scaled_loss.register_hook(self._note_start)  # type: ignore[no-untyped-call]
+        for prepared in prepared_optimizers:
+            for param in _sample(prepared.trained_params()):
+                if param.requires_grad:
+                    hook = param.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
 
     @untraced
     def _note_start(self, _: Tensor) -> None:
@@ -155,34 +262,63 @@ class BlockInspection:
             self._mistakes.warn(Mistake.LATE_BACKWARD)
         elif not self._ended:
             self._started = True
+            self._is_running = True
             # Twice, to come after what DistributedDataParallel writes at the end of its pass.
             at_end_of_pass(lambda: at_end_of_pass(self._note_end))
 
+    @untraced
+    def _note_gradient(self, _: Tensor) -> None:
+        if not (self._is_running or self._ended):
+            self._found.append(Mistake.SECOND_BACKWARD)
+
     def _note_end(self) -> None:
-        params = [param for prepared in self._prepared_optimizers for param in prepared.trained()]
-        self._seen = [
-            (param, grad, grad._version)
-            for param in params[:: max(1, len(params) // _SENTINELS)]
-            if (grad := param.grad) is not None
-        ]
+        self._is_running = False
+        self._after_pass = []
+        for prepared in self._prepared_optimizers:
+            for param in _sample(prepared.trained_params()):
+                if param.grad is not None:
+                    self._after_pass.append((param, param.grad, param.grad._version))
 
     def end_of_gradients(self) -> None:
         """Inspects the gradients of the block, before they are unscaled; idempotent."""
+        self.close()
         if self._ended:
             return
         self._ended = True
-        reached = any(map(_reached, self._prepared_optimizers))
+        reached = any(map(_is_reached, self._prepared_optimizers))
         if reached and not self._started:
-            self._found.append(Mistake.UNSCALED_BACKWARD)
-        written = [grad._version != old for param, grad, old in self._seen if param.grad is grad]
-        # Horovod's and BytePS's optimizers average gradients there.
-        averages = any(getattr(b.optimizer, "synchronize", None) for b in self._prepared_optimizers)
-        if written and all(written) and not averages:
+            self._found = [Mistake.UNSCALED_BACKWARD]
+        if not self._found and self._all_written():
             self._found.append(Mistake.CLIPPED_INSIDE)
-        for each in self._others if self._started else ():
-            each.got_scaled = _reached(each)
+        if self._started:
+            self._mark_others()
         self._is_late = not (self._started or reached)
-        self._prepared_optimizers, self._others, self._seen = (), [], []
+        self._prepared_optimizers = ()
+        self._before = []
+        self._after_pass = []
+
+    def _mark_others(self) -> None:
+        """Marks gradients of other optimizers that the pass has reached."""
+        for param, before, version in self._before:
+            grad = param.grad
+            if grad is not None and (grad is not before or grad._version != version):
+                vars(grad)[_LEFT] = _Left(grad._version, by_other=True)
+
+    def _all_written(self) -> bool:
+        """Returns whether all gradients were written between the end of the pass and now."""
+        if any(map(_averages, self._prepared_optimizers)):
+            return False
+        written = [
+            grad._version != version
+            for param, grad, version in self._after_pass
+            if param.grad is grad
+        ]
+        return bool(written) and all(written)
+
+    def close(self) -> None:
+        """Removes the hooks on parameters."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def warn(self) -> None:
         """Warns of the mistakes that were found, once the block has done its work."""
@@ -190,30 +326,148 @@ class BlockInspection:
             self._mistakes.warn(mistake)
 
 
-def _reached(prepared: PreparedOptimizer) -> bool:
+# -- gradients of a few parameters ----------------------------------------------------------------
+
+
+def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
+    return params[:: max(1, len(params) // _SAMPLED)]
+
+
+def _scratch_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
+    """Returns a few of the parameters whose own gradients no step uses, and no wrapper replaces."""
+    params = _sample([pair.model for pair in prepared.pairs if not pair.lazy])
+    session = prepared.session
+    if session is None or not session.ddp_tracker.wrappers:
+        return params
+    return [param for param in params if not session.ddp_tracker.owns_buffer(param)]
+
+
+def _counted_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
+    """Returns a few of the models' parameters whose own gradients the step uses."""
+    lazy = [pair.model for pair in prepared.pairs if pair.lazy]
+    return _sample([*lazy, *prepared.direct_params()])
+
+
+def _grads_of(params: Iterable[Tensor]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _marks_of(params: Iterable[Tensor]) -> list[tuple[_Left, bool]]:
+    """Returns marks of blocks on gradients, and whether each gradient is unchanged since then."""
+    marks: list[tuple[_Left, bool]] = []
+    for grad in _grads_of(params):
+        mark: _Left | None = vars(grad).get(_LEFT)
+        if mark is not None:
+            marks.append((mark, mark.version == grad._version))
+    return marks
+
+
+def _holds_scaled(params: Iterable[Tensor]) -> bool:
+    """Returns whether another optimizer's block has left a gradient scaled, unchanged since."""
+    return any(mark.by_other and is_current for mark, is_current in _marks_of(params))
+
+
+def _averages(prepared: PreparedOptimizer) -> bool:
+    """Returns whether the optimizer averages gradients inside blocks: Horovod's, BytePS's."""
+    return getattr(prepared.optimizer, "synchronize", None) is not None
+
+
+def _is_reached(prepared: PreparedOptimizer) -> bool:
     """Returns whether a backward pass has given a parameter that autograd knows a gradient."""
-    return any(param.grad is not None for param in prepared.trained())
+    return any(param.grad is not None for param in prepared.trained_params())
+
+
+def _inspect_grads_before(prepared: PreparedOptimizer, mistakes: Mistakes) -> None:
+    """At the begin of a block: warns of other blocks' gradients, and of those of plain passes."""
+    if _holds_scaled(_counted_of(prepared)):
+        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
+    if _judges_scratch(prepared):
+        grads = _grads_of(_scratch_of(prepared))
+        if any(_LEFT not in vars(grad) for grad in grads):
+            mistakes.warn_of_ignored_grads()
+
+
+def _judges_scratch(prepared: PreparedOptimizer) -> bool:
+    """Returns whether every block that could reach the model's gradients was inspected."""
+    session = prepared.session
+    return session is not None and all(other.mistakes.blocks_left for other in session.live)
+
+
+# -- at the step ----------------------------------------------------------------------------------
 
 
 @untraced
 def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> None:
-    """Warns of an optimizer's first step, or one that no ``scale_loss`` block has used yet."""
-    owner = prepared.session
-    if owner is None or (prepared.used and (in_closure or prepared.steps)):
+    """Warns of gradients that are not the step's, and of a first step without gradients."""
+    session = prepared.session
+    if session is None or not session.mistakes.blocks_left:
         return
+    mistakes = session.mistakes
+    opened = prepared.open_pass
+    if opened is not None:
+        if opened.scaled and not opened.is_open:
+            mistakes.inspect_delayed([prepared])
+    elif _holds_scaled(_counted_of(prepared)):
+        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
+        return
+    elif _inspect_scratch(prepared, mistakes):
+        return
+    is_first = not (in_closure or prepared.steps)
+    if is_first or not prepared.had_block:
+        _inspect_first_step(prepared, session, is_first=is_first)
+
+
+def _inspect_first_step(prepared: PreparedOptimizer, session: Session, *, is_first: bool) -> None:
     # Of several optimizers that a block names, one may have no gradient yet.
-    stepped = owner.prepared_optimizers if prepared.used else [prepared]
-    if prepared.got_scaled:
-        owner.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-    elif not any(each.has_grads() or _reached(each) for each in stepped):
-        if not (in_closure or prepared.steps):
-            owner.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
-    elif (
-        owner.needs_scale
-        and not (prepared.used or owner.mistakes.has_blocks)
-        and any(map(_is_learning, prepared.optimizer.param_groups))
-    ):
-        owner.mistakes.warn(Mistake.NO_SCALE_LOSS)
+    stepped = session.prepared_optimizers if prepared.had_block else [prepared]
+    if not any(other.has_grads() or _is_reached(other) for other in stepped):
+        if is_first:
+            session.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
+        return
+    is_without_blocks = not (prepared.had_block or session.mistakes.has_blocks)
+    learns = any(map(_is_learning, prepared.optimizer.param_groups))
+    if session.needs_scale and is_without_blocks and learns:
+        session.mistakes.warn(Mistake.NO_SCALE_LOSS)
+
+
+def _inspect_scratch(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
+    """Warns of gradients on the model that no master gets; returns whether there are some."""
+    params = _scratch_of(prepared)
+    grads = _grads_of(params)
+    if not grads or not _judges_scratch(prepared):
+        return False
+    marks = _marks_of(params)
+    unchanged = sum(is_current for _, is_current in marks)
+    if not prepared.has_only_scratch_grads():
+        is_written = len(marks) == len(grads) and unchanged == 0
+        if is_written:
+            mistakes.warn(Mistake.CHANGED_MODEL_GRADS)
+        return is_written
+    if unchanged < len(grads):
+        mistakes.warn_of_ignored_grads()
+        return True
+    if _holds_scaled(params):
+        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
+        return True
+    return False
+
+
+def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
+    """Judges a GradScaler that is about to step the optimizer.
+
+    Raises:
+        RuntimeError: If the gradients are those of a plain backward pass, which reach no master.
+    """
+    session = prepared.session
+    if prepared.overflow.pending is None and prepared.has_only_scratch_grads():
+        raise RuntimeError(
+            "torch's GradScaler got an optimizer with fp32 master weights (O2, O5). It does "
+            "not unscale the gradients of a plain backward pass there, which reach no master. "
+            f"Remove the GradScaler; amp.scale_loss scales, unscales and skips:\n{BLOCK}"
+            "    optimizer.step()"
+        )
+    if session is not None and not session.masters.lazy and session.mistakes.has_blocks:
+        session.mistakes.warn(Mistake.GRAD_SCALER)
 
 
 def _is_learning(group: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
 from apex._torch import dtensor
 from apex._torch.copies import HostCopy, capturing, has_values, moved
+
+if TYPE_CHECKING:
+    from apex._engine.optimizer.prepared import OverflowFlag
 
 INITIAL_SCALE = 2.0**16
 
@@ -111,7 +114,10 @@ class Scaler(ABC):
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
         loss_id: Index of the loss in its session.
-        pending: Whether the scale is not updated from the flag yet: the next pass adds to it.
+        waits_for_update: Whether the scale is not updated from the flag yet: the next pass adds to
+            it.
+        unchecked: Flags of the optimizers of those passes, as the keys of a dict; raised when a
+            block updates the scale, and not when a script does.
         version: Changes with the scale.
         own_update: What a script put in place of a dynamic scale's update: reads and sets flag,
             scale and count itself, and returns whether to skip the step. ``None`` without one.
@@ -127,7 +133,8 @@ class Scaler(ABC):
         self._bind(torch.tensor([first, 0.0], dtype=torch.float32, device="cpu"))
         self.rule = rule
         self.loss_id = loss_id
-        self.pending = False
+        self.waits_for_update = False
+        self.unchecked: dict[OverflowFlag, None] = {}
         self.version = 0
         self.own_update: Callable[[], object] | None = None
 
@@ -173,13 +180,17 @@ class Scaler(ABC):
         if over := dtensor.groups(params):
             dtensor.all_reduce_(self.found_inf, over, "MAX")
 
+    def end_pass(self, optimizers: int) -> None:
+        """Ends a block that updates the scale, and raises the flags of its optimizers."""
+        self.update(optimizers)
+
     @abstractmethod
-    def update(self, optimizers: int, *, own: bool = False) -> None:
-        """Ends the pass: updates a dynamic scale from its flag, or counts a static one's step.
+    def update(self, optimizers: int, *, is_done: bool = False) -> None:
+        """Updates a dynamic scale from its flag, or counts a static one's step.
 
         Args:
             optimizers: Number of optimizers of the pass, for the report.
-            own: Whether ``own_update`` has updated a dynamic scale already.
+            is_done: Whether ``own_update`` has updated a dynamic scale already.
         """
 
     def read_updates(self) -> list[ScaleUpdate]:
@@ -265,7 +276,7 @@ class StaticScaler(Scaler):
         if values and scale != 1.0:
             unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
 
-    def update(self, optimizers: int, *, own: bool = False) -> None:
+    def update(self, optimizers: int, *, is_done: bool = False) -> None:
         """Counts a step."""
         self._growth_tracker += 1
 
@@ -315,9 +326,9 @@ class DynamicScaler(Scaler):
         return self.loss_scale.clone()
 
     def begin_pass(self) -> None:
-        if not self.pending:
+        if not self.waits_for_update:
             self.found_inf.zero_()
-        self.pending = True
+        self.waits_for_update = True
 
     def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
         """Divides gradients in place, and raises the flag on inf or NaN."""
@@ -327,13 +338,24 @@ class DynamicScaler(Scaler):
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
             unscale_and_check_(values, inverse, self.found_inf)
 
-    def update(self, optimizers: int, *, own: bool = False) -> None:
+    def end_pass(self, optimizers: int) -> None:
+        """Ends a block that updates the scale, and raises the flags of its optimizers."""
+        unchecked = self.unchecked  # first, because the script's own update clears it
+        own_update = self.own_update
+        if own_update is not None:
+            self.found_inf.fill_(float(bool(own_update())))
+        for flag in unchecked:
+            flag.add(self.found_inf)
+        self.update(optimizers, is_done=own_update is not None)
+
+    def update(self, optimizers: int, *, is_done: bool = False) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""
         # First, because memory may run out.
         send = self._readback.prepare(optimizers, self._scale_and_flag)
-        if not own:
+        if not is_done:
             update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
-        self.pending = False
+        self.waits_for_update = False
+        self.unchecked = {}
         self.version += 1
         send()
 

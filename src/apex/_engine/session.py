@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,23 @@ from apex._core.op_table import AutocastSpec
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import conversion
 from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
+from apex._engine.conversion import casts, notes, state
 from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.subclass import convert, hand_over
 from apex._engine.ddp import DDPTracker
-from apex._engine.masters import LazyMaster, Master, MasterTable
+from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import subclass, unprepared
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.restore import dtypes_of, match_states
 from apex._engine.scaler import PassEnd, Readback, Scaler, ScaleUpdate, scaler_for
 from apex._torch import fsdp
+from apex._torch.parameters import grad_of, set_grad
 
 Listener = Callable[["Session", PassEnd], None]
 """Called with the session that scaled, after a pass that updates a scale or raises an exception."""
@@ -40,20 +42,23 @@ Listener = Callable[["Session", PassEnd], None]
 class Session:
     """One ``initialize`` call and everything it created.
 
-    Its models and optimizers keep it alive, but not the reverse. Once they are gone, so is the
-    session, and its thread's op casts end.
+    Models and optimizers hold strong references to their session; it holds only weak references to
+    them. It is collected with the last of them, and its thread's op casts end.
 
     Attributes:
-        policy: The level, in today's terms.
+        live: All sessions, oldest first.
+        policy: What the level means: dtypes, op casts, masters and loss scale.
         scalers: One per loss.
         region: Turns op casts on in forward passes; off at levels without op casts.
         mistakes: The mistakes found in the training loop.
         ddp_tracker: Knows the DistributedDataParallel wrappers of the models.
         masters: The fp32 masters of the models' parameters.
-        losses: Losses that no scale watches, on their way to the host; ``None`` once one was inf or
-            NaN.
-        losses_given: How many there were.
+        losses: Copies to the host of losses with a static scale, which are checked for inf and NaN.
+            ``None`` once one was found: the warning is logged once.
+        losses_given: Number of such losses so far; only a sample is copied.
     """
+
+    live: ClassVar[weakref.WeakKeyDictionary[Session, None]] = weakref.WeakKeyDictionary()
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class Session:
         """Makes the scalers and registers the kernels for op casts.
 
         Args:
-            policy: The level, in today's terms.
+            policy: What the level means.
             num_losses: Number of scalers.
             rule: The rule of dynamic scales.
             spec: The op casts; ``None`` for none.
@@ -79,24 +84,29 @@ class Session:
         """
         end_stale_casts()
         self.policy = policy
-        rule = rule or ScaleRule()
-        self.scalers = [
-            scaler_for(policy.loss_scale, rule, loss_id=index) for index in range(num_losses)
-        ]
+        self.scalers: list[Scaler] = []
+        for index in range(num_losses):
+            self.scalers.append(scaler_for(policy.loss_scale, rule or ScaleRule(), loss_id=index))
         self.region = _region(policy, spec)
         self._functions = functions if spec is not None else None
         self._listeners = list(listeners)
         self._keep_fp32 = keep_fp32
-        lazy = all(scaler.is_identity for scaler in self.scalers)
-        self.masters = MasterTable(LazyMaster if lazy else Master)
-        self._prepared_optimizers: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
+        # Without a scale, the model's gradients are the masters', from now on.
+        self.masters = MasterTable(lazy=all(scaler.is_identity for scaler in self.scalers))
+        # In order, as ranks communicate for one optimizer after the other.
+        self._prepared_optimizers: weakref.WeakKeyDictionary[PreparedOptimizer, None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.ddp_tracker = DDPTracker(self.scalers, self.masters)
+        # What fully_shard keeps of the models, to tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
+        # Ends the op casts; None before they start.
         self._end: weakref.finalize[..., Session] | None = None
         self.mistakes = Mistakes()
         self.losses: Readback[int] | None = Readback()
         self.losses_given = 0
+        self.live[self] = None
 
     # -- setting up --------------------------------------------------------------------------
 
@@ -112,14 +122,14 @@ class Session:
         An inverse allocates no device memory: it may run because memory has run out.
 
         Args:
-            models: Models checked by :func:`apex._engine.conversion.check`.
+            models: Models checked by :func:`apex._engine.conversion.checks.check`.
             optimizers: Optimizers that are not bound yet.
             plan: The conversion.
             undo: Receives the inverse.
         """
         old_dtypes = dtypes_of(optimizers)
         for model in models:
-            conversion.hand_over(model, undo)
+            hand_over(model, undo)
         for model in models:
             self._convert(model, plan, undo, trains=bool(optimizers))
         for optimizer in optimizers:
@@ -134,9 +144,9 @@ class Session:
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: ExitStack, *, trains: bool) -> None:
-        before = conversion.floating_tensors(model)
-        undo.callback(conversion.undo_convert, model)
-        conversion.convert(model, plan, self.region, self, undo)
+        before = casts.floating_tensors(model)
+        undo.callback(casts.undo_convert, model)
+        convert(model, plan, self.region, self, undo)
         undo.callback(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 
@@ -152,7 +162,7 @@ class Session:
             before: Tensors of the model with their values before conversion.
             trains: Whether the model was passed with optimizers.
         """
-        conversion.log_lost(model, before)
+        notes.log_lost(model, before)
         kept: list[tuple[Tensor, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
@@ -160,10 +170,10 @@ class Session:
                 continue
             param = tensor if isinstance(tensor, nn.Parameter) else None
             if param is not None and has_masters and is_trained(param):
-                self.masters.make(param, model, exact)
+                self.masters.create(param, model, exact)
             elif exact.dtype is not tensor.dtype and (self._keep_fp32 or param is None):
                 kept.append((tensor, exact.to(torch.float32)))
-        self.masters.keep(kept, model)
+        self.masters.keep_exact(kept, model)
 
     def start(self) -> None:
         """Turns op casts on in this thread, until the session ends."""
@@ -180,7 +190,7 @@ class Session:
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                conversion.set_region(model, NoAutocastRegion())
+                state.set_region(model, NoAutocastRegion())
 
     @property
     def casting(self) -> bool:
@@ -202,19 +212,22 @@ class Session:
         self.register(prepared)
 
     def register(self, prepared: PreparedOptimizer) -> None:
-        self._prepared_optimizers.add(prepared)
+        """Adds the state of an optimizer to those of the session."""
+        self._prepared_optimizers[prepared] = None
+
+    def forget(self, prepared: PreparedOptimizer) -> None:
+        """Removes the state of an optimizer; idempotent."""
+        self._prepared_optimizers.pop(prepared, None)
 
     @property
     def can_skip(self) -> bool:
+        """Whether an overflow skips steps."""
         return any(scaler.dynamic for scaler in self.scalers)
 
     @property
     def needs_scale(self) -> bool:
-        scaled = any(not scaler.is_identity for scaler in self.scalers)
-        return scaled and self.policy.low_precision is torch.float16
-
-    def forget(self, prepared: PreparedOptimizer) -> None:
-        self._prepared_optimizers.discard(prepared)
+        """Whether small gradients become zero without the session's loss scale."""
+        return not self.masters.lazy and self.policy.low_precision is torch.float16
 
     # -- training ----------------------------------------------------------------------------
 
@@ -229,29 +242,31 @@ class Session:
     ) -> BackwardPass:
         """Returns the context of one ``scale_loss`` block, of optimizers of any sessions."""
         end_stale_casts()
-        owners: dict[Any, None] = {
-            self: None,
-            **{prepared.session: None for prepared in prepared_optimizers},
-        }
-        regions = [owner.region for owner in owners if owner.casting] or [self.region]
+        sessions: dict[Session, None] = {self: None}
         # Gradients stay scaled until ranks share them: later passes add scaled ones.
-        sends = [  # of each, as ranks may communicate here
-            each.session is None or each.session.ddp_tracker.sends(each)
-            for each in prepared_optimizers
-        ]
-        delays = delay_unscale or not all(sends)
-        sharing, others = [*prepared_optimizers], list[PreparedOptimizer]()
-        for owner in owners:
-            delays = delays or fsdp.defers_reduction(ref() for ref in owner._shards)
-            for other, shares in owner.others(prepared_optimizers):
-                (sharing if shares else others).append(other)
+        delays = delay_unscale
+        for prepared in prepared_optimizers:
+            session = prepared.session
+            if session is None:
+                continue
+            sessions[session] = None
+            # Of each, as ranks may communicate here.
+            if session.ddp_tracker.wrappers and not session.ddp_tracker.sends(prepared):
+                delays = True
+        spec: AutocastSpec | None = None
+        for session in sessions:
+            if session._shards and fsdp.defers_reduction(ref() for ref in session._shards):
+                delays = True
+            if spec is None and session.casting and isinstance(session.region, AutocastRegion):
+                spec = session.region.spec
+        sharing, others = _with_sharers(prepared_optimizers)
         return BackwardPass(
             loss,
             sharing,
             scaler,
-            casts=regions[0].spec if isinstance(regions[0], AutocastRegion) else None,
+            spec=spec,
             mistakes=self.mistakes,
-            ended=functools.partial(self._end_pass, scaler.loss_id, prepared_optimizers, owners),
+            ended=functools.partial(self._end_pass, scaler.loss_id, prepared_optimizers, sessions),
             others=others,
             delay_unscale=delays,
             delay_overflow_check=delay_overflow_check,
@@ -261,12 +276,15 @@ class Session:
         self,
         loss_id: int,
         prepared_optimizers: Sequence[PreparedOptimizer],
-        owners: Iterable[Session],
+        sessions: Iterable[Session],
         updates: Sequence[ScaleUpdate],
-        failed: bool = False,
+        failed: bool,
     ) -> None:
         end = PassEnd(loss_id, updates, prepared_optimizers, failed)
-        for listener in dict.fromkeys(each for owner in owners for each in owner._listeners):
+        listeners: dict[Listener, None] = {}
+        for session in sessions:
+            listeners.update(dict.fromkeys(session._listeners))
+        for listener in listeners:
             listener(self, end)
 
     def add_listener(self, listener: Listener) -> None:
@@ -281,39 +299,86 @@ class Session:
     @property
     def models(self) -> list[nn.Module]:
         """The live models that are still prepared."""
-        return [model for model in self._models if conversion.is_converted(model)]
+        return [model for model in self._models if state.is_converted(model)]
 
     @property
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
-        """The prepared_optimizers of the session's live optimizers, copies included."""
+        """The states of the session's live optimizers, copies included."""
         return [prepared for prepared in self._prepared_optimizers if prepared.is_live]
 
-    def others(
-        self, prepared_optimizers: Sequence[PreparedOptimizer]
-    ) -> Iterator[tuple[PreparedOptimizer, bool]]:
-        """Yields every other optimizer, and whether it trains a parameter of these."""
-        if (
-            len(self._prepared_optimizers) == 1
-            and len(prepared_optimizers) == 1
-            and prepared_optimizers[0].session is self
-        ):
-            return
-        trained = {id(param) for prepared in prepared_optimizers for param in prepared.trained()}
-        for each in self.prepared_optimizers:
-            if each not in prepared_optimizers:
-                yield each, not trained.isdisjoint(map(id, each.trained()))
+    @property
+    def has_several_optimizers(self) -> bool:
+        """Whether more than one optimizer is prepared, or was a moment ago."""
+        return len(self._prepared_optimizers) > 1
+
+    def sharers_of(self, prepared: PreparedOptimizer) -> list[PreparedOptimizer]:
+        """Returns the session's other optimizers that train a parameter of this one."""
+        others = [other for other in self.prepared_optimizers if other is not prepared]
+        trained = {*map(id, prepared.trained_params())}
+        return [o for o in others if not trained.isdisjoint(map(id, o.trained_params()))]
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
+        """Casts modules that were added to a model, if they hold some of these parameters."""
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
         for model in self._models if unknown else ():
-            late = conversion.convert_late(model, unknown)
+            late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
-    def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
-        """Clears the gradients of the masters of ``params``, whose own were cleared."""
-        cleared = self.masters.clear_grads({*map(id, params)}, set_to_none=set_to_none)
-        for prepared in self.prepared_optimizers:
-            prepared.note_cleared(cleared)
+    def clear_grads(self, dropped: Iterable[Tensor], zeroed: Iterable[Tensor]) -> None:
+        """Clears the gradients of the masters of parameters whose own were dropped, or zeroed."""
+        cleared: list[Tensor] = []
+        for param in dropped:
+            pair = self.masters.pair_of(param)
+            if pair is not None:
+                set_grad(pair.master, None)
+            cleared.append(param if pair is None else pair.master)
+        for param in zeroed:
+            pair = self.masters.pair_of(param)
+            grad = None if pair is None else grad_of(pair.master)
+            if grad is not None:
+                grad.detach().zero_()
+            if pair is not None and not pair.lazy:
+                param.grad = None
+            cleared.append(param if pair is None else pair.master)
+        self.drop_cleared(cleared)
+
+    def drop_cleared(self, params: Iterable[Tensor]) -> None:
+        """Drops what unfinished passes hold for stepped parameters, which were cleared.
+
+        A delayed pass ends for an optimizer whose parameters are all among them.
+        """
+        unfinished = [prepared for prepared in self._prepared_optimizers if prepared.open_pass]
+        stashed = self.masters.stashed
+        if not unfinished and not stashed:
+            return
+        cleared = {*map(id, params)}
+        for key in cleared & stashed.keys():
+            del stashed[key]
+        for prepared in unfinished:
+            for pair in prepared.pairs:
+                if not pair.lazy and id(pair.master) in cleared:
+                    pair.model.grad = None
+            delayed = prepared.open_pass is not None and not prepared.open_pass.is_open
+            if delayed and prepared.is_live and cleared.issuperset(map(id, prepared.params())):
+                prepared.open_pass = None
+
+
+def _with_sharers(
+    prepared_optimizers: Sequence[PreparedOptimizer],
+) -> tuple[list[PreparedOptimizer], list[PreparedOptimizer]]:
+    """Returns optimizers with all that share parameters with them or each other, and the rest."""
+    sharing = list(prepared_optimizers)
+    rest: list[PreparedOptimizer] = []
+    for session in Session.live:
+        if len(session._prepared_optimizers) > 1 or len(Session.live) > 1 or not sharing:
+            rest += [other for other in session.prepared_optimizers if other not in sharing]
+    for prepared in sharing if rest else ():  # which grows meanwhile
+        trained = {*map(id, prepared.trained_params())}
+        for other in list(rest):
+            if not trained.isdisjoint(map(id, other.trained_params())):
+                rest.remove(other)
+                sharing.append(other)
+    return sharing, rest
 
 
 def _region(policy: Policy, spec: AutocastSpec | None) -> AutocastRegion | NoAutocastRegion:

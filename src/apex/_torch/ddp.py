@@ -42,13 +42,18 @@ def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
     """
     # Private in torch: the parameters, and the dtypes that the reducer was made for. Without them,
     # or where the wrapper sends or casts by itself, there is nothing to tell.
-    own = vars(wrapper)
+    attributes = vars(wrapper)
     report = getattr(wrapper, "_get_ddp_logging_data", None)
-    if report is None or SENDS_LATER in own or own.get("mixed_precision") is not None:
+    casts = attributes.get("mixed_precision") is not None
+    if report is None or SENDS_LATER in attributes or casts:
         return set()
     made_for = str(report().get("dtypes", ""))
-    now = {param.dtype for param in own.get("_module_parameters", ()) if param.requires_grad}
-    return {each for each in now if made_for and _NAMES_IN_C.get(each, "") not in made_for}
+    unsent = set()
+    for param in attributes.get("_module_parameters", ()):
+        name = _NAMES_IN_C.get(param.dtype, "")
+        if param.requires_grad and made_for and name not in made_for:
+            unsent.add(param.dtype)
+    return unsent
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:

@@ -28,14 +28,13 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 def plain_cpu_features() -> dict[str, Any]:
     """Returns the CPU's features as Linux lists them; elsewhere only its architecture."""
-    found: dict[str, Any] = {"architecture": platform.machine()}
+    features: dict[str, Any] = {"architecture": platform.machine()}
     if _CPU_INFO.exists():
-        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-        parts = (line.partition(":") for line in lines)
-        entries = {name.strip(): value.strip() for name, _, value in parts}
-        found.update(dict.fromkeys(entries.get("flags", "").split(), True))
-        found["cpu_name"] = entries.get("model name", "")
-    return found
+        for line in _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "flags":
+                features.update(dict.fromkeys(value.split(), True))
+    return features
 
 
 cpu_features: Callable[[], dict[str, Any]] = getattr(
@@ -46,9 +45,10 @@ cpu_features: Callable[[], dict[str, Any]] = getattr(
 
 def emulates_fp16() -> bool:
     """Returns whether the CPU computes in fp16 without units for it."""
-    has = cpu_features()
-    arm = has.get("architecture") in ("aarch64", "arm64")
-    return not (has.get("avx512_fp16") or has.get("amx_fp16") or arm)
+    features = cpu_features()
+    if features.get("architecture") in ("aarch64", "arm64"):
+        return False
+    return not (features.get("avx512_fp16") or features.get("amx_fp16"))
 
 
 def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
@@ -57,9 +57,13 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
     those without tensors, count as on the accelerator, too: scripts may move them there.
     """
-    tensors = (tensor for model in models for tensor in named_tensors(model).values())
-    found = dict.fromkeys(kind for tensor in tensors for kind in dtensor.device_types(tensor))
-    if not found.keys() <= {"cpu"}:
-        return tuple(found)
+    types: dict[str, None] = {}
+    for model in models:
+        for tensor in named_tensors(model).values():
+            types.update(dict.fromkeys(dtensor.device_types(tensor)))
+    if not types.keys() <= {"cpu"}:
+        return tuple(types)
     device = accelerator()
-    return ("cpu",) if device is None or device.type not in AUTOCAST_KEYS else (device.type, "cpu")
+    if device is None or device.type not in AUTOCAST_KEYS:
+        return ("cpu",)
+    return device.type, "cpu"

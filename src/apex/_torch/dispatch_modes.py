@@ -78,8 +78,11 @@ def receives(func: Any) -> bool:
 
 def written_arguments(func: Any) -> list[tuple[int, Any]]:
     """Returns the positions and schemas of the arguments that an operator writes."""
-    places = [*enumerate(func._schema.arguments)]
+    arguments = [*enumerate(func._schema.arguments)]
     if receives(func):  # its schema does not say
-        return places[:1]
-    aliased = [(place, each) for place, each in places if each.alias_info is not None]
-    return [(place, each) for place, each in aliased if each.alias_info.is_write]
+        return arguments[:1]
+    return [
+        (place, argument)
+        for place, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -46,9 +46,9 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
     """
     if not (is_dtensor(like) and is_dtensor(tensor)):
         return tensor
-    mesh, placements = like.device_mesh, like.placements
-    is_same = (tensor.device_mesh, tensor.placements) == (mesh, placements)
-    return tensor if is_same else tensor.redistribute(mesh, placements)
+    if tensor.device_mesh == like.device_mesh and tensor.placements == like.placements:
+        return tensor
+    return tensor.redistribute(like.device_mesh, like.placements)
 
 
 def device_types(tensor: Tensor) -> tuple[str, ...]:
@@ -70,14 +70,14 @@ def groups(params: Sequence[Tensor]) -> list[Group]:
     """
     if not any_dtensor(params):
         return []
-    found: dict[int, Group] = {}
+    by_id: dict[int, Group] = {}
     for param in filter(is_dtensor, params):
         mesh = param.device_mesh
         for dimension, placement in enumerate(param.placements):
             if not placement.is_replicate() and mesh.size(dimension) > 1:
                 ranks = mesh.get_group(dimension)
-                found.setdefault(id(ranks), (mesh.device_type, ranks))
-    return list(found.values())
+                by_id.setdefault(id(ranks), (mesh.device_type, ranks))
+    return list(by_id.values())
 
 
 @torch.no_grad()

@@ -117,6 +117,10 @@ def is_compiling_here() -> bool:
         return False
     callback = _eval_frame.set_eval_frame(None)  # what dynamo calls for each frame of this thread
     _eval_frame.set_eval_frame(callback)
+    if callable(callback):
+        return True
     guards = torch._guards
-    contexts = guards.TracingContext, guards.CompileContext
-    return callable(callback) or any(context.try_get() is not None for context in contexts)
+    for context in (guards.TracingContext, guards.CompileContext):
+        if context.try_get() is not None:
+            return True
+    return False

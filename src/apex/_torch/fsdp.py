@@ -41,21 +41,25 @@ def reshard(model: nn.Module) -> None:
 
 def param_groups(model: nn.Module) -> list[Any]:
     """Returns the groups of parameters that are gathered together, without duplicates."""
-    found: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     for module in sharded_modules(model):
         state = getattr(module, "_get_fsdp_state", lambda: None)()
-        several = getattr(state, "_fsdp_param_groups", None)
-        one = getattr(state, "_fsdp_param_group", None) if several is None else None
-        for group in [one] if one is not None else several or ():
-            found[id(group)] = group
-    return list(found.values())
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.15
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        by_id.update({id(group): group for group in groups if group is not None})
+    return list(by_id.values())
 
 
 def compute_dtype(group: Any) -> torch.dtype | None:
     """Returns the ``param_dtype`` of the group's ``MixedPrecisionPolicy``, or the first one."""
     # From torch 2.15 on, each parameter of the group has its own policy.
-    policies = (getattr(each, "mp_policy", None) for each in (group, *group.fsdp_params))
-    return next(filter(None, (getattr(policy, "param_dtype", None) for policy in policies)), None)
+    for holder in (group, *group.fsdp_params):
+        policy = getattr(holder, "mp_policy", None)
+        dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
+        if dtype is not None:
+            return dtype
+    return None
 
 
 def defers_reduction(groups: Iterable[Any]) -> bool:
@@ -65,8 +69,10 @@ def defers_reduction(groups: Iterable[Any]) -> bool:
     ``model.set_requires_all_reduce(False)``.
     """
     for group in groups:
-        replicas = getattr(getattr(group, "mesh_info", None), "replicate_mesh_dim", None)
-        switches = ["reduce_grads"] if replicas is None else ["reduce_grads", "all_reduce_grads"]
-        if not all(getattr(group, switch, True) for switch in switches):
+        if not getattr(group, "reduce_grads", True):
+            return True
+        mesh = getattr(group, "mesh_info", None)
+        has_replicas = getattr(mesh, "replicate_mesh_dim", None) is not None
+        if has_replicas and not getattr(group, "all_reduce_grads", True):
             return True
     return False

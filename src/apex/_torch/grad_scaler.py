@@ -21,8 +21,11 @@ def signals(scaler: Any, optimizer: Optimizer) -> tuple[Tensor | None, Tensor | 
     if not scaler.is_enabled() or scaler._scale is None:
         return None, None
     state = scaler._per_optimizer_states[id(optimizer)]
-    unscaled = state["stage"] is OptState.UNSCALED
-    flags = None if unscaled else scaler._check_inf_per_device(optimizer)
-    found = list((flags or state["found_inf_per_device"]).values())
-    total = torch.stack([moved(flag.reshape(()), found[0].device) for flag in found]).sum()
-    return None if unscaled else scaler._get_scale_async(), total
+    if state["stage"] is OptState.UNSCALED:
+        divisor = None
+        by_device = state["found_inf_per_device"]
+    else:
+        divisor = scaler._get_scale_async()
+        by_device = scaler._check_inf_per_device(optimizer) or state["found_inf_per_device"]
+    flags = list(by_device.values())
+    return divisor, torch.stack([moved(flag.reshape(()), flags[0].device) for flag in flags]).sum()

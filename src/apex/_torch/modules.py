@@ -35,3 +35,10 @@ def state_dict_hooks(module: nn.Module) -> Mapping[int, object]:
     """Returns the ``state_dict`` post-hooks of a module."""
     hooks: Mapping[int, object] = module._state_dict_hooks
     return hooks
+
+
+def flatten_rnns(model: nn.Module) -> None:
+    """Makes the weights of RNNs contiguous again after a change of dtype, for cuDNN."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

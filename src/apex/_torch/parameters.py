@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -43,3 +44,22 @@ def allow_foreach(kind: type[Tensor]) -> None:
     supported = getattr(optimizer, "_foreach_supported_types", None)
     if isinstance(supported, list) and kind not in supported:
         supported.append(kind)
+
+
+def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
+    """Gives ``tensor`` the storage and dtype of ``value``, its gradient the same dtype.
+
+    ``undo`` receives the inverse, which allocates no memory.
+    """
+    grad = tensor.grad if tensor.is_leaf else None
+    new_grad = None if grad is None else grad.detach().to(value.dtype)
+    undo.callback(_assign, tensor, tensor.data, grad)
+    _assign(tensor, value, new_grad)
+
+
+def _assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
+    if tensor.is_leaf:
+        tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
+    tensor.data = data
+    if grad is not None:
+        tensor.grad = grad

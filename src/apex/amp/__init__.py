@@ -1,6 +1,5 @@
 """Automatic mixed precision: ``initialize``, ``scale_loss``, and the levels O0 to O5."""
 
-import importlib
 import sys
 
 from apex import _requirements, _unavailable
@@ -35,8 +34,9 @@ from apex.amp.handle import disable_casts, scale_loss
 from apex.amp.optimizers import master_params
 from apex.amp.steps import clip_grad_norm_, step_was_skipped
 
-# The debug tools are a layer above, and users reach them as amp.debug or apex.amp.debug.
-debug = importlib.import_module("apex.debug")
+# A layer above, which reads this one: after it. Users reach it as amp.debug and apex.amp.debug.
+from apex import debug  # isort: skip
+
 sys.modules["apex.amp.debug"] = debug
 
 __all__ = [

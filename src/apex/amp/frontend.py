@@ -15,8 +15,8 @@ from torch import nn
 from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.conversion import is_converted
 from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.restore import make_plain
 from apex._engine.scaler import Scaler
@@ -204,7 +204,7 @@ def initialize(
         fp32_inputs=inputs.rules("fp32_inputs", fp32_inputs),
         fp32_buffers=inputs.rules("fp32_buffers", fp32_buffers),
     )
-    model_list = inputs.model_list(models, cast=plan.casts_down)
+    model_list = inputs.model_list(models, to_16_bits=plan.casts_down)
     inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
@@ -225,8 +225,10 @@ def initialize(
         undo.callback(_amp_state.discard, made)
         undo.callback(setattr, _amp_state, "pending_states", _amp_state.pending_states)
         _amp_state.add(made)
-        _amp_state.opt_properties = _amp_state.options[made] = properties
-        _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+        _amp_state.options[made] = properties
+        _amp_state.opt_properties = properties
+        _amp_state.min_loss_scale = min_loss_scale
+        _amp_state.max_loss_scale = max_loss_scale
         undo.pop_all()
     return models if optimizers is None else (models, optimizers)
 
@@ -259,11 +261,11 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         torch.float32
     """
     model_list = inputs.model_list(models)
-    own = [] if optimizers is None else unwrapped(optimizers)
-    prepared = any(map(is_converted, model_list)) or any(map(prepared_state, own))
+    optimizer_list = [] if optimizers is None else unwrapped(optimizers)
+    prepared = any(map(is_converted, model_list)) or any(map(prepared_state, optimizer_list))
     if prepared or _amp_state.enabled:
-        inputs.check_prepared(model_list, own)
-        make_plain(filter(is_converted, model_list), own)
+        inputs.check_prepared(model_list, optimizer_list)
+        make_plain(filter(is_converted, model_list), optimizer_list)
         _amp_state.end_unused()
     return models if optimizers is None else (models, optimizers)
 
@@ -347,7 +349,8 @@ def _is_enabled(enabled: object, opt_level: str) -> bool:
 
 
 def _plan(policy: Policy, **names: Any) -> ModelPlan:
-    dtype, as_it_comes = policy.param_dtype, _amp_state.allow_incoming_model_not_fp32
+    dtype = policy.param_dtype
+    as_it_comes = _amp_state.allow_incoming_model_not_fp32
     if as_it_comes and dtype is torch.float32:
         dtype = None
     return ModelPlan(

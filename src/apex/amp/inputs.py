@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,39 +12,39 @@ from torch.optim import Optimizer
 
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from, params_of
-from apex._engine import conversion
+from apex._engine.conversion import checks
 from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
 from apex._torch.modules import named_parameters
 from apex.amp._amp_state import _amp_state
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def takes_dtype_at(position: int, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def takes_dtype_at(position: int, name: str) -> Callable[[F], F]:
     """Returns a decorator for a function that has one parameter more in the ROCm fork.
 
     A dtype at ``position`` is the fork's, and becomes the keyword argument ``name``. Calls in
     NVIDIA's order have no dtype there.
     """
 
-    def decorated(fn: Callable[P, R]) -> Callable[P, R]:
+    def decorated(fn: F) -> F:
         @functools.wraps(fn)
-        def called(*args: Any, **kwargs: Any) -> R:
-            if len(args) > position and isinstance(args[position], torch.dtype):
-                kwargs[name] = args[position]
-                args = (*args[:position], *args[position + 1 :])
-            return fn(*args, **kwargs)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            positional = list(args)
+            if len(positional) > position and isinstance(positional[position], torch.dtype):
+                kwargs[name] = positional.pop(position)
+            return fn(*positional, **kwargs)
 
-        return called
+        return cast(F, called)
 
     return decorated
 
 
-def model_list(models: object, *, cast: bool = False) -> list[nn.Module]:
+def model_list(models: object, *, to_16_bits: bool = False) -> list[nn.Module]:
     """Returns the models as a list, and the module inside a proxy in place of the proxy.
 
     A proxy is an object whose ``__class__`` says that it is a module, such as a model of
@@ -52,24 +52,26 @@ def model_list(models: object, *, cast: bool = False) -> list[nn.Module]:
 
     Args:
         models: The models.
-        cast: Whether their weights are cast to 16 bits, as those of proxies are not.
+        to_16_bits: Whether their weights are cast, as those of proxies are not.
 
     Raises:
         TypeError: If ``models`` is not a module, or a list or tuple of modules.
     """
-    several: list[Any] = list(models) if isinstance(models, list | tuple) else [models]
-    for model in several:
+    unwrapped = []
+    for model in models if isinstance(models, list | tuple) else (models,):
+        is_proxy = not issubclass(type(model), nn.Module)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"amp got {kind(model)} instead of a model. It accepts a torch.nn.Module, or a "
                 "list or tuple of them; models come first, optimizers second."
             )
-        if cast and not issubclass(type(model), nn.Module):
+        if to_16_bits and is_proxy:
             raise TypeError(
                 f"amp.initialize got a model of type {type(model).__name__}, an object that stands "
                 "for a torch.nn.Module. Pass the module inside it, or use opt_level O1 or O4."
             )
-    return [m if issubclass(type(m), nn.Module) else next(iter(m.modules())) for m in several]
+        unwrapped.append(next(iter(model.modules())) if is_proxy else model)
+    return unwrapped
 
 
 def rules(name: str, given: object) -> tuple[Any, ...]:
@@ -90,7 +92,7 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool
     """Raises the errors that :func:`apex.amp.initialize` documents for models."""
     _check_distinct(models)
     wide = _amp_state.allow_incoming_model_not_fp32
-    conversion.check(models, plan, refuse_float64=op_casts and not wide)
+    checks.check(models, plan, refuse_float64=op_casts and not wide)
 
 
 def _check_distinct(models: Sequence[nn.Module]) -> None:
@@ -119,10 +121,11 @@ def check_optimizers(
 
 def check_masters(models: Sequence[nn.Module]) -> None:
     """Raises RuntimeError if a parameter has a master in the session of an earlier call."""
-    sessions = _amp_state.sessions()
-    for model in models if sessions else ():
-        for name, param in named_parameters(model):
-            if any(session.masters.pair_of(param) is not None for session in sessions):
+    for session in _amp_state.sessions():
+        for model in models:
+            for name, param in named_parameters(model):
+                if session.masters.pair_of(param) is None:
+                    continue
                 raise RuntimeError(
                     f"amp.initialize got a model ({type(model).__name__}) whose parameter {name} "
                     "belongs to a model of an earlier call, too. Each call would keep an fp32 "
@@ -150,7 +153,7 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             "models. Pass the model that it trains, and create the optimizer after moving the "
             "model to its device."
         )
-    conversion.check_optimizer(optimizer)
+    checks.check_optimizer(optimizer)
 
 
 def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:
@@ -159,11 +162,12 @@ def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) 
     One may also train an input of a model: a plain tensor, or any tensor if the models are frozen
     or have no parameters, as the placeholder for a model of an earlier call.
     """
-    held = set(map(id, params))
-    own = [param for model in models for _, param in named_parameters(model)]
-    trains_other = all(isinstance(param, nn.Parameter) for param in params)
-    trains_any = any(param.requires_grad for param in own)
-    return trains_other and trains_any and held.isdisjoint(map(id, own))
+    if not all(isinstance(param, nn.Parameter) for param in params):
+        return False
+    of_models = [param for model in models for _, param in named_parameters(model)]
+    if not any(param.requires_grad for param in of_models):
+        return False
+    return set(map(id, params)).isdisjoint(map(id, of_models))
 
 
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -173,21 +177,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     is pickled plain, and with the optimizer that has their masters, after ``model.float()``.
     """
     _check_distinct(models)
-    prepared_optimizers = [
-        prepared for opt in optimizers if (prepared := prepared_state(opt)) is not None
-    ]
-    unpickled = any(prepared.session is None for prepared in prepared_optimizers)
-    mastered = {id(pair.model) for prepared in prepared_optimizers for pair in prepared.pairs}
-    for model in models:
-        known = conversion.is_converted(model) or not mastered.isdisjoint(_params([model]))
-        if not (unpickled or known):
-            raise ValueError(
-                f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
-                "Pass the model that amp.initialize returned, without a wrapper."
-            )
-    given = _params(models)
-    prepared_models = {model for session in _amp_state.sessions() for model in session.models}
-    others = _params(prepared_models.difference(models))
+    prepared_optimizers = []
     for optimizer in optimizers:
         prepared = prepared_state(optimizer)
         if prepared is None:
@@ -195,9 +185,23 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 f"amp.restore got an optimizer ({type(optimizer).__name__}) that amp has not "
                 "prepared. Pass the optimizer that amp.initialize returned."
             )
+        prepared_optimizers.append(prepared)
+    unpickled = any(prepared.session is None for prepared in prepared_optimizers)
+    mastered = {id(pair.model) for prepared in prepared_optimizers for pair in prepared.pairs}
+    for model in models:
+        is_known = is_converted(model) or not mastered.isdisjoint(_params([model]))
+        if not (unpickled or is_known):
+            raise ValueError(
+                f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
+                "Pass the model that amp.initialize returned, without a wrapper."
+            )
+    passed = _params(models)
+    prepared_models = {model for session in _amp_state.sessions() for model in session.models}
+    elsewhere = _params(prepared_models.difference(models)) - passed
+    for prepared in prepared_optimizers:
         stepped = {id(pair.model) for pair in prepared.pairs}
         # Parameters that no prepared model holds any more (a replaced head) do not count.
-        if stepped and (not stepped & given or stepped & (others - given)):
+        if stepped and (stepped.isdisjoint(passed) or stepped & elsewhere):
             raise ValueError(
                 "amp.restore got an optimizer with masters of a model that was not passed. Restore "
                 "model and optimizer together: amp.restore(model, optimizer)."

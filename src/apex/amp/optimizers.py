@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -26,14 +27,14 @@ def unwrap(optimizer: Any) -> Optimizer:
     Raises:
         TypeError: If it is neither.
     """
-    found = _inside(optimizer)
-    if found is None:
+    inner = _inside(optimizer)
+    if inner is None:
         raise TypeError(
             f"amp got {kind(optimizer)} instead of an optimizer. It accepts a "
             "torch.optim.Optimizer, apex.parallel.LARC around one, or (in initialize, restore and "
             "scale_loss) a list of these."
         )
-    return found
+    return inner
 
 
 def unwrapped(optimizers: Any) -> list[Optimizer]:
@@ -47,14 +48,18 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
 
 def _inside(optimizer: Any) -> Optimizer | None:
     """Returns the prepared optimizer behind wrappers, or the first that is an optimizer at all."""
-    itself = isinstance(optimizer, Optimizer)
-    if itself and prepared_state(optimizer) is not None:
-        return cast(Optimizer, optimizer)
-    held = (getattr(optimizer, name, None) for name in ("optim", "_optimizer", "optimizer"))
-    inner = next((_inside(each) for each in held if isinstance(each, Optimizer)), None)
+    if isinstance(optimizer, Optimizer) and prepared_state(optimizer) is not None:
+        return optimizer
+    inner = None
+    for name in ("optim", "_optimizer", "optimizer"):
+        held = getattr(optimizer, name, None)
+        if inner is None and isinstance(held, Optimizer):
+            inner = _inside(held)
+    if not isinstance(optimizer, Optimizer):
+        return inner
     # accelerate's wrapper is an optimizer, too: the one inside counts if amp has prepared it.
-    prepared = inner is not None and prepared_state(inner) is not None
-    return cast(Optimizer, optimizer) if itself and not prepared else inner
+    is_prepared = inner is not None and prepared_state(inner) is not None
+    return inner if is_prepared else optimizer
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
@@ -67,26 +72,34 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         TypeError: If ``optimizer`` is not an optimizer.
     """
     if isinstance(optimizer, nn.Module) or getattr(optimizer, "param_groups", None) is None:
-        kind = "the model " if isinstance(optimizer, nn.Module) else ""
+        model = "the model " if isinstance(optimizer, nn.Module) else ""
         raise TypeError(
-            f"amp.master_params got {kind}{type(optimizer).__name__}; it takes an optimizer."
+            f"amp.master_params got {model}{type(optimizer).__name__}; it takes an optimizer."
         )
-    own = _inside(optimizer)
-    prepared = None if own is None else prepared_state(own)
+    inner = _inside(optimizer)
+    prepared = None if inner is None else prepared_state(inner)
     if prepared is not None:
-        _warn_inside_block(prepared)
-        prepared.read_masters()
-        masters.take(prepared.pairs)
+        _warn_of_scaled_grads(prepared, sys._getframe(1).f_code.co_filename)
+        prepared.update_masters()
+        masters.move_grads_to_masters(prepared.pairs)
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _warn_inside_block(prepared: PreparedOptimizer) -> None:
+def _warn_of_scaled_grads(prepared: PreparedOptimizer, consumer: str) -> None:
+    """Warns of masters whose gradients are read before the model's are unscaled.
+
+    ``consumer`` is the file of the code that iterates over the masters.
+    """
     opened = prepared.open_pass
-    inside = opened is not None and opened.is_open and opened.gradients.scaled and prepared.pairs
+    session = prepared.session
     # While a pass runs, hooks may ask for the masters, for instance to step them.
-    if inside and prepared.session is not None and backward_id() == -1:
-        prepared.session.mistakes.warn(Mistake.CLIPPED_INSIDE)
+    if opened is None or session is None or not opened.scaled or backward_id() != -1:
+        return
+    if opened.is_open and prepared.pairs:
+        session.mistakes.warn(Mistake.CLIPPED_INSIDE)
+    elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
+        session.mistakes.warn(Mistake.CLIPPED_DELAYED)
 
 
 class AmpStash:
@@ -97,11 +110,12 @@ class AmpStash:
         already_patched: For scripts that set it; has no effect.
     """
 
+    lazy_init_called = True
+    already_patched = True
+    _scaled = False
+
     def __init__(self, prepared: PreparedOptimizer) -> None:
         self._reference = weakref.ref(prepared)
-        self.lazy_init_called = True
-        self.already_patched = True
-        self._scaled = False
 
     @property
     def _prepared(self) -> PreparedOptimizer:
@@ -123,7 +137,7 @@ class AmpStash:
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Parameters that the optimizer steps directly, without masters."""
-        return list(self._prepared.direct())
+        return list(self._prepared.direct_params())
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
@@ -148,9 +162,12 @@ class AmpStash:
             raise AttributeError(
                 "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
             )
-        known = {id(pair.master): pair for pair in prepared.pairs}
-        groups = prepared.optimizer.param_groups
-        return [[known[id(p)] for p in group["params"] if id(p) in known] for group in groups]
+        by_master = {id(pair.master): pair for pair in prepared.pairs}
+        groups = []
+        for group in prepared.optimizer.param_groups:
+            ids = map(id, group["params"])
+            groups.append([by_master[master] for master in ids if master in by_master])
+        return groups
 
     @property
     def params_have_scaled_gradients(self) -> bool:

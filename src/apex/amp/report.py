@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -47,19 +46,20 @@ _TRACE = "`python -m apex trace train.py` runs the script again and names the op
 def start_up(defaults: Properties, properties: Properties) -> None:
     """Reports the level, its defaults, and the options after the caller's overrides."""
     level = defaults.opt_level
-    before, after = (
-        [f"{k:26} : {v}" for k, v in each.options.items() if k != _UNREPORTED]
-        for each in (defaults, properties)
-    )
     for line in (
         f"Selected optimization level {level}: {opt_levels[level].description}\n",
         "Defaults for this optimization level are:",
-        *before,
+        *_lines(defaults),
         "Processing user overrides (additional kwargs that are not None)...",
         "After processing overrides, optimization options are:",
-        *after,
+        *_lines(properties),
     ):
         maybe_print(line, rank0=True)
+
+
+def _lines(properties: Properties) -> list[str]:
+    options = properties.options.items()
+    return [f"{name:26} : {value}" for name, value in options if name != _UNREPORTED]
 
 
 def end_of_pass(session: Session, end: PassEnd) -> None:
@@ -125,7 +125,11 @@ class NonfiniteGradient:
     elements: int
 
     def __str__(self) -> str:
-        counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
+        counts = []
+        if self.inf:
+            counts.append(f"{self.inf} inf")
+        if self.nan:
+            counts.append(f"{self.nan} nan")
         return f"{self.name} ({', '.join(counts)} of {self.elements})"
 
 
@@ -140,27 +144,31 @@ def nonfinite_gradients(
     """
     names = {id(param): name for model in models for name, param in model.named_parameters()}
     prepared = prepared_state(optimizer)
-    weights = {} if prepared is None else {id(pair.master): pair.model for pair in prepared.pairs}
-    found = []
+    pairs = [] if prepared is None else prepared.pairs
+    weights = {id(pair.master): pair.model for pair in pairs}
+    nonfinite = []
     for index, param in enumerate(params_of(optimizer)):
         weight = weights.get(id(param), param)
-        # A step drops the masters' gradients; the model's own stay.
-        if (given := weight.grad if param.grad is None else param.grad) is not None:
-            grad = finite.summed_values(dtensor.local(given))
-            counts = torch.stack([torch.isinf(grad).sum(), torch.isnan(grad).sum()])
-            inf, nan = counts.tolist()  # sync: a diagnosis of a skipped step
-            if inf or nan:
-                name = names.get(id(weight), f"parameter {index}")
-                found.append(NonfiniteGradient(name, inf, nan, grad.numel()))
-    return found
+        grad = param.grad
+        if grad is None:
+            grad = weight.grad  # a step drops the masters' gradients; the model's own stay
+        if grad is None:
+            continue
+        values = finite.summed_values(dtensor.local(grad))
+        counts = torch.stack([torch.isinf(values).sum(), torch.isnan(values).sum()])
+        inf, nan = counts.tolist()  # sync: a diagnosis of a skipped step
+        if inf or nan:
+            name = names.get(id(weight), f"parameter {index}")
+            nonfinite.append(NonfiniteGradient(name, inf, nan, values.numel()))
+    return nonfinite
 
 
 def _summary(session: Session) -> str:
     """Returns a sentence that names the first nonfinite gradients. Waits for the device."""
-    optimizers = [prepared.optimizer for prepared in session.prepared_optimizers]
-    each = (nonfinite_gradients(optimizer, session.models) for optimizer in optimizers)
-    found = [*map(str, chain.from_iterable(each))]
-    if not found:
+    names: list[str] = []
+    for prepared in session.prepared_optimizers:
+        names += map(str, nonfinite_gradients(prepared.optimizer, session.models))
+    if not names:
         return "No gradient holds inf or NaN now: they were cleared, or another rank overflowed."
-    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"Nonfinite gradients: {', '.join(found[:_NAMED])}{more}."
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"Nonfinite gradients: {', '.join(names[:_NAMED])}{more}."

@@ -96,15 +96,16 @@ class LossScaler:
     def __getstate__(self) -> dict[str, Any]:
         """Returns the values under apex's names, for an independent copy; waits for the device."""
         names = ("dynamic", "_loss_scale", "_unskipped", *_OF_RULE)
-        return {name: getattr(self, name) for name in names} | {
-            "scale_factor": self._scaler.rule.growth_factor
-        }
+        state = {name: getattr(self, name) for name in names}
+        state["scale_factor"] = self._scaler.rule.growth_factor
+        return state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Takes the values of a file, also of apex's own scaler."""
-        window, least, most = (state[name] for name in _OF_RULE)
-        factor, scale = state.get("scale_factor", 2.0), state["_loss_scale"]
-        rule = ScaleRule.symmetric(factor, window, min_scale=least, max_scale=most)
+        interval, least, most = (state[name] for name in _OF_RULE)
+        factor = state.get("scale_factor", 2.0)
+        rule = ScaleRule.symmetric(factor, interval, min_scale=least, max_scale=most)
+        scale = state["_loss_scale"]
         self._view(scaler_for("dynamic" if state["dynamic"] else scale, rule, initial=scale))
         self._unskipped = state["_unskipped"]
 
@@ -236,16 +237,19 @@ def own_update(scaler: Scaler) -> Callable[[], object] | None:
     over ranks that hold different parts of a model. The gradients are unscaled by then, so
     ``unscale`` gets empty lists.
     """
-    known: Any = vars(scaler).get(_VIEW, LossScaler)
-    found = {name: getattr(known, name) for name in _REPLACEABLE}
-    own = [
-        name for name, fn in found.items() if getattr(fn, "__func__", fn) is not _REPLACEABLE[name]
-    ]
-    view: Any = LossScaler.over(scaler) if own else None
+    replaced = []
+    view: Any = vars(scaler).get(_VIEW, LossScaler)
+    for name, original in _REPLACEABLE.items():
+        method = getattr(view, name)
+        if getattr(method, "__func__", method) is not original:
+            replaced.append(name)
+    if not replaced:
+        return None
+    view = LossScaler.over(scaler)
 
     def update() -> object:
-        if "unscale" in own:
+        if "unscale" in replaced:
             view.unscale((), ())
         return view.update_scale()
 
-    return update if own else None
+    return update

@@ -47,9 +47,13 @@ class State(NamedTuple):
 def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the key and state of every scaler: ``"loss_scaler0"`` and so on."""
     for index, scaler in enumerate(scalers):
-        added = {} if scaler.dynamic else {VERSIONED: {"dynamic": False}}
-        state = {"loss_scale": scaler.read_scale(), "unskipped": scaler.read_growth_tracker()}
-        yield f"loss_scaler{index}", {**state, **added}
+        state: dict[str, Any] = {
+            "loss_scale": scaler.read_scale(),
+            "unskipped": scaler.read_growth_tracker(),
+        }
+        if not scaler.dynamic:
+            state[VERSIONED] = {"dynamic": False}
+        yield f"loss_scaler{index}", state
 
 
 def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
@@ -60,18 +64,20 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
     (of apex) is accepted by a dynamic scaler, or by a static one with the same scale.
     """
     for scaler, state in zip(scalers, states, strict=False):
-        given, own = state.loss_scale, scaler.read_scale()
-        unscaled = 1.0 in (given, own)
-        kinds_agree = scaler.dynamic != state.static
-        if given == own or (kinds_agree and (scaler.dynamic or not unscaled)):
-            scaler.set_scale(given)
+        scale = scaler.read_scale()
+        scales_nothing = 1.0 in (state.loss_scale, scale)
+        if scaler.dynamic:
+            takes = not state.static
+        else:
+            takes = state.static and not scales_nothing
+        if takes or state.loss_scale == scale:
+            scaler.set_scale(state.loss_scale)
             scaler.set_growth_tracker(state.unskipped)
-        elif not unscaled:
-            kind = "dynamic" if scaler.dynamic else "static"
+        elif not scales_nothing:
             _log.warning(
-                f"amp skipped {state.key} of the checkpoint, {given:g}: this scaler is {kind}, at "
-                f"{own:g}. To continue with the checkpoint's, pass it or 'dynamic' as loss_scale "
-                "to amp.initialize."
+                f"amp skipped {state.key} of the checkpoint, {state.loss_scale:g}: this scaler is "
+                f"{'dynamic' if scaler.dynamic else 'static'}, at {scale:g}. To continue with the "
+                "checkpoint's, pass it or 'dynamic' as loss_scale to amp.initialize."
             )
 
 

@@ -101,9 +101,8 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
     if prepared is None:
         return False if on_host else torch.zeros((), dtype=torch.bool, device="cpu")
     if on_host:
-        return prepared.skipped_on_host()
-    skipped, flag = prepared.skipped, prepared.found_inf
+        return prepared.overflow.was_skipped_on_host()
+    skipped = prepared.overflow.was_skipped
     if isinstance(skipped, Tensor):
         return skipped != 0
-    device = torch.device("cpu") if flag is None else flag.device
-    return torch.full((), skipped, dtype=torch.bool, device=device)
+    return torch.full((), skipped, dtype=torch.bool, device=prepared.overflow.device)

@@ -11,13 +11,8 @@ __getattr__ = _unavailable.names_instead(
 )
 
 
-def is_nested(x: Any) -> bool:
-    """Returns whether ``x`` is a tuple or a list."""
-    return isinstance(x, tuple | list)
-
-
 def is_fp_tensor(x: Any) -> bool:
     """Returns whether ``x`` is a floating-point tensor, or a tuple or list of such alone."""
-    if is_nested(x):
+    if isinstance(x, tuple | list):
         return all(map(is_fp_tensor, x))
     return isinstance(x, Tensor) and x.is_floating_point()

@@ -22,11 +22,15 @@ def copy_to_model(masters: Sequence[Tensor], models: Sequence[Tensor]) -> None:
 
 def copy_grads(models: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Gives each master an fp32 copy of its parameter's gradient, or none; returns the copies."""
-    sides = zip(models, masters, strict=True)
-    received = [(grad, master) for model, master in sides if (grad := model.grad) is not None]
-    copies = fp32_copies(*zip(*received, strict=True)) if received else []
-    for master in masters:
+    grads: list[Tensor] = []
+    receivers: list[nn.Parameter] = []
+    for model, master in zip(models, masters, strict=True):
+        grad = model.grad
         master.grad = None
-    for (_, master), copy in zip(received, copies, strict=True):
+        if grad is not None:
+            grads.append(grad)
+            receivers.append(master)
+    copies = fp32_copies(grads, receivers)
+    for master, copy in zip(receivers, copies, strict=True):
         master.grad = copy
     return copies

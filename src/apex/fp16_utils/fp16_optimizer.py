@@ -81,7 +81,9 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the gradients of each group's parameters; ``None`` after an overflow."""
-        return None if self.overflow else [[p.grad for p in own] for own in self._stepped()]
+        if self.overflow:
+            return None
+        return [[param.grad for param in params] for params in self._stepped()]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clips the gradients of the optimizer's parameters by their total norm.
@@ -149,16 +151,18 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     def _scale_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
         saved = state["loss_scaler"]
-        found: dict[str, Any] = saved if isinstance(saved, dict) else {}
-        # Files of apex hold the scaler of `apex.amp`, or an older one.
-        found = found or {name: getattr(saved, name) for name in _NAMES if hasattr(saved, name)}
-        scale = found.get("_loss_scale") or found.get("cur_scale")
-        clean = found.get("_unskipped", found.get("cur_iter", 0))
-        last_overflow = -1 if "_unskipped" in found else found.get("last_overflow_iter", -1)
+        if not isinstance(saved, dict):  # files of apex hold the scaler of `apex.amp`, or an older
+            saved = {name: getattr(saved, name) for name in _NAMES if hasattr(saved, name)}
+        scale = saved.get("_loss_scale") or saved.get("cur_scale")
+        updates = saved.get("cur_iter", 0)
+        last_overflow = saved.get("last_overflow_iter", -1)
+        if "_unskipped" in saved:
+            updates = saved["_unskipped"]
+            last_overflow = -1
         return {
             "dynamic": bool(state["dynamic_loss_scale"]),
             "cur_scale": checked_static(scale, "loss_scaler"),
-            "cur_iter": int(clean),
+            "cur_iter": int(updates),
             "last_overflow_iter": int(last_overflow),
         }
 

@@ -59,17 +59,14 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
         TypeError: If ``module`` is not a module, or ``dtype`` not a floating dtype.
     """
     arguments.module("convert_module", module)
-    given: object = dtype
-    if not isinstance(given, torch.dtype) or not given.is_floating_point:
+    value: object = dtype
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise TypeError(f"dtype is {dtype!r}; it must be a floating dtype, such as torch.float16.")
-    for param in module.parameters(recurse=False):
-        if dtypes.is_castable(param):
-            param.data = param.data.to(dtype)
-            if param.grad is not None:
-                param.grad.data = param.grad.data.to(dtype)
-    for buffer in module.buffers(recurse=False):
-        if dtypes.is_castable(buffer):
-            buffer.data = buffer.data.to(dtype)
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if dtypes.is_castable(tensor):
+            tensor.data = tensor.data.to(dtype)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(dtype)
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
@@ -188,11 +185,13 @@ def _master_of(param: nn.Parameter) -> nn.Parameter:
 def _fitting(
     model: Iterable[nn.Parameter], masters: Iterable[nn.Parameter], flat_master: bool
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    model, masters = list(model), list(masters)
-    given, wanted = ([param.numel() for param in params] for params in (masters, model))
-    if given != ([sum(wanted)] if flat_master else wanted):
+    model = list(model)
+    masters = list(masters)
+    sizes = [param.numel() for param in model]
+    master_sizes = [param.numel() for param in masters]
+    if master_sizes != ([sum(sizes)] if flat_master else sizes):
         raise ValueError(
-            f"The masters hold {given} elements, the model's parameters {wanted} "
+            f"The masters hold {master_sizes} elements, the model's parameters {sizes} "
             f"(flat_master={flat_master}). Pass the two lists that one prep_param_lists call "
             "returned, and the same flat_master."
         )

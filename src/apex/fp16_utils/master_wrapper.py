@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import arguments, dtypes, finite
+from apex._core.param_groups import exchange, params_in
 from apex._core.scale import checked_static
 from apex._engine.masters import make_master
 from apex._engine.optimizer.subclass import prepared_state
@@ -72,9 +73,11 @@ class MasterWrapper:
     param_groups = forwarded("optimizer", "param_groups", "The optimizer's groups.")
     loss_scale = forwarded("loss_scaler", "cur_scale", "The current loss scale (multiplier).")
     dynamic_loss_scale = forwarded("loss_scaler", "dynamic", "Whether gradients move the scale.")
-    cur_scale, cur_iter, last_overflow_iter, scale_factor, scale_window = (
-        forwarded("loss_scaler", name) for name in (*_SCALE[1:], *_RULE)
-    )
+    cur_scale = forwarded("loss_scaler", "cur_scale")
+    cur_iter = forwarded("loss_scaler", "cur_iter")
+    last_overflow_iter = forwarded("loss_scaler", "last_overflow_iter")
+    scale_factor = forwarded("loss_scaler", "scale_factor")
+    scale_window = forwarded("loss_scaler", "scale_window")
 
     def __init__(
         self,
@@ -103,37 +106,41 @@ class MasterWrapper:
         """
         _check_optimizer(init_optimizer)
         dynamic = arguments.flag("dynamic_loss_scale", dynamic_loss_scale)
-        options = {**self._scale_options, **((dynamic and dynamic_loss_args) or {})}
-        if unknown := sorted(options.keys() - self._scale_options.keys()):
+        options = dict(self._scale_options)
+        if dynamic and dynamic_loss_args:
+            options = {**options, **dynamic_loss_args}
+        unknown = sorted(options.keys() - self._scale_options.keys())
+        if unknown:
             names = ", ".join(self._scale_options)
             raise TypeError(f"dynamic_loss_args holds {unknown}; it takes {names}.")
-        initial = options.pop("init_scale")
-        scale = initial if dynamic else static_loss_scale
+        scale = options.pop("init_scale")
+        if not dynamic:
+            scale = static_loss_scale
         self.loss_scaler: Any = self._scale_type(scale, dynamic=dynamic, **options)
-        self.optimizer, self.overflow, self.verbose = init_optimizer, False, verbose
+        self.optimizer = init_optimizer
+        self.overflow = False
+        self.verbose = verbose
         self._scale: float | None = None  # of the model's gradients, from the first pass on
         self._pending = False  # whether a pass has added to them since they were unscaled
         self.fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         for params in self._stepped():
-            self._adopt(params)
+            low: list[nn.Parameter] = []
+            full: list[nn.Parameter] = []
+            for param in params:
+                if param.requires_grad or self._with_frozen:
+                    (low if dtypes.is_low_precision(param) else full).append(param)
+            self.fp16_groups.append(low)
+            self.fp32_from_fp16_groups.append([*map(make_master, low)])
+            self.fp32_from_fp32_groups.append(full)
         self.all_fp16_params = [*chain(*self.fp16_groups)]
         self.all_fp32_from_fp16_params = [*chain(*self.fp32_from_fp16_groups)]
         self.all_fp32_from_fp32_params = [*chain(*self.fp32_from_fp32_groups)]
+        ids = map(id, self.all_fp16_params)
+        exchange(init_optimizer, dict(zip(ids, self.all_fp32_from_fp16_params, strict=True)))
         if init_optimizer.state:
             init_optimizer.load_state_dict(init_optimizer.state_dict())  # casts it to fp32
-
-    def _adopt(self, params: list[nn.Parameter]) -> None:
-        stepped = [param for param in params if param.requires_grad or self._with_frozen]
-        masters = {p: make_master(p) for p in stepped if dtypes.is_low_precision(p)}
-        params[:] = [masters.get(param, param) for param in params]
-        for param, own in masters.items():
-            if param in self.optimizer.state:
-                self.optimizer.state[own] = self.optimizer.state.pop(param)
-        self.fp16_groups.append(list(masters))
-        self.fp32_from_fp16_groups.append(list(masters.values()))
-        self.fp32_from_fp32_groups.append([param for param in stepped if param not in masters])
 
     def _stepped(self) -> list[list[nn.Parameter]]:
         """Returns what the optimizer steps, per group."""
@@ -160,7 +167,8 @@ class MasterWrapper:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_().zero_()
-        self._scale, self._pending = None, False
+        self._scale = None
+        self._pending = False
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Runs the backward pass of the loss times the scale, in fp32; several calls accumulate.
@@ -171,7 +179,8 @@ class MasterWrapper:
         scale = self._scale or self.loss_scale
         if self._scale is not None and not self._pending:
             finite.unscale_(finite.values_of(self.all_fp32_from_fp32_params), scale)
-        self._scale, self._pending = scale, True
+        self._scale = scale
+        self._pending = True
         torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
 
     @torch.no_grad()
@@ -181,7 +190,8 @@ class MasterWrapper:
         Gradients of passes that the script ran itself count as multiplied by the present scale, as
         in apex. Where gradients are checked this waits for the device: ``overflow`` is on the host.
         """
-        scale, self._pending = self._scale or self.loss_scale, False
+        scale = self._scale or self.loss_scale
+        self._pending = False
         copies = copy_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
         values = finite.dense_values(copies) + finite.values_of(self.all_fp32_from_fp32_params)
         device = values[0].device if values else torch.device("cpu")
@@ -233,19 +243,22 @@ class MasterWrapper:
             ValueError: If it does not fit this optimizer; nothing has changed then.
         """
         state: Any = state_dict if isinstance(state_dict, Mapping) else {}
-        if missing := [key for key in (*self._keys, self._masters_key) if key not in state]:
+        missing = [key for key in (*self._keys, self._masters_key) if key not in state]
+        if missing:
             raise ValueError(
                 f"FP16_Optimizer.load_state_dict got {arguments.kind(state_dict)} without "
                 f"{', '.join(missing)}. Pass what FP16_Optimizer.state_dict() returned."
             )
-        scale, groups, saved = self._scale_in(state), self._saved_groups(), state[self._masters_key]
-        given, own = (
-            [_shapes(group) for group in each] for each in (saved, map(self._joined, groups))
-        )
-        if given != own:
+        scale = self._scale_in(state)
+        groups = self._saved_groups()
+        saved = state[self._masters_key]
+        saved_sizes = [*map(_shapes, saved)]
+        sizes = [_shapes(self._joined(params)) for params in groups]
+        if saved_sizes != sizes:
             raise ValueError(
-                f"FP16_Optimizer.load_state_dict got masters of sizes {given}; this optimizer's "
-                f"groups have {own}. Build model and groups as they were when it was saved."
+                f"FP16_Optimizer.load_state_dict got masters of sizes {saved_sizes}; this "
+                f"optimizer's groups have {sizes}. Build model and groups as they were when it was "
+                "saved."
             )
         self.optimizer.load_state_dict(state["optimizer_state_dict"])
         with torch.no_grad():
@@ -293,7 +306,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     accepted = (*dtypes.LOW_PRECISION, torch.float32)
-    for param in (param for group in groups for param in group["params"]):
+    for param in params_in(groups):
         if param.requires_grad and param.dtype not in accepted:
             raise TypeError(
                 f"FP16_Optimizer got a parameter of {param.dtype} and shape "

@@ -15,10 +15,10 @@ from torch.optim import LBFGS, Optimizer
 
 from apex import amp
 from apex._core.param_groups import params_of
-from apex._engine.conversion.notes import mixes_dtypes
 from apex._engine.conversion.state import state_of
 from apex._engine.optimizer.subclass import own_class, prepared_state
 from apex._torch import ddp
+from apex._torch.errors import mixes_dtypes
 from apex.amp.properties import level_defaults
 from apex.integrations import scales
 from apex.integrations.submodule_calls import SubmoduleCalls

@@ -87,7 +87,7 @@ class LARC:
     def _scale_gradients(self, decays: list[float]) -> None:
         prepared = prepared_state(self.optim)
         if prepared is not None:
-            prepared.settle_gradients()
+            prepared.update_masters_with_grads()
         for group, decay in zip(self.optim.param_groups, decays, strict=True):
             for param in group["params"]:
                 grad = param.grad

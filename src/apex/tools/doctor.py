@@ -112,22 +112,22 @@ def examine(device: torch.device) -> Health:
 
 def origins() -> dict[str, str]:
     """Returns where Python finds apex and the modules that NVIDIA's apex has, too."""
-    found = {"apex": str(Path(apex.__file__).parent)}
+    places = {"apex": str(Path(apex.__file__).parent)}
     for name in MODULES:
         spec = importlib.util.find_spec(name)
-        found[name] = "nowhere" if spec is None or spec.origin is None else spec.origin
-    return found
+        places[name] = "nowhere" if spec is None or spec.origin is None else spec.origin
+    return places
 
 
-def whose(found: dict[str, str]) -> str:
+def whose(places: dict[str, str]) -> str:
     """Returns one line on whose apex is whose."""
-    kernels = [name for name in MODULES if OURS.parent not in Path(found[name]).parents]
-    theirs = "".join(f", {name} from {found[name]}" for name in kernels)
-    if Path(found["apex"]) == OURS:
+    kernels = [name for name in MODULES if OURS.parent not in Path(places[name]).parents]
+    theirs = "".join(f", {name} from {places[name]}" for name in kernels)
+    if Path(places["apex"]) == OURS:
         return f"apex is apex-amp's, all of it, from {OURS}{theirs}"
-    parts = [name for name in PARTS if not (Path(found["apex"]) / name).exists()]
+    parts = [name for name in PARTS if not (Path(places["apex"]) / name).exists()]
     return (
-        f"apex is another distribution's, {_version()}from {found['apex']}{theirs}; "
+        f"apex is another distribution's, {_version()}from {places['apex']}{theirs}; "
         f"apex-amp adds {', '.join(parts)}"
     )
 

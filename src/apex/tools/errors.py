@@ -65,10 +65,10 @@ def is_relative_import(error: BaseException) -> bool:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yields an error and those that caused it, the first to be raised last."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
 
 
 def _lines(error: BaseException) -> list[str]:

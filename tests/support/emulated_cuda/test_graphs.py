@@ -1,5 +1,8 @@
 """CUDA graphs of whole iterations, of passes alone and of models train as eager steps do."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -71,3 +74,23 @@ def test_the_emulation_refuses_host_reads_under_capture():
         graph = torch.cuda.graph(torch.cuda.CUDAGraph())
         with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graph:
             read(flag)
+
+
+def test_the_page_about_graphs_runs_as_written():
+    text = (Path(__file__).parents[3] / "docs" / "howto" / "cuda_graphs.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 5
+    assert names["optimizer"].state
+
+
+def test_a_captured_block_whose_gradients_stay_scaled_is_an_error():
+    model, optimizer = loops.prepared("O2", loops.fused_adamw_of, loops.net().cuda())
+    x, y = (tensor.cuda() for tensor in loops.batch())
+    loops.train_step(model, optimizer, x, y)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loops.backward(model, optimizer, x, y, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="not the last block of the step"):
+        optimizer.step()

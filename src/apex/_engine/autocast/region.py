@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -43,6 +43,16 @@ def under(
         devices[0], dtype, enabled=dtype is not None, cache_enabled=weight_cache_is_safe
     ):
         return under(devices[1:], dtype, fn, *args, **kwargs)
+
+
+class Region(Protocol):
+    """Runs a model's own forward with op casts on or off; picklable and deep-copyable."""
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Returns ``fn(*args, **kwargs)``, called inside the region; dynamo can trace it."""
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
+        """Enters the region until ``until`` closes; returns the arguments for a call inside."""
 
 
 class AutocastRegion:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from apex._core import dtypes, tree
 from apex._core.mixins import plain_class, swap_class
+from apex._core.rounding import exact_value
 from apex._engine.conversion.plan import planned_dtypes, topmost_fp32_modules
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._pickle import rebuild
-from apex._torch.modules import named_tensors
+from apex._torch.modules import flatten_rnns, named_tensors
+from apex._torch.parameters import set_in_place
 
 
 def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
@@ -29,15 +31,11 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     for _, tensor, dtype in planned_dtypes(model, plan):
         if tensor.dtype is not dtype and dtypes.is_castable(tensor):
             set_in_place(tensor, tensor.detach().to(dtype), undo)
-    if plan.casts_down:
-        _attach_hooks(model, state)
     flatten_rnns(model)
-
-
-def _attach_hooks(model: nn.Module, state: ModelState) -> None:
-    """Attaches the hooks to every module that lacks them."""
-    hooks = Fp32Module(state.plan.param_dtype or torch.float32)
-    for module in topmost_fp32_modules(model, state.plan):
+    if not plan.casts_down:
+        return
+    hooks = Fp32Module(plan.param_dtype)
+    for module in topmost_fp32_modules(model, plan):
         attached = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
         if hooks not in attached:
             before = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
@@ -50,7 +48,7 @@ def _attach_hooks(model: nn.Module, state: ModelState) -> None:
 class Fp32Module:
     """The hooks of a module that computes in fp32 in a model that computes in ``dtype``."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
     def before(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
         """Returns the arguments with every floating tensor in fp32."""
@@ -58,7 +56,7 @@ class Fp32Module:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns ``output`` with every floating tensor in the model's dtype."""
-        return tree.cast_tensors(output, self.dtype)
+        return tree.cast_tensors(output, self.dtype or torch.float32)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by its kind; see :mod:`apex._pickle`."""
@@ -142,8 +140,8 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
         with ExitStack() as undo:
             for tensor in named_tensors(model).values():
                 if dtypes.is_low_precision(tensor):
-                    exact = state.link.exact(tensor, tensor, (masters or {}).get(id(tensor)))
-                    set_in_place(tensor, exact, undo)
+                    known = state.link.master_of(tensor), (masters or {}).get(id(tensor))
+                    set_in_place(tensor, exact_value(tensor, known), undo)
             undo.pop_all()
     undo_convert(model)
     flatten_rnns(model)
@@ -162,27 +160,3 @@ def undo_convert(model: nn.Module) -> None:
         state.handles.pop().remove()
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)
-
-
-def flatten_rnns(model: nn.Module) -> None:
-    """Makes the weights of RNNs contiguous again after a change of dtype, for cuDNN."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-
-
-def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
-    """Gives ``tensor`` the storage and dtype of ``value``, its gradient the same dtype."""
-    grad = tensor.grad if tensor.is_leaf else None
-    new_grad = None if grad is None else dtypes.cast(grad.detach(), value.dtype)
-    undo.callback(assign, tensor, tensor.data, grad)
-    assign(tensor, value, new_grad)
-
-
-def assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
-    """Gives ``tensor`` the storage and dtype of ``data`` and the gradient ``grad``."""
-    if tensor.is_leaf:
-        tensor.grad = None  # torch rejects a gradient whose dtype differs from its tensor's
-    tensor.data = data
-    if grad is not None:
-        tensor.grad = grad

@@ -13,9 +13,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from apex._core import dtypes
+from apex._core.arguments import parameters_of
 from apex._core.param_groups import params_of
 from apex._engine.conversion.plan import ModelPlan, matches, named_submodules, planned_dtypes
-from apex._engine.conversion.state import forward_parameters, state_of
+from apex._engine.conversion.state import state_of
 from apex._torch import dtensor, fsdp
 from apex._torch.modules import named_tensors
 
@@ -141,7 +142,7 @@ def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     for rule in plan.fp32_buffers:
         if not any(fnmatchcase(name, str(rule)) for name in buffers):
             _refuse("fp32_buffers", rule, "matches no buffer", buffers)
-    params = [p for model in models for p in forward_parameters(model.forward).values()]
+    params = [p for model in models for p in parameters_of(model.forward).values()]
     names = [p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
     for rule in plan.fp32_inputs:

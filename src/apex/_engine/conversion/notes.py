@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dis
 import logging
-import re
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +12,11 @@ from apex._core import dtypes
 from apex._core.rounding import loses_order
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
 from apex._engine.conversion.state_dict import AVERAGE
+from apex._torch import errors
 from apex._torch.copies import has_values
 from apex._torch.modules import named_parameters
 
 _log = logging.getLogger("apex")
-
-_MIXED_INPUTS = re.compile(  # oneDNN says it of a state in another dtype
-    "same dtype|scalar type|Half|BFloat16|primitive descriptor for (the|an) LSTM"
-)
-_NOT_FLOATING = re.compile(
-    r"\b((unsigned |signed )?char|short|int|long|bool|byte)\b|Complex", re.IGNORECASE
-)
-_NO_ROOM = re.compile("value cannot be converted to type .*(Half|BFloat16) without overflow")
-_NO_KERNEL = re.compile(
-    "not implemented for '(Half|BFloat16)'|[Ll]ow precision dtypes not supported"
-    "|Unsupported dtype (Half|BFloat16)|tensors(,? but got|( of type)?:) (Half|BFloat16)"
-    "|[Ff]loat(,| or| and) [Dd]ouble"
-)
 
 _PREPARED = "amp prepared the model "
 _HOLDS = (
@@ -51,42 +36,17 @@ _COMPUTES = (
 )
 
 
-def mixes_dtypes(error: RuntimeError) -> bool:
-    """Returns whether an operator failed because its inputs have different dtypes."""
-    return _MIXED_INPUTS.search(str(error)) is not None
-
-
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     """Adds the remedy to the text of an error that torch raised for the plan's dtypes."""
-    # Scripts catch subclasses, such as out of memory, by name.
-    if type(error) not in (RuntimeError, NotImplementedError) or not _is_of_torch(error):
+    fault, text = errors.fault_of_16_bits(error), str(error)
+    if fault is None or _PREPARED in text:  # by a method, or another prepared model, inside
         return
-    text = str(error)
-    if _PREPARED in text:  # by a method, or another prepared model, inside
-        return
-    no_room = _NO_ROOM.search(text) is not None
-    mixed = mixes_dtypes(error)
-    mixed_floats = mixed and not _NOT_FLOATING.search(text)
-    if not (no_room or mixed_floats or _NO_KERNEL.search(text)):
-        return  # the same call fails in fp32
-    others = _of_another_dtype(model, plan) if mixed and not no_room else []
-    if others or no_room or plan.casts_down:
+    others = _of_another_dtype(model, plan) if fault == "mixed" else []
+    if others or fault == "no room" or plan.casts_down:
         listed = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
         name, dtype = type(model).__name__, plan.param_dtype or torch.float32
         remedy = (_HOLDS if others else _COMPUTES).format(model=name, dtype=dtype, found=listed)
         error.args = (f"{text}\n{remedy}",)
-
-
-def _is_of_torch(error: BaseException) -> bool:
-    """Returns whether torch raised an error, and not a ``raise`` in other Python code."""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    module: str = trace.tb_frame.f_globals.get("__name__", "")
-    instruction = trace.tb_frame.f_code.co_code[trace.tb_lasti]
-    return module.startswith("torch.") or dis.opname[instruction] != "RAISE_VARARGS"
 
 
 def _of_another_dtype(model: nn.Module, plan: ModelPlan) -> list[str]:

@@ -1,19 +1,17 @@
-"""The dtypes of a converted model's parts, and the protocols that a conversion relies on."""
+"""The dtypes of a converted model's parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes
-from apex._core.tree import Args, Call, Kwargs
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
@@ -27,16 +25,6 @@ FP32_BUFFERS = ("inv_freq",)
 
 Rule = type[nn.Module] | str
 """A module type, or an ``fnmatch`` pattern over qualified names."""
-
-
-class Region(Protocol):
-    """Runs a model's own forward with op casts on or off; picklable and deep-copyable."""
-
-    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Returns ``fn(*args, **kwargs)``, called inside the region; dynamo can trace it."""
-
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
-        """Enters the region until ``until`` closes; returns the arguments for a call inside."""
 
 
 @dataclass(frozen=True)

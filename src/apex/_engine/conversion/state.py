@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from apex._core.arguments import parameters_of, positional_names
 from apex._core.tree import Args, Kwargs
 from apex._engine.autocast.accurate import LowPrecisionRegion
-from apex._engine.conversion.plan import ModelPlan, Region
+from apex._engine.autocast.region import Region
+from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state_dict import MasterLink
 from apex._engine.conversion.writes import Writes
-from apex._pickle import empty
+from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
 
@@ -61,14 +63,16 @@ class ModelState:
         if session is None:
             return
         if not traced and self.plan.casts_down:
-            session.masters.write_back(model)
+            session.masters.update_model(model)
+            if session.masters.has_clipped and torch.is_grad_enabled():
+                session.masters.move_clipped_grads()
         wrapper = active_wrapper()
         if wrapper is not None:
-            session.ddp_tracker.note(wrapper, traced=traced)
+            session.ddp_tracker.mark_forward(wrapper, traced=traced)
 
     def find_uncast(self, forward: Callable[..., Any]) -> None:
         """Finds the plan's ``fp32_inputs`` in the signature of ``forward``."""
-        named, parameters = self.plan.fp32_inputs, forward_parameters(forward)
+        named, parameters = self.plan.fp32_inputs, parameters_of(forward)
         by_position = positional_names(forward)
         positions = [at for at, name in enumerate(by_position) if name in named]
         self.uncast = (*named, *positions)
@@ -113,26 +117,12 @@ class ModelState:
         """
         if not self.plan.casts_down:
             return type(None), ()
-        saved = ("plan", "link", "inner_forward", "handles")
-        return empty, ("model_state",), {name: getattr(self, name) for name in saved}
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__init__(region=LowPrecisionRegion(), **saved)  # type: ignore[misc]
+        return rebuild, ("model_state", self.plan, self.link, self.inner_forward, self.handles)
 
 
-def forward_parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of ``forward`` by name; none if it is written in C."""
-    try:
-        return inspect.signature(forward).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def positional_names(forward: Callable[..., Any]) -> list[str]:
-    """Returns the names of the arguments that ``forward`` takes by position."""
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = forward_parameters(forward)
-    return [name for name in parameters if parameters[name].kind in by_position]
+def rebuild_state(plan: ModelPlan, *parts: Any) -> ModelState:
+    """Rebuilds a pickled state."""
+    return ModelState(plan, LowPrecisionRegion(), *parts)
 
 
 def state_of(model: nn.Module) -> ModelState | None:

@@ -76,20 +76,17 @@ class MasterLink:
     def write_back(self, model: nn.Module) -> None:
         """Rounds the written masters of a model into it."""
         if (session := self.session) is not None:
-            session.masters.write_back(model)
+            session.masters.update_model(model)
 
     def has_master(self, param: Tensor) -> bool:
         """Returns whether a parameter has a master."""
         session = self.session
         return session is not None and session.masters.pair_of(param) is not None
 
-    def exact(self, tensor: Tensor, entry: Tensor, other: Tensor | None = None) -> Tensor:
-        """Returns the fp32 values of a 16-bit tensor, whose own values ``entry`` holds.
-
-        ``other`` is a master that the link may not know.
-        """
-        known = None if (session := self.session) is None else session.masters.master_of(tensor)
-        return exact_value(entry, [known, other])
+    def master_of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
+        session = self.session
+        return None if session is None else session.masters.exact_value(tensor)
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Registers the hooks of one module; returns their handles. Does nothing if it has them."""
@@ -106,18 +103,18 @@ class MasterLink:
         """Replaces the entries of the module's own 16-bit tensors by their exact fp32 values."""
         for key, tensor in own_tensors(module):
             entry = entries.get(prefix + key)
-            is_value = isinstance(entry, Tensor) and entry is not tensor  # or with ``keep_vars``
-            if is_value and dtypes.is_low_precision(entry):
+            if not isinstance(entry, Tensor) or entry is tensor:  # with ``keep_vars``
+                continue
+            if dtypes.is_low_precision(entry):
                 entries[prefix + key] = self._saved_value(entries, prefix + key, tensor)
 
     def _saved_value(self, entries: Entries, key: str, tensor: Tensor) -> Tensor:
         """Returns the fp32 values of a 16-bit tensor; entries of tied tensors share them."""
-        session = self.session
-        master = None if session is None else session.masters.master_of(tensor)
+        master = self.master_of(tensor)
         known_key, known, versions = self._saved.get(id(tensor), (key, _gone, ()))
         exact = known()
-        is_tied = exact is not None and entries.get(known_key) is exact
-        if not is_tied or versions != _versions(tensor, master, exact):
+        is_tied = entries.get(known_key) is exact and versions == _versions(tensor, master, exact)
+        if exact is None or not is_tied:
             exact = exact_value(entries[key], [master])
             versions = _versions(tensor, master, exact)
             self._saved[id(tensor)] = key, weakref.ref(exact), versions
@@ -142,7 +139,7 @@ class MasterLink:
         self.loads += 1
         if self.session is not None:
             own = [(tensor, entries.get(prefix + key)) for key, tensor in own_tensors(module)]
-            self.session.masters.expect(
+            self.session.masters.set_exact_values(
                 (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
             )
 

@@ -10,13 +10,12 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from apex._core import dtypes, tree
+from apex._core.sums import Sums
 from apex._engine.conversion.notes import keeping
 from apex._engine.conversion.state_dict import MasterLink
 from apex._engine.conversion.whole_numbers import WholeNumbers
@@ -32,20 +31,20 @@ _COPIED = " of a deep copy"
 
 
 class Writes:
-    """What a model wrote in its forward passes so far.
+    """What a model wrote in its forward passes so far; ``left`` of them are watched.
 
     A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing; averages and
     counters do. So buffers that two passes in a row have written are watched in the next one, by
-    :class:`_Sums`. Frozen weights and deep copies are written between the passes, by loads or as an
+    :class:`Sums`. Frozen weights and deep copies are written between the passes, by loads or as an
     average.
     """
 
     def __init__(self) -> None:
-        self._left = _FORWARDS
+        self.left = _FORWARDS
         self._versions: dict[str, tuple[int, int, int]] = {}
         self._changed: set[str] = set()
         self._judged: set[str] = set()
-        self._sums: _Sums | None = None
+        self._sums: Sums | None = None
         self._copies = weakref.WeakKeyDictionary[nn.Module, MasterLink]()
         self._told: set[str] = set()
         self._whole_numbers = WholeNumbers()
@@ -53,16 +52,11 @@ class Writes:
     def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
         self._copies[copied] = link
-        self._left = _FORWARDS
-
-    @property
-    def watches(self) -> bool:
-        """Whether the next forward pass is watched."""
-        return self._left > 0
+        self.left = _FORWARDS
 
     def begin_forward(self, model: nn.Module, link: MasterLink, until: ExitStack) -> None:
         """Names what is written between forward passes, twice in a row; watches buffers."""
-        self._left -= 16 if model.training else 1
+        self.left -= 16 if model.training else 1
         changed: set[str] = set()
         averages: list[str] = []
         buffers: dict[str, Tensor] = {}
@@ -84,7 +78,7 @@ class Writes:
         self._tell_lost(model, averages)
         if buffers:
             self._judged |= buffers.keys()
-            self._sums = until.enter_context(_Sums(buffers))
+            self._sums = until.enter_context(Sums(buffers))
 
     def end_forward(
         self, model: nn.Module, names: Sequence[str], given: tree.Call, cast: tree.Call
@@ -99,7 +93,7 @@ class Writes:
         """
         if self._sums is not None:
             sums, self._sums = self._sums, None
-            self._tell_lost(model, sums.found(model))
+            self._tell_lost(model, sums.found(dict(_buffers(model))))
         known = set(map(id, tree.tensors(given)))
         args, kwargs = cast
         labels = [*names, *map(str, range(len(names), len(args)))]
@@ -151,12 +145,9 @@ class Writes:
 
         Those that an optimizer trains are left out.
         """
-        watched: list[tuple[str, Tensor, MasterLink]] = []
-        for name, param in named_parameters(model):
-            if not param.requires_grad:
-                watched.append((name, param, link))
-        if model.training:
-            watched += [(name, buffer, link) for name, buffer in _buffers(model)]
+        tensors: list[tuple[str, Tensor]] = [*_buffers(model)] if model.training else []
+        tensors += [(n, param) for n, param in named_parameters(model) if not param.requires_grad]
+        watched = [(name, tensor, link) for name, tensor in tensors]
         for copied, its_link in [*self._copies.items()]:
             copies = named_parameters(copied)
             watched += [(name + _COPIED, param, its_link) for name, param in copies]
@@ -180,55 +171,3 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in own_tensors(module, prefix):
                 if not isinstance(tensor, nn.Parameter):
                     yield name, tensor
-
-
-# Operators by which an average or a counter becomes its next value, and by which values move.
-_SUMS = frozenset(
-    ["add", "sub", "mul", "div", "truediv", "true_divide", "lerp", "addcmul", "addcdiv"]
-)
-_MOVES = frozenset(["to", "float", "half", "bfloat16", "type", "clone", "detach", "getitem"])
-_REPLACES = frozenset(["copy", "zero", "fill", "set"])
-
-_OLD, _SUM = 1, 2
-"""Marks of tensors with a value from before a pass, and of sums with such a value."""
-
-
-class _Sums(TorchFunctionMode):
-    """Finds the buffers whose next value is a sum with their value before."""
-
-    def __init__(self, buffers: dict[str, Tensor]) -> None:
-        super().__init__()
-        self._before = {name: (id(t), t._version) for name, t in buffers.items()}
-        # By ``id``, with the tensors, so that no other gets their ``id``.
-        self._marks = {id(buffer): (_OLD, buffer) for buffer in buffers.values()}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
-        is_sum = name in _SUMS or name[1:] in _SUMS  # iadd, radd
-        replaces = name in _REPLACES
-        if is_sum or replaces or name in _MOVES or name == "setitem":
-            sources = [args[1:] if replaces or name == "setitem" else args, kwargs]
-            mark = max((self._mark(tensor) for tensor in tree.tensors(sources)), default=0)
-            if is_sum and mark:
-                mark = _SUM
-            for target in tree.tensors(args[:1] if result is None else result):
-                if replaces or mark > self._mark(target):
-                    self._marks[id(target)] = mark, target
-        return result
-
-    def _mark(self, tensor: Tensor) -> int:
-        return self._marks.get(id(tensor), (0, None))[0]
-
-    def found(self, model: nn.Module) -> list[str]:
-        """Returns the buffers with a sum, and the ones written outside of the pass alone."""
-        summed = []
-        for name, buffer in _buffers(model):
-            if name in self._before:
-                mark = self._mark(buffer)
-                unwritten = mark == _OLD and self._before[name] == (id(buffer), buffer._version)
-                if mark == _SUM or (unwritten and buffer.numel() > 1):
-                    summed.append(name)
-        return summed

@@ -29,6 +29,7 @@ from apex._engine.masters import MasterPair
 from apex._engine.optimizer.fused import reads_gradients_in_kernels
 from apex._torch import dispatch_modes, foreach, parameters
 from apex._torch.dynamo import untraced
+from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -61,17 +62,23 @@ def begin(prepared: PreparedOptimizer, *, compiled: bool) -> BlockStep | None:
     """Begins a step block by block; if it is none, moves waiting gradients to the masters."""
     if not compiled and takes(prepared):
         return BlockStep(prepared)
-    masters.take(prepared.pairs)
+    masters.move_grads_to_masters(prepared.pairs)
     return None
 
 
 def takes(prepared: PreparedOptimizer) -> bool:
     """Returns whether the next step goes block by block."""
-    pairs = [pair for pair in prepared.pairs if pair.waiting is not None]
-    on_cpu = all(pair.master.device.type == "cpu" for pair in pairs)
-    least = least_elements if on_cpu else device_elements
-    large = sum(pair.model.numel() for pair in pairs) >= least
-    return large and reads_gradients_in_kernels(prepared.optimizer) and not prepared.shared
+    elements = 0
+    with without_overrides():
+        for pair in prepared.pairs:
+            if pair.model.grad is not None:
+                elements += pair.model.numel()
+    if elements < min(least_elements, device_elements):
+        return False
+    on_cpu = all(pair.master.device.type == "cpu" for pair in prepared.pairs)
+    if elements < (least_elements if on_cpu else device_elements):
+        return False
+    return reads_gradients_in_kernels(prepared.optimizer) and not prepared.shared_pairs()
 
 
 class BlockStep(TorchDispatchMode):
@@ -94,7 +101,7 @@ class BlockStep(TorchDispatchMode):
         if not self._open:
             return
         for pair in self._pairs:
-            grad = pair.waiting
+            grad = pair.pending_grad
             if grad is None:
                 continue
             plain = parameters.grad_of(pair.master) is None and not grad.requires_grad
@@ -104,7 +111,7 @@ class BlockStep(TorchDispatchMode):
                 parameters.set_grad(pair.master, shown)
                 self._lent[id(shown)] = pair, grad, shown
             else:
-                masters.take([pair])
+                masters.move_grads_to_masters([pair])
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
@@ -143,7 +150,7 @@ class BlockStep(TorchDispatchMode):
         if self._is_lent(pair.master, tensor):
             pair.model.grad = grad
             parameters.set_grad(pair.master, None)
-            masters.take([pair])
+            masters.move_grads_to_masters([pair])
         return parameters.grad_of(pair.master)
 
     def _is_lent(self, master: Tensor, shown: Tensor) -> bool:
@@ -172,6 +179,7 @@ class BlockStep(TorchDispatchMode):
         lent = [self._lent.pop(id(shown)) for shown in lists[1]]
         pairs = [pair for pair, _, _ in lent]
         lists[1] = [grad for _, grad, _ in lent]
+        factors = [masters.clip_factor(grad) for grad in lists[1]]
         models = [pair.model.detach() for pair in pairs]
         count, kernel = dispatch_modes.OPERANDS[func], dispatch_modes.function_of(func)
         cuts = _cuts(tuple(map(_numel, params)), params[0].device.type)
@@ -179,15 +187,14 @@ class BlockStep(TorchDispatchMode):
         buffer = torch.empty(size, dtype=torch.float32, device=device)
         for block in cuts:
             operands = [_pieces(each, block) if each else [] for each in lists[:count]]
-            operands[1] = _filled(buffer, operands[1], [pairs[i].factor for i, _, _ in block])
+            operands[1] = _filled(buffer, operands[1], [factors[i] for i, _, _ in block])
             steps = [[each[i] for i, _, _ in block] if each else [] for each in lists[count:]]
             kernel(*operands, *steps, **kwargs)
             foreach.copy_(_pieces(models, block), operands[0])
         increment_version(models)
-        masters.mark_rounded(pairs)
+        masters.mark_synced(pairs)
         self._rounded.update(map(id, pairs))
         for pair in pairs:
-            pair.factor = None
             parameters.set_grad(pair.master, None)
 
 

@@ -11,14 +11,18 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from apex._core.param_groups import params_of
 from apex._torch.dynamo import untraced
 
-_KINDS = (SGD, Adagrad, AdamW, Adam)
+_FUSED_CLASSES = (SGD, Adagrad, AdamW, Adam)
 
 
-def _kind(optimizer: Optimizer) -> type[Optimizer] | None:
+def _fused_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """Returns torch's class whose fused kernel steps every group; ``None`` if there is none."""
-    if not all(group.get("fused") for group in optimizer.param_groups):
-        return None
-    return next((kind for kind in _KINDS if isinstance(optimizer, kind)), None)
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            return None
+    for fused_class in _FUSED_CLASSES:
+        if issubclass(type(optimizer), fused_class):
+            return fused_class
+    return None
 
 
 def reads_gradients_in_kernels(optimizer: Optimizer) -> bool:
@@ -28,7 +32,7 @@ def reads_gradients_in_kernels(optimizer: Optimizer) -> bool:
     subclass may read them elsewhere.
     """
     own: Any = optimizer.__class__  # not the class that amp generates
-    return own is _kind(optimizer) or bool(vars(own).get("gradients_in_kernels"))
+    return own is _fused_class(optimizer) or bool(vars(own).get("gradients_in_kernels"))
 
 
 @untraced
@@ -39,12 +43,13 @@ def skips_in_kernel(optimizer: Optimizer, found_inf: Tensor) -> bool:
     ``_step_supports_amp_scaling``, but not by a step that takes a ``grad_scaler``, which it asks.
     """
     # torch's fused optimizers copy it to CPU parameters without synchronizing (torch 2.13).
-    params = params_of(optimizer)
-    if found_inf.device.type != "cpu" and any(p.device.type == "cpu" for p in params):
+    flag_on_cpu = found_inf.device.type == "cpu"
+    if not flag_on_cpu and any(param.device.type == "cpu" for param in params_of(optimizer)):
         return False
     # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
-    if (kind := _kind(optimizer)) is not None:
-        return kind is not SGD or not _starts_momentum(optimizer)
+    fused_class = _fused_class(optimizer)
+    if fused_class is not None:
+        return fused_class is not SGD or not _starts_momentum(optimizer)
     declared = getattr(optimizer, "_step_supports_amp_scaling", False)
     fused = declared and all(group.get("fused", True) for group in optimizer.param_groups)
     own: Any = optimizer.__class__

@@ -1,4 +1,4 @@
-"""amp's state for one optimizer: the masters in its groups, its gradients, and its overflow."""
+"""amp's state for one optimizer: the masters in its groups, its open pass, and its overflow."""
 
 from __future__ import annotations
 
@@ -6,37 +6,102 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes, finite
-from apex._core.param_groups import exchange, is_trained, move_state, params_in, params_of
+from apex._core.param_groups import exchange, is_trained, move_state, params_in
 from apex._engine import masters
-from apex._engine.masters import LazyMaster, Master, MasterPair, MasterTable
+from apex._engine.masters import LazyMaster, MasterPair, MasterTable
+from apex._engine.mistakes import Mistake
 from apex._pickle import empty
-from apex._torch import parameters
+from apex._torch import dtensor
 from apex._torch.autograd import backward_id
-from apex._torch.copies import HostCopy, capturing
+from apex._torch.copies import HostCopy, capturing, moved
 from apex._torch.dynamo import untraced
+from apex._torch.parameters import grad_of, set_grad
 
 if TYPE_CHECKING:
-    from apex._engine.backward import PassGradients
+    from apex._engine.backward import BackwardPass
     from apex._engine.session import Session
 
 _dtype = operator.attrgetter("dtype")
 
+PREPARED = "_apex_prepared"
+"""Attribute of a prepared optimizer that holds its state."""
 
-class OpenPass(Protocol):
-    """A backward pass whose gradients are not unscaled yet."""
 
-    gradients: PassGradients
+class OverflowFlag:
+    """An overflow in any pass since the last step; raised until a step consumes it.
+
+    The flag is on the device of the last pass, and stays in place there, for CUDA graphs.
+
+    Attributes:
+        was_skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
+    """
+
+    def __init__(self) -> None:
+        """Starts without a pass."""
+        self.was_skipped: Tensor | bool = False
+        self._flag: Tensor | None = None
+        self._is_checked = False  # whether a pass has been checked since the last step
+        self._host_copy: HostCopy | None = None
 
     @property
-    def is_open(self) -> bool: ...
-    def finish(self) -> None: ...
+    def pending(self) -> Tensor | None:
+        """The flag, 0-d fp32, if a pass has been checked since the last step."""
+        return self._flag if self._is_checked else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the flag is."""
+        return torch.device("cpu") if self._flag is None else self._flag.device
+
+    def add(self, found_inf: Tensor) -> None:
+        """Raises the flag if ``found_inf``, 0-d, of one more pass is set."""
+        if self._flag is None:
+            self._flag = torch.zeros_like(found_inf)
+        self._flag = moved(self._flag, found_inf.device)
+        if self._is_checked:
+            finite.raise_flag_(self._flag, found_inf)
+        else:
+            self._flag.copy_(found_inf)
+        self._is_checked = True
+
+    def is_raised(self) -> bool:
+        """Returns whether the next step is skipped. Waits for the device."""
+        flag = self.pending
+        return flag is not None and bool(flag.tolist())  # sync: Python code needs the answer
+
+    def consume(self, skipped: Tensor | bool) -> None:
+        """Lowers the flag after a step; records whether it was skipped, perhaps by the flag."""
+        self.was_skipped = skipped.clone() if isinstance(skipped, Tensor) else skipped
+        self._is_checked = False
+        self._host_copy = None
+
+    def await_replay(self) -> None:
+        """Lowers the flag, which the next replay of a CUDA graph writes in place."""
+        if self._flag is not None:
+            self._flag.zero_()
+            self._is_checked = True
+
+    def was_skipped_on_host(self) -> bool | None:
+        """Returns whether the last step was skipped, None until the answer has arrived."""
+        skipped = self.was_skipped
+        if isinstance(skipped, bool):
+            return skipped
+        if self._host_copy is None:
+            self._host_copy = HostCopy(skipped).start()
+        if not self._host_copy.arrived:
+            return None
+        return bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
+
+
+def _version_of(grad: Tensor | None) -> int | None:
+    return None if grad is None else grad._version
 
 
 class PreparedOptimizer:
@@ -45,18 +110,14 @@ class PreparedOptimizer:
     Attributes:
         pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
         session: Kept alive; ``None`` in an unpickled optimizer.
+        masters: The table of all masters of the session.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         open_pass: The backward pass still to be finished, if any.
-        found_inf: Whether a pass since the last step overflowed, 0-d fp32; stays in place, for CUDA
-            graphs. ``None`` before the first checked pass.
-        checked: Whether there was such a pass.
-        skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
+        overflow: Whether a pass since the last step overflowed.
+        had_block: Whether a ``scale_loss`` block was given the optimizer.
         steps: Steps so far, skipped ones included.
-        used: Whether a pass has begun.
-        got_scaled: Whether a pass of other optimizers has left scaled gradients.
         stepping: Whether the optimizer is in its step.
-        shared: The ids of pairs that other optimizers step, too; set by the step.
     """
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
@@ -70,23 +131,20 @@ class PreparedOptimizer:
         self.pairs: list[MasterPair] = []
         self.master_weights = session.policy.master_weights
         self.session: Session | None = session
-        self.inner_step: Callable[..., Any] | None = None
-        self._masters = session.masters
-        self._begin_anew()
-        self.adopt(optimizer.param_groups)
+        self.masters = session.masters
+        self._start()
+        self.create_masters(optimizer.param_groups)
 
-    def _begin_anew(self) -> None:
-        self.open_pass: OpenPass | None = None
-        self.found_inf: Tensor | None = None
-        self.checked = self.used = self.stepping = self.got_scaled = False
-        self.skipped: Tensor | bool = False
+    def _start(self) -> None:
+        self.inner_step: Callable[..., Any] | None = None
+        self.open_pass: BackwardPass | None = None
+        self.overflow = OverflowFlag()
+        self.had_block = False
         self.steps = 0
-        self.shared: set[int] = set()
+        self.stepping = False
         # Gradients that each replay of a CUDA graph writes anew: those of its last block, of which
         # no step was captured. None without such a graph.
         self._captured: list[tuple[Tensor, Tensor]] | None = None
-        self._skip_copy: HostCopy | None = None
-        self.own_pass: PassGradients | None = None
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -104,52 +162,73 @@ class PreparedOptimizer:
         return self._optimizer() is not None
 
     def attach(self, optimizer: Optimizer) -> None:
+        """Makes this the state of ``optimizer``."""
         self._optimizer = weakref.ref(optimizer)
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        return params_of(self.optimizer)
+        params: list[nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            params += group["params"]
+        return params
 
-    def direct(self) -> list[nn.Parameter]:
+    def direct_params(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
-        own = {id(pair.master) for pair in self.pairs}
-        return [param for param in self.params() if id(param) not in own]
+        if not self.pairs:
+            return self.params()
+        with_pair = {id(pair.master) for pair in self.pairs}
+        return [param for param in self.params() if id(param) not in with_pair]
 
-    def trained(self) -> list[nn.Parameter]:
+    def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
-        return [*(pair.model for pair in self.pairs), *self.direct()]
+        return [*(pair.model for pair in self.pairs), *self.direct_params()]
 
     def is_frozen(self, param: Tensor) -> bool:
         """Returns whether ``param``, in a group, is frozen and gets its master when unfrozen."""
         return self.master_weights and dtypes.is_low_precision(param)
 
-    def steps_any(self, params: Iterable[Tensor]) -> bool:
-        """Returns whether a group holds the master of one of ``params``, models' parameters."""
-        given = set(map(id, params))
-        owned = {id(pair.master) for pair in self.pairs if id(pair.model) in given}
-        return not owned.isdisjoint(map(id, self.params()))
+    def check_new_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Raises ValueError unless the optimizer can take these parameters of models now."""
+        new = list(params)
+        stepped = {*map(id, self.params())}
+        for pair in self.pairs:
+            if id(pair.master) in stepped and any(param is pair.model for param in new):
+                raise ValueError(
+                    "add_param_group got a parameter that is already in a group of this "
+                    "optimizer, as its fp32 master. Each parameter may be in one group only."
+                )
+        if self.open_pass is None or not self.open_pass.scaled:
+            return
+        if any(param.grad is not None for param in new):
+            raise ValueError(
+                "add_param_group got a parameter that has a gradient, before the gradients of "
+                "earlier amp.scale_loss blocks are unscaled: nobody knows whether this one is "
+                "scaled, too. Clear it first (param.grad = None), or add the group before the "
+                "first block with delay_unscale=True or after the last block of the step."
+            )
 
-    def adopt(self, groups: list[dict[str, Any]]) -> None:
+    def create_masters(self, groups: list[dict[str, Any]]) -> None:
         """Puts masters in place of trained low-precision parameters in ``groups``, all or none.
 
         A frozen parameter stays and gets its master when unfrozen.
         """
         if not self.master_weights:
             return
-        params = params_in(groups)
-        low = [param for param in params if dtypes.is_low_precision(param) and is_trained(param)]
-        made = {id(param): self._masters.make(param, self) for param in low}
+        created: dict[int, MasterPair] = {}
+        for param in params_in(groups):
+            if dtypes.is_low_precision(param) and is_trained(param):
+                created[id(param)] = self.masters.create(param, self)
         known = {id(pair.model) for pair in self.pairs}
-        self.pairs += [pair for key, pair in made.items() if key not in known]
-        exchange(self.optimizer, {key: pair.master for key, pair in made.items()})
+        self.pairs += [pair for key, pair in created.items() if key not in known]
+        exchange(self.optimizer, {key: pair.master for key, pair in created.items()})
 
     @untraced
-    def adopt_new(self) -> None:
+    def create_missing_masters(self) -> None:
         """Gives masters to parameters that were unfrozen, or put into groups by a script."""
         if not self.master_weights:
             return
         if not {*map(_dtype, self.params())}.isdisjoint(dtypes.LOW_PRECISION):
-            self.adopt(self.optimizer.param_groups)
+            self.create_masters(self.optimizer.param_groups)
 
     def close(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
@@ -159,83 +238,167 @@ class PreparedOptimizer:
     # -- gradients ---------------------------------------------------------------------------
 
     @untraced
-    def read_masters(self) -> None:
-        """Has masters follow written weights, for a script that asks for them or for the step."""
-        self.adopt_new()
-        if masters.follow(self.pairs):
+    def update_masters(self) -> None:
+        """Brings masters up to date with written weights, for a script that asks, or the step."""
+        self.create_missing_masters()
+        if masters.update_masters_from_model(self.pairs):
             move_state(self.optimizer)
 
     @untraced
-    def settle(self) -> None:
-        """Finishes an open pass, and gives the masters the values of the model."""
+    def finish_backward(self) -> None:
+        """Finishes an open pass, which unscales its gradients."""
         opened = self.open_pass
-        if opened is not None:
-            if opened.gradients.scaled and backward_id() != -1:
-                raise RuntimeError(
-                    "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
-                    "hook), while the gradients are still scaled. Step after the pass, or use a "
-                    "loss scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
-                )
-            if backward_id() == -1:
-                opened.finish()
-        self.read_masters()
+        if opened is None:
+            return
+        if backward_id() == -1:
+            opened.finish()
+        elif opened.scaled:
+            raise RuntimeError(
+                "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
+                "hook), while the gradients are still scaled. Step after the pass, or use a "
+                "loss scale of 1 (loss_scale=1.0; the default of O0, O3, O4 and O5)."
+            )
 
-    def settle_gradients(self) -> None:
-        """Does :meth:`settle`, and gives the masters the gradients of the model, too."""
-        self.settle()
-        masters.take(self.pairs)
+    def update_masters_with_grads(self) -> None:
+        """Finishes an open pass, and gives masters the values and gradients of the model."""
+        self.finish_backward()
+        self.update_masters()
+        masters.move_grads_to_masters(self.pairs)
 
     def has_grads(self) -> bool:
         """Returns whether there is a gradient, without computing one."""
-        return any(pair.waiting is not None for pair in self.pairs) or any(
-            parameters.grad_of(param) is not None for param in self.params()
-        )
+        if any(grad_of(param) is not None for param in self.params()):
+            return True
+        return any(pair.pending_grad is not None for pair in self.pairs)
 
-    def has_plain_gradients(self) -> bool:
-        """Whether the model has gradients of a plain backward pass, which masters do not show."""
-        waits = (p.waiting is not None and type(p.master) is Master for p in self.pairs)
-        return not self.checked and any(waits)
+    def has_only_scratch_grads(self) -> bool:
+        """Returns whether only the model has gradients, which reach no master."""
+        has_scratch = any(pair.model.grad is not None for pair in self.pairs if not pair.lazy)
+        return has_scratch and all(grad_of(pair.master) is None for pair in self.pairs)
 
-    def zero(self, *, set_to_none: bool) -> None:
-        """Clears the gradients of all pairs, model and master."""
+    def stash_grads(self) -> None:
+        """Stashes the gradients from before a pass with a loss scale, and clears all gradients."""
+        for param in self.params():
+            grad = grad_of(param)
+            if grad is not None:
+                self.masters.stashed[id(param)] = param, self._own_copy(param, grad)
+                set_grad(param, None)
         for pair in self.pairs:
-            masters.clear_grad(pair, set_to_none=set_to_none)
-        self.tell_cleared()
+            pair.model.grad = None
 
-    def tell_cleared(self) -> None:
-        """Tells every optimizer of the session that this one's gradients are cleared."""
-        prepared_optimizers = [self] if self.session is None else self.session.prepared_optimizers
-        told = [
-            each for each in prepared_optimizers if each.open_pass is not None or each.got_scaled
-        ]
-        cleared = {*map(id, self.params())} if told else set()
-        for each in told:
-            each.note_cleared(cleared)
+    def _own_copy(self, param: nn.Parameter, grad: Tensor) -> Tensor:
+        """Returns a gradient that the next pass leaves alone: of a view of a bucket, a copy."""
+        if grad.layout is not torch.strided or dtensor.is_dtensor(grad):
+            return grad
+        is_part = grad.untyped_storage().nbytes() != grad.nbytes
+        if is_part or (self.session is not None and self.session.ddp_tracker.owns_buffer(param)):
+            return grad.clone()
+        return grad
 
-    def note_cleared(self, params: set[int]) -> None:
-        """Forgets gradients that were cleared, of the stepped parameters with these ids.
+    def unstash_grads(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns the stashed gradients of the optimizer's parameters, which end."""
+        stashed = self.masters.stashed
+        if not stashed:
+            return []
+        own = [id(param) for param in self.params()]
+        return [stashed.pop(key) for key in own if key in stashed]
 
-        What was set aside is dropped, and a delayed pass leaves out an optimizer of them alone.
+    def clear_grads(self, *, set_to_none: bool) -> None:
+        """Clears all gradients; with zeros, those of stepped parameters are zeros already."""
+        params = self.params()
+        if set_to_none:
+            # As torch's zero_grad, but 30 us faster, and also for optimizers that never called
+            # torch's constructor (timm's Lookahead).
+            for param in params:
+                set_grad(param, None)
+        for pair in self.pairs:
+            pair.model.grad = None
+        if self.session is not None:
+            self.session.drop_cleared(params)
+
+    def clear_grads_by(self, clear: Callable[[], None]) -> None:
+        """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
+        before = [(param, _version_of(grad_of(param))) for param in self.params()]
+        clear()
+        if self.session is not None:
+            self.session.drop_cleared(
+                param
+                for param, version in before
+                if grad_of(param) is None or _version_of(grad_of(param)) != version
+            )
+
+    def drop_overflowed(self) -> None:
+        """Drops gradients that no step may use, for a script that goes on without amp."""
+        if not self.overflow.is_raised():
+            return
+        for param in self.params():
+            param.grad = None
+        self.overflow.consume(skipped=False)
+        if self.session is not None:
+            self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)
+
+    # -- the step ----------------------------------------------------------------------------
+
+    @untraced
+    def begin_step(self, *, has_closure: bool = False) -> None:
+        """Brings masters up to date.
+
+        Finishes an open pass, except before a closure, whose own pass may go on with it.
         """
-        opened = self.open_pass
-        if params.issuperset(map(id, self.params())):
-            self.got_scaled = False
-            if opened is not None and not opened.is_open:
-                opened.gradients.leave_out(params)
-                self.open_pass = None
-        if opened is not None:
-            opened.gradients.note_cleared(params)
+        if self._captured is not None:
+            self._check_captured()
+        if not has_closure:
+            self.finish_backward()
+        self.create_missing_masters()
+        if masters.update_masters_from_model(self.pairs, before_step=True):
+            move_state(self.optimizer)
+        self.steps += 1
+        self.stepping = True
+
+    @untraced
+    def end_step(self, rounded: Collection[int] = (), *, failed: bool) -> None:
+        """Rounds the masters into the model and drops their gradients, which end with the step.
+
+        Those with the ids ``rounded`` have been rounded already. A step that failed leaves
+        gradients and overflow for another try.
+        """
+        self.stepping = False
+        unrounded = self.pairs
+        if rounded:
+            unrounded = [
+                pair for pair in self.pairs if id(pair) not in rounded or pair.master_written
+            ]
+        if unrounded:
+            masters.update_model_from_masters(unrounded)
+        if failed:
+            return
+        if self.pairs:
+            masters.end_step(self.pairs, shared=self.shared_pairs())
+        if self._captured is not None:
+            for param, grad in self._captured:
+                set_grad(param, grad)
+            self.overflow.await_replay()
+
+    def shared_pairs(self) -> set[int]:
+        """Returns the ids of pairs that other optimizers step, too."""
+        shared: set[int] = set()
+        if self.session is not None and self.session.has_several_optimizers:
+            for sharer in self.session.sharers_of(self):
+                shared.update(map(id, sharer.pairs))
+        return shared
+
+    # -- CUDA graphs -------------------------------------------------------------------------
 
     def keep_captured(self) -> None:
         """Keeps the gradients of a block that a CUDA graph captures, for steps after replays."""
         self._captured = []
         for pair in self.pairs:
-            param = pair.master if pair.waiting is None else pair.model
-            grad = parameters.grad_of(param)
+            param = pair.master if pair.pending_grad is None else pair.model
+            grad = grad_of(param)
             if grad is not None:
                 self._captured.append((param, grad))
 
-    def _use_captured(self) -> None:
+    def _check_captured(self) -> None:
         """Checks, at a step, the gradients that a CUDA graph has captured; a captured step ends it.
 
         Raises:
@@ -251,90 +414,20 @@ class PreparedOptimizer:
                 "the step, too."
             )
 
-    def _put_captured_back(self) -> None:
-        """Gives parameters the gradients that the next replay of a CUDA graph writes."""
-        for param, grad in self._captured or ():
-            parameters.set_grad(param, grad)
-        if self.found_inf is not None:
-            self.found_inf.zero_()  # the step has used it
-            self.checked = True
+    def must_skip(self) -> bool:
+        """Returns whether an overflow skips the step. Waits for the device.
 
-    # -- overflow ----------------------------------------------------------------------------
-
-    def note_overflow(self, found_inf: Tensor) -> None:
-        """Skips the next step if ``found_inf`` (0-d) or that of an earlier pass is set."""
-        if self.found_inf is None or self.found_inf.device != found_inf.device:
-            self.found_inf, self.checked = torch.zeros_like(found_inf), False
-        if self.checked:
-            finite.raise_flag_(self.found_inf, found_inf)
-        else:
-            self.found_inf.copy_(found_inf)
-        self.checked = True
-
-    def overflowed(self) -> bool:
-        """Returns whether the next step is skipped."""
-        if not self.checked or self.found_inf is None:
-            return False
-        if capturing(self.found_inf.device):
+        Raises:
+            RuntimeError: If a CUDA graph captures the step.
+        """
+        if capturing(self.overflow.device):
             raise RuntimeError(
                 f"A CUDA graph captures the step of {type(self.optimizer).__name__}, which asks on "
                 "the host whether to skip it. Use an optimizer that skips on the device "
                 "(fused=True of torch.optim, SGD with momentum after its first step; those of "
                 "apex.optimizers), a static loss_scale, or call optimizer.step() outside the graph."
             )
-        return bool(self.found_inf.tolist())  # sync: an optimizer in Python needs the answer
-
-    @untraced
-    def note_skipped(self, skipped: Tensor | bool) -> None:
-        """Records whether the step that has begun is skipped; a tensor is the flag."""
-        self.skipped = skipped.clone() if isinstance(skipped, Tensor) else skipped
-        self._skip_copy = None
-
-    # -- the step ----------------------------------------------------------------------------
-
-    @untraced
-    def begin_step(self, *, closure: bool = False) -> None:
-        """Has masters follow the model, and count as written: torch's fused kernels do not count.
-
-        Finishes an open pass, except before a closure, whose own pass may go on with it.
-        """
-        if self._captured is not None:
-            self._use_captured()
-        if closure:
-            self.read_masters()
-        else:
-            self.settle()
-        self.steps += 1
-        sharers = self.session.others([self]) if self.session is not None and self.pairs else ()
-        self.shared = {id(pair) for each, shares in sharers if shares for pair in each.pairs}
-        masters.drop_unsent_bits(self.pairs)
-        for pair in self.pairs:
-            pair.mark_written()
-        self.stepping = True
-
-    @untraced
-    def end_step(self, rounded: Collection[int]) -> None:
-        """Rounds the masters into the model and drops their gradients, which end with the step.
-
-        Those with the ids ``rounded`` have been rounded already.
-        """
-        left = [each for each in self.pairs if id(each) not in rounded or each.master_written]
-        masters.round_into_model(left)
-        for pair in self.pairs:
-            pair.end_step(shared=id(pair) in self.shared)
-        self.checked = self.stepping = False
-        if self._captured is not None:
-            self._put_captured_back()
-
-    def skipped_on_host(self) -> bool | None:
-        """Returns whether the last step was skipped, None until the answer has arrived."""
-        skipped = self.skipped
-        if isinstance(skipped, bool):
-            return skipped
-        if self._skip_copy is None:
-            self._skip_copy = HostCopy(skipped).start()
-        copy = self._skip_copy
-        return bool(copy.wait().tolist()) if copy.arrived else None  # sync: none, it has arrived
+        return self.overflow.is_raised()
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -346,16 +439,16 @@ class PreparedOptimizer:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        new.session = self.session
-        if new.session is not None:
-            new._masters = new.session.masters
+        if self.session is not None:
+            new.session = self.session
+            new.masters = self.session.masters
             new.session.register(new)
-        new._masters.hold(new.pairs, new)
+        new.masters.add(new.pairs, new)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
-        masters.write_back(self.pairs)
+        masters.update_model_from_written_masters(self.pairs)
         return {"pairs": self.pairs, "master_weights": self.master_weights}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -363,9 +456,10 @@ class PreparedOptimizer:
         return empty, ("prepared",), self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.pairs, self.master_weights = state["pairs"], bool(state["master_weights"])
-        self.session = self.inner_step = None
+        self.pairs = state["pairs"]
+        self.master_weights = bool(state["master_weights"])
+        self.session = None
         lazy = any(isinstance(pair.master, LazyMaster) for pair in self.pairs)
-        self._masters = MasterTable(LazyMaster) if lazy else MasterTable()
-        self._masters.hold(self.pairs, self)
-        self._begin_anew()
+        self.masters = MasterTable(lazy=lazy)
+        self.masters.add(self.pairs, self)
+        self._start()

@@ -29,43 +29,54 @@ _OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master, masters.LazyMaster}
 
 
 @untraced_frame
-def step(prepared: PreparedOptimizer, run: Run) -> Any:
+def run_step(prepared: PreparedOptimizer, run: Run) -> Any:
     """Runs the optimizer's own step ``run`` unless a gradient overflowed; then updates the model.
 
-    Returns its result; ``None`` for a skipped step.
+    Returns its result; ``None`` for a skipped step. After an exception, gradients and overflow are
+    there for another try.
     """
-    inspect_step(prepared)
+    session = prepared.session
+    if session is not None and session.mistakes.blocks_left:
+        inspect_step(prepared)
     prepared.begin_step()
-    off, blocks = UncastBlock(), None
+    blocks: block_step.BlockStep | None = None
+    failed = True
     try:
-        off.__enter__()
-        compiled = is_compiling_here()
-        blocks = block_step.begin(prepared, compiled=compiled)
-        if prepared.pairs and not compiled and _sees_only_parameters(prepared):
-            run = functools.partial(_run_without_overrides, run)
-        return _run_unless_overflow(prepared, run)
-    finally:  # also if the step failed partway
-        prepared.end_step(() if blocks is None else blocks.end())
-        off.__exit__(None, None, None)
+        with UncastBlock():
+            if prepared.pairs:
+                compiled = is_compiling_here()
+                if prepared.masters.lazy:
+                    blocks = block_step.begin(prepared, compiled=compiled)
+                if not compiled and _sees_only_parameters(prepared):
+                    run = functools.partial(_run_without_overrides, run)
+            result = _run_unless_overflow(prepared, run)
+        failed = False
+        return result
+    finally:
+        prepared.end_step(() if blocks is None else blocks.end(), failed=failed)
 
 
 @untraced_frame
 def _run_unless_overflow(prepared: PreparedOptimizer, run: Run) -> Any:
-    flag = prepared.found_inf if prepared.checked else None
-    if flag is None:
-        prepared.note_skipped(False)
-        return run()
+    overflow = prepared.overflow
     optimizer: Any = prepared.optimizer
+    flag = overflow.pending
+    if flag is None:
+        result = run()
+        overflow.consume(skipped=False)
+        return result
     if not skips_in_kernel(optimizer, flag):
-        skipped = prepared.overflowed()
-        prepared.note_skipped(skipped)
-        return None if skipped else run()
-    prepared.note_skipped(flag)
+        skipped = prepared.must_skip()
+        result = None if skipped else run()
+        overflow.consume(skipped)
+        return result
     optimizer.found_inf = flag
     try:
-        return run()
+        result = run()
     finally:
         del optimizer.found_inf
+    overflow.consume(skipped=flag)
+    return result
 
 
 def _sees_only_parameters(prepared: PreparedOptimizer) -> bool:
@@ -91,29 +102,32 @@ class _SkipStep(BaseException):
 
 
 @untraced_frame
-def step_with_closure(
+def run_step_with_closure(
     prepared: PreparedOptimizer, run: Callable[[Closure], Any], closure: Closure
 ) -> Any:
     """Runs the optimizer's own step ``run``, whose evaluations have op casts as in training.
 
     Reverts all of it if any evaluation overflows.
     """
-    prepared.begin_step(closure=True)
-    off = UncastBlock()
+    prepared.begin_step(has_closure=True)
+    uncast = UncastBlock()
+    failed = True
     try:
-        off.__enter__()
-        prepared.note_skipped(False)
-        evaluate = _evaluation(prepared, closure, off)
-        if prepared.session is None or not prepared.session.can_skip:
-            return run(evaluate)
-        return _run_evaluations(prepared, run, evaluate)
-    finally:  # also if the step failed partway
-        prepared.end_step(())
-        off.__exit__(None, None, None)
+        with uncast:
+            evaluate = _evaluation(prepared, closure, uncast)
+            if prepared.session is not None and prepared.session.can_skip:
+                result = _run_unless_evaluation_overflows(prepared, run, evaluate)
+            else:
+                result = run(evaluate)
+                prepared.overflow.consume(skipped=False)
+        failed = False
+        return result
+    finally:
+        prepared.end_step(failed=failed)
 
 
 @untraced_frame
-def _run_evaluations(
+def _run_unless_evaluation_overflows(
     prepared: PreparedOptimizer, run: Callable[[Closure], Any], evaluate: Closure
 ) -> Any:
     before = _snapshot(prepared)
@@ -122,36 +136,37 @@ def _run_evaluations(
     @untraced_frame
     def evaluate_or_skip() -> Any:
         losses.append(evaluate())
-        if prepared.overflowed():
+        if prepared.must_skip():
             raise _SkipStep
         return losses[-1]
 
     try:
-        return run(evaluate_or_skip)
+        result = run(evaluate_or_skip)
     except BaseException as error:
         _restore(prepared, before)
         if not isinstance(error, _SkipStep):
             raise
-    prepared.skipped = True
-    return losses[0]
+        prepared.overflow.consume(skipped=True)
+        return losses[0]
+    prepared.overflow.consume(skipped=False)
+    return result
 
 
 @untraced_frame
-def _evaluation(prepared: PreparedOptimizer, closure: Closure, off: UncastBlock) -> Closure:
+def _evaluation(prepared: PreparedOptimizer, closure: Closure, uncast: UncastBlock) -> Closure:
     """Returns ``closure`` with the model updated before it and op casts as in training."""
 
     @untraced_frame
     def evaluate() -> Any:
-        masters.round_into_model(prepared.pairs)
-        off.__exit__(None, None, None)
+        masters.update_model_from_masters(prepared.pairs)
+        uncast.__exit__(None, None, None)
         try:
             loss = closure()
         finally:
-            off.__enter__()
-        prepared.settle_gradients()
+            uncast.__enter__()
+        prepared.update_masters_with_grads()
         inspect_step(prepared, in_closure=True)
-        for pair in prepared.pairs:
-            pair.mark_written()
+        masters.mark_written(prepared.pairs)
         return loss
 
     return evaluate

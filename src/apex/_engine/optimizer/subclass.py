@@ -1,4 +1,4 @@
-"""The generated subclass of a bound optimizer, which overrides the methods that amp adds to."""
+"""The generated subclass of a prepared optimizer, which overrides the methods that amp adds to."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from torch.optim import Optimizer
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import optimizers_in
 from apex._engine import masters
-from apex._engine.backward import PassGradients
-from apex._engine.masters import PREPARED
-from apex._engine.mistakes import BLOCK
-from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.optimizer.step import step, step_with_closure
+from apex._engine.backward import make_room, unscale_grads
+from apex._engine.mistakes import inspect_grad_scaler
+from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
+from apex._engine.optimizer.step import run_step, run_step_with_closure
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 from apex._torch.parameters import without_overrides
-
-ATTRIBUTE = PREPARED
 
 _SCALING = "_step_supports_amp_scaling"
 
@@ -59,8 +56,8 @@ class AmpOptimizer(Optimizer):
         if prepared.stepping:  # an optimizer inside another: the step has begun
             return run() if closure is None else run(closure)
         if closure is None:
-            return step(prepared, run)
-        return step_with_closure(prepared, run, closure)
+            return run_step(prepared, run)
+        return run_step_with_closure(prepared, run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
@@ -69,13 +66,8 @@ class AmpOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """What the optimizer's own class says; GradScaler reads it before it steps or unscales."""
         prepared = prepared_state(self)
-        if prepared is not None and prepared.has_plain_gradients():
-            raise RuntimeError(
-                "torch's GradScaler got an optimizer with fp32 master weights (O2, O5). It does "
-                "not unscale the gradients of a plain backward pass there: they reach the masters "
-                "at the step. Remove the GradScaler; amp.scale_loss scales, unscales and skips:\n"
-                f"{BLOCK}    optimizer.step()"
-            )
+        if prepared is not None and not prepared.stepping:
+            inspect_grad_scaler(prepared)
         declared: bool = getattr(super(), _SCALING, False)
         return bool(self.__dict__.get(_SCALING, declared))
 
@@ -84,28 +76,24 @@ class AmpOptimizer(Optimizer):
         self.__dict__[_SCALING] = declared
 
     @untraced
-    def zero_grad(self, *given: Any, **named: Any) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of masters and model, as the optimizer's own method does.
 
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
-        own, prepared = super().zero_grad, prepared_state(self)
-        if prepared is None or getattr(own, "__func__", None) is not Optimizer.zero_grad:
-            own(*given, **named)
-            if prepared is not None and not prepared.has_grads():
-                prepared.tell_cleared()
+        own_method = super().zero_grad
+        prepared = prepared_state(self)
+        if prepared is None:
+            own_method(*args, **kwargs)
             return
-        set_to_none = _set_to_none(*given, **named)
+        if getattr(own_method, "__func__", None) is not Optimizer.zero_grad:
+            prepared.clear_grads_by(functools.partial(own_method, *args, **kwargs))
+            return
+        set_to_none = _set_to_none(*args, **kwargs)
         with without_overrides():
-            if set_to_none:
-                # As torch's, but 30 us faster, and also for optimizers that never called torch's
-                # constructor (timm's Lookahead).
-                for group in self.param_groups:
-                    for param in group["params"]:
-                        param.grad = None
-            else:
-                own(set_to_none=False)
-            prepared.zero(set_to_none=set_to_none)
+            if not set_to_none:
+                own_method(set_to_none=False)
+            prepared.clear_grads(set_to_none=set_to_none)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
@@ -120,14 +108,10 @@ class AmpOptimizer(Optimizer):
             undo.callback(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
             super().add_param_group(param_group)
             group = self.param_groups[-1]
-            if prepared.steps_any(group["params"]):
-                raise ValueError(
-                    "add_param_group got a parameter that is already in a group of this "
-                    "optimizer, as its fp32 master. Each parameter may be in one group only."
-                )
+            prepared.check_new_params(group["params"])
             if prepared.session is not None:
                 prepared.session.convert_late(group["params"])
-            prepared.adopt([group])
+            prepared.create_masters([group])
             undo.pop_all()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -149,31 +133,25 @@ class AmpOptimizer(Optimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Writes the rounded masters into the model."""
-        masters.round_into_model(cast(PreparedOptimizer, prepared_state(self)).pairs)
+        masters.update_model_from_masters(cast(PreparedOptimizer, prepared_state(self)).pairs)
 
     def _prepare_amp_backward(self) -> None:
-        """Sets existing gradients aside before a backward pass."""
+        """Stashes existing gradients before a backward pass with a loss scale."""
         prepared = cast(PreparedOptimizer, prepared_state(self))
-        prepared.adopt_new()
-        prepared.own_pass = PassGradients(prepared.pairs, prepared.params(), scaled=True)
-        prepared.own_pass.make_room()
-        prepared.used = True
+        prepared.create_missing_masters()
+        make_room([prepared], scaled=True)
 
     def _post_amp_backward(self, scaler: Any) -> None:
-        """Unscales the gradients of the pass by apex's view of a scaler, adds those set aside."""
+        """Unscales the gradients of the pass by apex's view of a scaler, and adds those stashed."""
         prepared = cast(PreparedOptimizer, prepared_state(self))
-        gradients, prepared.own_pass = prepared.own_pass, None
-        if gradients is None:
-            gradients = PassGradients(prepared.pairs, prepared.params(), scaled=True)
-            gradients.mark()
-        gradients.receive(scaler._scaler, scaler._scaler.factor())
+        unscale_grads([prepared], scaler._scaler, scaler._scaler.factor())
         if scaler.dynamic:
-            prepared.note_overflow(scaler._scaler.found_inf)
+            prepared.overflow.add(scaler._scaler.found_inf)
 
     # -- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), ATTRIBUTE: prepared_state(self)}
+        return {**super().__getstate__(), PREPARED: prepared_state(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -188,13 +166,13 @@ def _set_to_none(set_to_none: bool = True) -> bool:
 
 
 def prepared_state(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """Returns the prepared of an optimizer, or ``None`` for a plain one."""
-    prepared: PreparedOptimizer | None = optimizer.__dict__.get(ATTRIBUTE)
+    """Returns the state of a prepared optimizer, or ``None`` for a plain one."""
+    prepared: PreparedOptimizer | None = optimizer.__dict__.get(PREPARED)
     return prepared
 
 
 def prepare_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
-    """Gives ``optimizer``, and those that it holds, their generated class and one prepared.
+    """Gives ``optimizer``, and those that it holds, their generated class and one state.
 
     A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
     """
@@ -204,22 +182,22 @@ def prepare_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
         prepared.inner_step = inner
         optimizer.__dict__["step"] = _wrap_step(optimizer, inner)
     for held in optimizers_in(optimizer):
-        if ATTRIBUTE not in vars(held) and "step" not in vars(held):
+        if PREPARED not in vars(held) and "step" not in vars(held):
             _set_class(held, prepared)
 
 
 def _set_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
     # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
     optimizer.__class__ = with_mixin(AmpOptimizer, own_class(type(optimizer)))
-    optimizer.__dict__[ATTRIBUTE] = prepared
+    optimizer.__dict__[PREPARED] = prepared
 
 
 def unprepare_class(optimizer: Optimizer) -> None:
     """Removes both, as far as they are there, and restores the instance's own ``step``."""
-    prepared = optimizer.__dict__.get(ATTRIBUTE)
+    prepared = optimizer.__dict__.get(PREPARED)
     for each in optimizers_in(optimizer):
-        if each.__dict__.get(ATTRIBUTE) is prepared:
-            each.__dict__.pop(ATTRIBUTE, None)
+        if each.__dict__.get(PREPARED) is prepared:
+            each.__dict__.pop(PREPARED, None)
             own = own_class(type(each))
             if type(each) is not own:
                 swap_class(each, own)
@@ -233,7 +211,7 @@ def own_class(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def rebuild_optimizer(function: Callable[..., Any], arguments: Any) -> Any:
-    """Rebuilds a pickled bound optimizer; its state, with the prepared, is set afterwards."""
+    """Rebuilds a pickled prepared optimizer; its state is set afterwards."""
     optimizer = function(*arguments)
     # In a fresh process, the own class's step may not be wrapped with hooks yet.
     optimizer._patch_step_function()

@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine.autocast import steps
-from apex._engine.masters import PREPARED, Master, write_back
+from apex._engine.masters import Master, mark_written, update_model_from_written_masters
 from apex._engine.mistakes import Mistake
+from apex._engine.optimizer.prepared import PREPARED
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_tensors
 
@@ -33,10 +34,9 @@ def _look_after(session: Session, versions: _Versions, optimizer: Optimizer) -> 
     """Rounds masters that an optimizer stepped; warns if it steps 16-bit weights itself."""
     stepped = params_of(optimizer)
     own = {id(param) for param in stepped if isinstance(param, Master)}
-    for pair in session.masters.all() if own else ():
-        if id(pair.master) in own:
-            pair.mark_written()  # fused kernels do not count
-    write_back(session.masters.all())
+    if own:  # fused kernels do not count their writes
+        mark_written(pair for pair in session.masters.pairs() if id(pair.master) in own)
+    update_model_from_written_masters(session.masters.pairs())
     low = [param for param in stepped if dtypes.is_low_precision(param)]
     if low:
         fused = any(group.get("fused") for group in optimizer.param_groups)

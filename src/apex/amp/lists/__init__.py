@@ -42,7 +42,8 @@ def op_table(dtype: torch.dtype) -> OpTable:
     Raises:
         ValueError: If torch has no function of an added name.
     """
-    table, now = OpTable.default().for_dtype(dtype), _names()
+    table = OpTable.default().for_dtype(dtype)
+    now = _names()
     for namespace, _, name in _ORIGINAL - now:
         table = table.without(namespace, name)
     for namespace, listed, name in sorted(now - _ORIGINAL):
@@ -57,21 +58,22 @@ def python_functions() -> list[tuple[Any, str, Kind]]:
 
     Those have no operator, and are cast as the user's registered functions are.
     """
-    return [
-        (_MODULES[namespace].MODULE, name, kind)
-        for namespace, listed, name in sorted(_names() - _ORIGINAL)
-        if (kind := _LISTS[listed][1]) is not None and not operators(namespace, name)
-    ]
+    functions = []
+    for namespace, listed, name in sorted(_names() - _ORIGINAL):
+        kind = _LISTS[listed][1]
+        if kind is not None and not operators(namespace, name):
+            functions.append((_MODULES[namespace].MODULE, name, kind))
+    return functions
 
 
 def _names() -> set[tuple[str, str, str]]:
     """Returns namespace, list and name of every entry."""
-    return {
-        (namespace, listed, _name(entry))
-        for namespace, module in _MODULES.items()
-        for listed in _LISTS
-        for entry in getattr(module, listed, ())
-    }
+    names = set()
+    for namespace, module in _MODULES.items():
+        for listed in _LISTS:
+            for entry in getattr(module, listed, ()):
+                names.add((namespace, listed, _name(entry)))
+    return names
 
 
 def _name(entry: object) -> str:

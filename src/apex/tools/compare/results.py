@@ -87,7 +87,7 @@ def parse_levels(names: str | None) -> tuple[Level, ...]:
             f"no level {', '.join(map(repr, unknown)) or repr(names)}; choose from "
             f"{', '.join(LEVELS)}, separated by commas.{similar}"
         )
-    return tuple(each for each in LEVELS.values() if each.name in wanted | {BASELINE})
+    return tuple(level for level in LEVELS.values() if level.name in wanted | {BASELINE})
 
 
 @dataclass(frozen=True)

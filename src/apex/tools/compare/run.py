@@ -85,7 +85,7 @@ def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Compariso
         run = _Run(build, options, stage)
         run.train()
         run.time()
-    found = Comparison(
+    comparison = Comparison(
         target=target,
         machine=f"{describe(options.device)}, torch {torch.__version__}",
         steps=len(run.batches),
@@ -94,7 +94,7 @@ def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Compariso
         notes=tuple(run.notes),
         load=run.load,
     )
-    return replace(found, recommendation=recommendation(found))
+    return replace(comparison, recommendation=recommendation(comparison))
 
 
 class _Run:
@@ -207,8 +207,8 @@ class _Run:
             raise TargetError("The target gives no batches.")
         return batches
 
-    def _put(self, name: str, **found: Any) -> None:
-        self.results[name] = replace(self.results[name], **found)
+    def _put(self, name: str, **parts: Any) -> None:
+        self.results[name] = replace(self.results[name], **parts)
 
     @contextmanager
     def _recording_errors(self, name: str, part: str) -> Iterator[None]:
@@ -228,9 +228,9 @@ class _Run:
 
 def _cycle(experiment: Experiment) -> Iterator[Any]:
     """Yields the batches, starting over if they can be iterated again."""
-    given = True
-    while given:
-        given = False
+    has_batches = True
+    while has_batches:
+        has_batches = False
         for batch in experiment.batches:
-            given = True
+            has_batches = True
             yield batch

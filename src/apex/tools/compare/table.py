@@ -39,15 +39,17 @@ def footnote(comparison: Comparison) -> str:
 
 def comparison_text(comparison: Comparison, *, wide: bool = False) -> str:
     """Returns the table, failures, notes and the recommendation."""
-    found = comparison.recommendation
-    errors = [f"{each.name}: {error}" for each in comparison.failed for error in each.errors]
+    advice = comparison.recommendation
+    errors = []
+    for result in comparison.failed:
+        errors += [f"{result.name}: {error}" for error in result.errors]
     parts = [
         wrapped(f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"),
         text_table(comparison, wide=wide),
         "\n".join(map(wrapped, errors)),
         "\n".join(map(wrapped, comparison.notes)),
         "\n".join(
-            [wrapped(found.text), *(wrapped(f"  - {each}", "    ") for each in found.reasons)]
+            [wrapped(advice.text), *(wrapped(f"  - {reason}", "    ") for reason in advice.reasons)]
         ),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -61,9 +63,9 @@ def text_table(comparison: Comparison, *, wide: bool = False) -> str:
         for name, column in COLUMNS.items()
         if column.is_compact or (wide and any(row[name] != NOTHING for _, row in cells))
     }
-    lines = [[each.heading for each in columns.values()]]
+    lines = [[column.heading for column in columns.values()]]
     lines += [[row[name] for name in columns] for _, row in cells]
-    table = aligned(lines, [each.is_left for each in columns.values()])
+    table = aligned(lines, [column.is_left for column in columns.values()])
     body = ["  ".join(line).rstrip() for line in table]
     rule = "-" * max(map(len, body))
     more = "" if wide else "--wide shows all columns; --help explains them."
@@ -109,10 +111,10 @@ def _apart(result: Result, comparison: Comparison) -> str:
     record, base = result.training, comparison.baseline.training
     if record is None or base is None or result is comparison.baseline:
         return NOTHING
-    found = excess(record.losses, base.losses)
-    if found is None:
+    difference = excess(record.losses, base.losses)
+    if difference is None:
         return NOTHING
-    return f"{100 * found.share:+.2g} ± {100 * found.share_error:.1g}"
+    return f"{100 * difference.share:+.2g} ± {100 * difference.share_error:.1g}"
 
 
 def three_digits(value: float) -> str:

@@ -140,10 +140,10 @@ def _look_at(path: Path, function: str) -> None:
         raise TargetError(f"{path} has no function {function}().{similar} {_HELP}")
     missing = [] if {function or FUNCTION, "*"} & names else [n for n in PARTS if n not in names]
     if missing or _calls_backward(top):
-        kind = "a training script" if _calls_backward(ast.walk(tree)) else "no target"
+        what = "a training script" if _calls_backward(ast.walk(tree)) else "no target"
         lacks = f" It lacks {', '.join(missing)}." if missing else ""
         raise TargetError(
-            f"{path} is {kind}; compare needs four names: {_NAMES}, or a function {FUNCTION}() "
+            f"{path} is {what}; compare needs four names: {_NAMES}, or a function {FUNCTION}() "
             f"that returns them.{lacks} Nothing was run. {_HELP}"
         )
     if "amp.initialize(" in ast.unparse(tree):
@@ -191,33 +191,33 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
     if not callable(maker):
         raise TargetError(f"{target} has no function {function or FUNCTION}(). {_HELP}")
     try:
-        given = maker()
+        parts = maker()
     except Exception as error:
         raise TargetError(
             f"{target}: {function or FUNCTION}() raised {format_error(error)}"
         ) from error
-    return _checked(target, given)
+    return _checked(target, parts)
 
 
-def _checked(target: str, given: Any) -> Experiment:
-    if isinstance(given, tuple | list) and len(given) in (4, 5):
-        given = dict(zip((*PARTS, "evaluate"), given, strict=False))
-    if not isinstance(given, Mapping) or any(name not in given for name in PARTS):
+def _checked(target: str, parts: Any) -> Experiment:
+    if isinstance(parts, tuple | list) and len(parts) in (4, 5):
+        parts = dict(zip((*PARTS, "evaluate"), parts, strict=False))
+    if not isinstance(parts, Mapping) or any(name not in parts for name in PARTS):
         raise TargetError(
-            f"{target} returned {type(given).__name__}; it must return {_NAMES} in this order, or "
+            f"{target} returned {type(parts).__name__}; it must return {_NAMES} in this order, or "
             "a dict with these names."
         )
     wrong = [
-        f"{name} is {type(given[name]).__name__}, not {what}"
-        for name, (kind, what) in PARTS.items()
-        if not isinstance(given[name], kind)
+        f"{name} is {type(parts[name]).__name__}, not {what}"
+        for name, (accepted, what) in PARTS.items()
+        if not isinstance(parts[name], accepted)
     ]
     if wrong:
         raise TargetError(f"{target}: {'; '.join(wrong)}.")
-    model, optimizer, batches, loss = (given[name] for name in PARTS)
+    model, optimizer, batches, loss = (parts[name] for name in PARTS)
     if scales.is_prepared(optimizer):
         raise TargetError(f"{target} {_INITIALIZE}")
-    return Experiment(model, optimizer, batches, _checked_loss(loss), given.get("evaluate"))
+    return Experiment(model, optimizer, batches, _checked_loss(loss), parts.get("evaluate"))
 
 
 def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor]:
@@ -225,13 +225,13 @@ def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor
 
     @functools.wraps(loss, assigned=(), updated=())
     def checked(model: nn.Module, batch: Any) -> Tensor:
-        found = loss(model, batch)
-        if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
-            return found
-        fault = type(found).__name__
-        if isinstance(found, Tensor):
-            fault = f"a tensor of shape {[*found.shape]}" + " without a gradient" * (
-                not found.requires_grad
+        result = loss(model, batch)
+        if isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
+            return result
+        fault = type(result).__name__
+        if isinstance(result, Tensor):
+            fault = f"a tensor of shape {[*result.shape]}" + " without a gradient" * (
+                not result.requires_grad
             )
         raise TargetError(
             f"loss(model, batch) returned {fault}; it must return one number, a 0-d tensor that "

@@ -156,11 +156,11 @@ def current_load(device: torch.device) -> Load:
 
 def _waited() -> dict[str, float]:
     """Returns the seconds that each thread of this process has waited for a core; Linux only."""
-    found = {}
+    waited = {}
     for file in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has ended
-            found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
-    return found
+            waited[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return waited
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -218,17 +218,17 @@ def operator_seconds(
     The operators are a matrix product, and a convolution with its gradients: some CPUs have fp16
     kernels for the first only. Without a kernel there are no times.
     """
-    found = {}
+    operators = {}
     for name, make in (("matmul", _matmul), ("conv", _conv)):
-        fp32, ours = make(torch.float32, device), make(dtype, device)
         times: list[tuple[float, float]] = []
         with contextlib.suppress(RuntimeError, NotImplementedError):  # the device lacks the kernel
+            fp32, ours = make(torch.float32, device), make(dtype, device)
             ours()
             meter = LoadMeter()
             while len(times) < LEAST_REPEATS or meter.seconds < LEAST_SECONDS:
                 times.append((seconds(fp32, device), seconds(ours, device)))
-        found[name] = times
-    return found
+        operators[name] = times
+    return operators
 
 
 def least_ratio(times: Sequence[tuple[float, float]]) -> float:

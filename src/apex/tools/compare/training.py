@@ -184,12 +184,12 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
     if experiment.evaluate is None:
         return record
     with torch.no_grad():
-        found: Any = trainer.run(experiment.evaluate, trainer.model)
+        result: Any = trainer.run(experiment.evaluate, trainer.model)
         try:
-            return replace(record, evaluation=float(found))
+            return replace(record, evaluation=float(result))
         except (TypeError, ValueError, RuntimeError) as error:
             raise TargetError(
-                f"evaluate(model) returned {kind(found)}; it must return one number"
+                f"evaluate(model) returned {kind(result)}; it must return one number"
             ) from error
 
 
@@ -212,32 +212,28 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Returns the bytes of the tensors' storages by address."""
-    found = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    used = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+    return {storage.data_ptr(): storage.nbytes() for storage in used}
 
 
-def _new_bytes(found: Mapping[int, int], known: Mapping[int, int]) -> int:
-    return sum(size for address, size in found.items() if address not in known)
+def _new_bytes(used: Mapping[int, int], known: Mapping[int, int]) -> int:
+    return sum(size for address, size in used.items() if address not in known)
 
 
-def saved_for_backward(found: dict[int, int]) -> saved_tensors_hooks:
+def saved_for_backward(saved: dict[int, int]) -> saved_tensors_hooks:
     """Returns a context that adds the storages that autograd saves inside to ``found``."""
 
     def pack(tensor: Tensor) -> Tensor:
-        found.update(storages([tensor]))
+        saved.update(storages([tensor]))
         return tensor
 
     return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def last(losses: Sequence[float]) -> Sequence[float]:
-    """Returns the losses of the last steps: ten, or the last fifth of a short training."""
-    return losses[-max(1, min(LAST_STEPS, len(losses) // 5)) :]
-
-
 def end_loss(losses: Sequence[float]) -> float:
-    """Returns the mean loss of the last steps."""
-    return fmean(last(losses))
+    """Returns the mean loss of the last steps: ten, or the last fifth of a short training."""
+    count = max(1, min(LAST_STEPS, len(losses) // 5))
+    return fmean(losses[-count:])
 
 
 def _count_frozen(trainer: Trainer) -> list[float]:

@@ -157,18 +157,17 @@ class _Judged:
 def _judged(
     comparison: Comparison, refusals: Mapping[str, str], timed: Mapping[str, _Timed]
 ) -> _Judged:
-    sound = [
-        each for each in timed.values() if each.result.level.advised and not refusals[each.name]
-    ]
-    usable = any(r.level.advised and not refusals[r.name] for r in comparison.results)
-    if usable and (text := _undecidable(comparison)):
+    usable = [r for r in comparison.results if r.level.advised and not refusals[r.name]]
+    text = _undecidable(comparison) if usable else ""
+    if text:
         return _Judged(None, text)
-    gaining = [each for each in sound if each.gains]
-    unclear = [each for each in sound if each.is_faster is None]
+    sound = [timed[result.name] for result in usable if result.name in timed]
+    gaining = [candidate for candidate in sound if candidate.gains]
+    unclear = [candidate for candidate in sound if candidate.is_faster is None]
     if gaining:
         alike = _fastest_and_ties(gaining, comparison)
-        best = min(alike, key=lambda each: each.preference)
-        ties = tuple(each for each in alike if each is not best)
+        best = min(alike, key=lambda candidate: candidate.preference)
+        ties = tuple(candidate for candidate in alike if candidate is not best)
         return _Judged(best.name, _use(best, ties), best, ties)
     if unclear:
         best = _fastest(unclear)
@@ -204,16 +203,18 @@ def _undecidable(comparison: Comparison) -> str:
 
 
 def _fastest(candidates: Sequence[_Timed]) -> _Timed:
-    return max(candidates, key=lambda each: each.speed.median)
+    return max(candidates, key=lambda candidate: candidate.speed.median)
 
 
 def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> list[_Timed]:
     """Returns the fastest level and those that are as fast, within the spread."""
     fastest = _fastest(candidates)
-    leads = [(each, comparison.speed(fastest.result, each.result)) for each in candidates]
-    return [
-        each for each, lead in leads if lead is None or lead.median < LEAST_GAIN or lead.low <= 1
-    ]
+    alike = []
+    for candidate in candidates:
+        lead = comparison.speed(fastest.result, candidate.result)
+        if lead is None or lead.median < LEAST_GAIN or lead.low <= 1:
+            alike.append(candidate)
+    return alike
 
 
 def _use(best: _Timed, ties: Sequence[_Timed]) -> str:
@@ -223,7 +224,7 @@ def _use(best: _Timed, ties: Sequence[_Timed]) -> str:
     if not ties:
         return text
     text += f" Equally fast within the spread: {', '.join(map(_prose, ties))}."
-    same = [each for each in ties if each.preference == best.preference]
+    same = [candidate for candidate in ties if candidate.preference == best.preference]
     return text + (f" A script that uses {_prose(same[0])} can keep it." if same else "")
 
 

@@ -55,8 +55,8 @@ class Migration:
     @property
     def counts(self) -> dict[str, int]:
         """The number of uses by verdict."""
-        found = Counter(use.verdict for use in self.uses)
-        return {kind: found[kind] for kind in ("works", "note", "not supported")}
+        counts = Counter(use.verdict for use in self.uses)
+        return {verdict: counts[verdict] for verdict in ("works", "note", "not supported")}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every use, the unread files, and the counts, as ``--json`` writes them."""
@@ -116,8 +116,10 @@ def migration_of(path: Path) -> Migration:
     uses: list[Use] = []
     for file in files:
         try:
-            found = names(read(file))
-            uses += [Use(str(file), name.line, name.name, *verdict_of(name)) for name in found]
+            script_names = names(read(file))
+            uses += [
+                Use(str(file), name.line, name.name, *verdict_of(name)) for name in script_names
+            ]
         except InputError as error:  # noqa: PERF203 - one bad file must not end the search
             if file == path:
                 raise

@@ -19,9 +19,9 @@ _FORK = " If it comes from a fork, keep that fork."
 
 def verdict_of(use: Name) -> tuple[Kind, str]:
     """Returns the verdict on one use, including its arguments, and the remedy."""
-    kind, text = verdict_of_name(use.name)
-    if kind == "not supported" or use.name in OPTIMIZERS:
-        return kind, text
+    verdict, text = verdict_of_name(use.name)
+    if verdict == "not supported" or use.name in OPTIMIZERS:
+        return verdict, text
     taken = parameters(definition_of(use.name))
     wrong, idle = [], []
     for keyword in use.keywords:

@@ -1,0 +1,331 @@
+"""Parts that check: facts of the machine, tests, graphs, moved models, NCCL, compilers."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apex import amp, parallel
+from apex._torch import foreach
+from benchmarks.counting import refused_syncs
+from benchmarks.gpu.timing import timed
+from benchmarks.graphs import CAPTURED, difference_of_replays
+from benchmarks.loops import Task, fused_adamw, with_amp
+from benchmarks.networks import Bert
+
+ROOT = Path(__file__).parents[2]
+LEVELS = ("O1", "O2", "O4", "O5")
+Checks = Iterator[tuple[str, Callable[[], object]]]
+
+
+# -- facts of the machine ----------------------------------------------------------------------
+
+
+def facts(tiny: bool) -> Checks:
+    """Yields what torch's kernels do on this card where its releases differ."""
+    yield "fused kernels", fused_kernels
+    yield "_foreach_copy_ into fp16 and fp32 (wrong before torch 2.11)", mixed_copy
+    yield "check and unscale of bf16", bf16_unscale
+    yield "autocast's dtype in a device thread", dtype_in_backward
+
+
+def fused_kernels() -> dict[str, bool]:
+    """Returns which fused optimizers the device has."""
+    names = ("fused_adam_", "fused_adamw_", "fused_sgd_", "fused_adagrad_")
+    return {name: foreach.has_fused(name, torch.device("cuda")) for name in names}
+
+
+def mixed_copy() -> str:
+    """Copies into targets of two dtypes in one call."""
+    targets = [torch.zeros(8, device="cuda", dtype=d) for d in (torch.float16, torch.float32)]
+    sources = [torch.full((8,), value, device="cuda") for value in (3.0, 5.0)]
+    torch._foreach_copy_(targets, sources)
+    values = [target.unique().tolist() for target in targets]
+    return "right" if values == [[3.0], [5.0]] else f"wrong: {values}"
+
+
+def bf16_unscale() -> str:
+    """Unscales a bf16 gradient with torch's kernel."""
+    grad = torch.ones(4, device="cuda", dtype=torch.bfloat16)
+    flag, inverse = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], flag, inverse)
+    return "taken"
+
+
+class _NotesDtype(torch.autograd.Function):
+    seen: str = ""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        _NotesDtype.seen = str(torch.get_autocast_dtype("cuda"))
+        return grad
+
+
+def dtype_in_backward() -> str:
+    """Returns autocast's dtype as a backward pass sees it."""
+    inputs = torch.ones(2, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        _NotesDtype.apply(inputs).sum().backward()
+    return _NotesDtype.seen
+
+
+# -- tests -------------------------------------------------------------------------------------
+
+
+def tests(tiny: bool) -> Checks:
+    """Yields the files with tests for a GPU."""
+    if importlib.util.find_spec("pytest") is None:
+        return
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    marked = [path for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+    for path in marked:
+        if not tiny or path.name == "test_copies.py":
+            yield str(path.relative_to(ROOT)), partial(run_tests, path)
+
+
+def run_tests(path: Path) -> str:
+    """Returns pytest's closing line; raises with the tests that failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--tb=line", str(path)], check=False, cwd=ROOT, capture_output=True, text=True
+    )
+    lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode:
+        raise RuntimeError("; ".join([lines[-1], *failed]))
+    return lines[-1]
+
+
+# -- loops -------------------------------------------------------------------------------------
+
+
+def waits(tiny: bool) -> Checks:
+    """Yields each level."""
+    for level in LEVELS:
+        yield level, partial(loop_without_waits, level)
+
+
+def loop_without_waits(level: str) -> str:
+    """Trains under ``set_sync_debug_mode("error")``."""
+    work = with_amp(_small_bert(), level)
+    for _ in range(2):
+        work()
+    with refused_syncs():
+        for _ in range(20):
+            work()
+    return "none waits"
+
+
+def moved(tiny: bool) -> Checks:
+    """Yields levels and orders of moving and preparing."""
+    for level in LEVELS:
+        for first in ("cuda", "initialize"):
+            yield f"{level}, {first} first", partial(move, level, first, 64 if tiny else 2048)
+
+
+def move(level: str, first: str, width: int) -> dict[str, object]:
+    """Trains a model that was moved before or after it was prepared."""
+    model: nn.Module = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
+    if first == "cuda":
+        model.cuda()
+    optimizer = fused_adamw(list(model.parameters()))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.cuda()
+    inputs = torch.randn(64, width, device="cuda")
+
+    def iteration() -> None:
+        with amp.scale_loss(model(inputs).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times = timed(iteration, 5)
+    return {**times, "stepped on": sorted({str(p.device) for p in amp.master_params(optimizer)})}
+
+
+def graphs(tiny: bool) -> Checks:
+    """Yields levels and what is captured."""
+    for level in LEVELS:
+        for captured in CAPTURED:
+            yield f"{level}, {captured}", partial(difference_of_replays, level, captured)
+
+
+# -- several ranks -----------------------------------------------------------------------------
+
+WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "none": lambda model: model,
+    "DDP": nn.parallel.DistributedDataParallel,
+    "DDP with bucket views": partial(
+        nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True
+    ),
+    "apex DDP": parallel.DistributedDataParallel,
+    "apex DDP, delayed": partial(parallel.DistributedDataParallel, delay_allreduce=True),
+    "SyncBatchNorm": lambda model: nn.parallel.DistributedDataParallel(
+        parallel.convert_syncbn_model(model)
+    ),
+}
+
+
+def nccl(tiny: bool) -> Checks:
+    """Yields levels, on one rank and, where there are GPUs for them, on two."""
+    for ranks in (1, 2):
+        if ranks <= torch.cuda.device_count():
+            for level in LEVELS:
+                yield f"{level}, ranks: {ranks}", partial(on_ranks, level, ranks)
+
+
+def on_ranks(level: str, ranks: int) -> dict[str, float]:
+    """Trains under each wrapper, on every rank, and returns what the first has."""
+    if not dist.is_nccl_available():
+        raise RuntimeError("this torch has no NCCL")
+    context: Any = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    arguments = (level, ranks, results)
+    torch.multiprocessing.spawn(_train_on_rank, arguments, nprocs=ranks)
+    found: dict[str, float] = results.get()
+    return found
+
+
+def _train_on_rank(rank: int, level: str, ranks: int, results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    found = {name: _sum_of_weights(level, wrap) for name, wrap in WRAPPERS.items()}
+    if rank == 0:
+        results.put(found)
+    dist.destroy_process_group()
+
+
+def _sum_of_weights(level: str, wrap: Callable[[nn.Module], nn.Module]) -> float:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    ).cuda()
+    optimizer = fused_adamw(list(model.parameters()))
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    wrapped = wrap(model)
+    for step in range(5):
+        inputs = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step)).cuda()
+        if step == 3:
+            inputs[0, 0, 0, 0] = math.inf
+        with amp.scale_loss(wrapped(inputs).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return round(sum(p.double().abs().sum().item() for p in amp.master_params(optimizer)), 6)
+
+
+# -- compilers ---------------------------------------------------------------------------------
+
+
+def compiled(tiny: bool) -> Checks:
+    """Yields levels and modes of ``torch.compile``."""
+    for level in LEVELS:
+        for mode in ("eager", "default", "reduce-overhead"):
+            yield f"{level}, {mode}", partial(compile_model, level, mode, tiny=tiny)
+
+
+def compile_model(level: str, mode: str, *, tiny: bool) -> dict[str, object]:
+    """Trains a small BERT, compiled; a rehearsal compiles for no GPU."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = _small_bert().model().cuda()
+    optimizer = fused_adamw(list(model.parameters()))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    run = model
+    if mode != "eager":
+        run = torch.compile(model, backend="eager") if tiny else torch.compile(model, mode=mode)
+    inputs, labels = (tensor.cuda() for tensor in _small_bert().batch())
+    losses: list[Tensor] = []
+
+    def iteration() -> None:
+        loss = F.cross_entropy(run(inputs).float(), labels)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+
+    times = timed(iteration, 3 if tiny else 20)
+    return {**times, "losses": [round(loss.item(), 4) for loss in losses[:: len(losses) // 4]]}
+
+
+def _small_bert() -> Task:
+    model = partial(Bert, layers=2, width=64, heads=2, vocabulary=500, positions=32)
+    return Task(model, _sentences, fused_adamw)
+
+
+def _sentences() -> tuple[Tensor, Tensor]:
+    return torch.randint(500, (8, 32)), torch.randint(2, (8,))
+
+
+# -- memory errors -----------------------------------------------------------------------------
+
+
+def sanitizer(tiny: bool) -> Checks:
+    """Yields one run under memcheck."""
+    yield "two iterations at every level, blocks of odd sizes", sanitize
+
+
+def sanitize() -> str:
+    """Runs :func:`odd_blocks` under compute-sanitizer."""
+    if shutil.which("compute-sanitizer") is None:
+        return "left out: compute-sanitizer is not installed"
+    code = "from benchmarks.gpu.correctness import odd_blocks; odd_blocks()"
+    command = ["compute-sanitizer", "--tool", "memcheck", sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    last = " ".join(done.stdout.strip().splitlines()[-2:])
+    if done.returncode:
+        raise RuntimeError(last or done.stderr[-300:])
+    return last
+
+
+def odd_blocks() -> None:
+    """Steps small models in blocks that fit no tensor."""
+    from apex._engine.optimizer import block_step
+
+    block_step.device_elements = 1000
+    for level in LEVELS:
+        model: nn.Module = nn.Sequential(nn.Linear(37, 91), nn.LayerNorm(91), nn.Linear(91, 13))
+        model.cuda()
+        optimizer = fused_adamw(list(model.parameters()))
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(2):
+            loss = model(torch.randn(5, 37, device="cuda")).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            amp.clip_grad_norm_(optimizer, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
+# -- a rehearsal's own -------------------------------------------------------------------------
+
+
+def faults(tiny: bool) -> Checks:
+    """Yields what no part should do, between two checks that end well."""
+    yield "before", lambda: "ends"
+    yield "crashes", lambda: os._exit(3)
+    yield "hangs", lambda: time.sleep(3600)
+    yield "after", lambda: "ends"

@@ -1,0 +1,52 @@
+"""The parts of a run, with their limits and checks: names, and functions that return a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.gpu import correctness, figures
+
+Check = tuple[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a run.
+
+    Attributes:
+        name: Names it on the command line and in the records.
+        about: A sentence for the page.
+        checks: Yields the checks; tiny ones for a rehearsal.
+        seconds: The most time of the part, in all calls together.
+        seconds_per_check: The most time of a check.
+        alone: Whether each check has a process of its own: sessions of amp register kernels, and
+            change what is measured after them.
+        only_rehearsed: Whether a run on a real GPU leaves it out.
+    """
+
+    name: str
+    about: str
+    checks: Callable[[bool], Iterator[Check]]
+    seconds: float
+    seconds_per_check: float = 60.0
+    alone: bool = False
+    only_rehearsed: bool = False
+
+
+_ALL = (
+    Part("facts", "What torch and the card do.", correctness.facts, 60, 30),
+    Part("tests", "The tests marked gpu, file by file.", correctness.tests, 480, 120),
+    Part("waits", "Twenty iterations without a host sync.", correctness.waits, 40, 20),
+    Part("moved", "A model that moves after `initialize`.", correctness.moved, 60, 20),
+    Part("graphs", "The greatest difference from eager masters.", correctness.graphs, 90, 20),
+    Part("nccl", "Sums of weights after five steps: alike in a row.", correctness.nccl, 150, 30),
+    Part("compile", "Losses, and milliseconds.", correctness.compiled, 300, 60),
+    Part("sanitizer", "What compute-sanitizer says.", correctness.sanitizer, 130, 120),
+    Part("launches", "Kernels and bytes of an iteration.", figures.launches, 150, 40),
+    Part("blocks", "Steps at O5 by the size of a block.", figures.blocks, 200, 30),
+    Part("memory", "Bytes per parameter at the peak.", figures.memory, 120, 40, alone=True),
+    Part("networks", "ResNet-50 and BERT-base.", figures.networks, 600, 60, alone=True),
+    Part("faults", "One crashes, one hangs.", correctness.faults, 60, 4, only_rehearsed=True),
+)
+PARTS = {part.name: part for part in _ALL}

@@ -1,0 +1,293 @@
+"""Facts about gradients and overflows live with what they describe: none outlives it."""
+
+import pytest
+import torch
+from torch import nn
+
+import apex.optimizers
+from apex import amp
+from tests.support import loops
+
+levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+
+
+class Weights(nn.Module):
+    """Some weights; the gradient of each is its factor in the loss."""
+
+    def __init__(self, names="ab"):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.ones(2)))
+
+    def forward(self, **factors):
+        return sum((getattr(self, name).float() * k).sum() for name, k in factors.items())
+
+
+def initialize(models, optimizers, level):
+    """With a loss scale that fp16 gradients of a few units survive."""
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale="dynamic")
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
+
+
+def made(level, make_optimizer=loops.sgd):
+    model = Weights()
+    optimizer = make_optimizer(model.parameters())
+    initialize(model, optimizer, level)
+    return model, optimizer
+
+
+def block(loss, optimizers, **options):
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def failing_block(loss, optimizer):
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise KeyError
+
+
+def gradients(optimizer):
+    grads = [param.grad for param in amp.master_params(optimizer)]
+    return [None if grad is None else grad[0].item() for grad in grads]
+
+
+def weights(model):
+    return [param[0].item() for param in model.parameters()]
+
+
+# -- the factor of a clip --------------------------------------------------------------------
+
+
+DISCARDS = {
+    "by hand": lambda model, _: [setattr(param, "grad", None) for param in model.parameters()],
+    "parent": lambda model, _: nn.ModuleList([model]).zero_grad(),
+    "parent's zeros": lambda model, _: nn.ModuleList([model]).zero_grad(set_to_none=False),
+    "replaced": lambda model, _: [
+        setattr(param, "grad", torch.zeros_like(param)) for param in model.parameters()
+    ],
+    "optimizer": lambda _, optimizer: optimizer.zero_grad(),
+}
+OPTIMIZERS = {
+    "torch's": loops.sgd,
+    "apex's": lambda params: apex.optimizers.FusedSGD(params, lr=0.1, set_grad_none=True),
+    "apex's zeros": lambda params: apex.optimizers.FusedSGD(params, lr=0.1, set_grad_none=False),
+}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("discard", DISCARDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_clip_ends_with_the_gradients_that_it_clipped(name, discard, plain):
+    model, optimizer = loops.prepared("O5", OPTIMIZERS[name], Weights())
+    block(model(a=3.0, b=4.0), optimizer)
+    amp.clip_grad_norm_(optimizer, 0.125)
+    DISCARDS[discard](model, optimizer)
+    if plain:
+        model(a=3.0, b=4.0).backward()
+    else:
+        block(model(a=3.0, b=4.0), optimizer)
+    assert gradients(optimizer) == [3.0, 4.0]
+
+
+def test_a_plain_pass_adds_to_clipped_gradients_and_a_write_keeps_the_clip():
+    model, optimizer = loops.prepared("O5", model=Weights())
+    block(model(a=3.0, b=4.0), optimizer)
+    norm = amp.clip_grad_norm_(optimizer, 0.125)
+    model.a.grad.mul_(2.0)
+    model(a=1.0, b=1.0).backward()
+    clipped = 0.125 / (norm.item() + 1e-6)
+    assert gradients(optimizer) == pytest.approx([6.0 * clipped + 1.0, 4.0 * clipped + 1.0])
+
+
+# -- gradients from before a pass, and delayed passes ----------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@levels
+def test_gradients_cleared_between_delayed_blocks_are_gone(level, name):
+    """Those from before the first block, too, which the pass keeps for later."""
+    model, optimizer = made(level, OPTIMIZERS[name])
+    block(model(a=1.0, b=1.0), optimizer)
+    block(model(a=2.0, b=2.0), optimizer, delay_unscale=True)
+    optimizer.zero_grad()
+    block(model(a=4.0, b=4.0), optimizer)
+    assert gradients(optimizer) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("who", ["optimizer", "model"])
+@levels
+def test_gradients_cleared_inside_a_block_are_gone(level, who, set_to_none):
+    model, optimizer = made(level)
+    block(model(a=1.0, b=1.0), optimizer)
+    with amp.scale_loss(model(a=4.0, b=4.0), optimizer) as scaled_loss:
+        {"optimizer": optimizer, "model": model}[who].zero_grad(set_to_none=set_to_none)
+        scaled_loss.backward()
+    assert gradients(optimizer) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@levels
+def test_a_group_added_between_delayed_blocks_is_unscaled_like_the_others(level, first):
+    model = Weights()
+    optimizer = loops.sgd([model.a])
+    initialize(model, optimizer, level)
+    block(model(a=1.0), optimizer, delay_unscale=True)
+    optimizer.add_param_group({"params": [model.b]})
+    block(model(a=1.0, b=2.0), optimizer, delay_unscale=not first)
+    if not first:
+        block(model(b=1.0), optimizer)
+    assert gradients(optimizer) == [2.0, 2.0 if first else 3.0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_parameter_with_a_gradient_is_refused_between_delayed_blocks(level):
+    """Nobody can tell whether the gradient is scaled."""
+    model = Weights()
+    optimizer = loops.sgd([model.a])
+    initialize(model, optimizer, level)
+    block(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
+    with pytest.raises(ValueError, match=r"has a gradient(?s:.*)Clear it"):
+        optimizer.add_param_group({"params": [model.b]})
+    assert len(optimizer.param_groups) == 1
+    model.b.grad = None
+    optimizer.add_param_group({"params": [model.b]})
+
+
+@levels
+def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level):
+    model, optimizer = made(level)
+    block(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
+    said = pytest.warns(UserWarning, match=r"exception(?s:.*)optimizer\.zero_grad\(\)")
+    with said, pytest.raises(KeyError):
+        failing_block(model(a=4.0, b=4.0), optimizer)
+    optimizer.zero_grad()
+    block(model(a=2.0, b=2.0), optimizer)
+    assert gradients(optimizer) == [2.0, 2.0]
+
+
+# -- who steps with a gradient of the pass ----------------------------------------------------
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@levels
+def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(level, overflows):
+    model = Weights("abc")
+    optimizers = [
+        loops.sgd([model.a, model.b]),
+        loops.sgd([model.b, model.c]),
+        loops.sgd([model.c]),
+    ]
+    initialize(model, optimizers, level)
+    block(model(a=1.0, b=1.0, c=float("inf") if overflows else 1.0), optimizers[0])
+    optimizers[2].step()
+    moved = 1.0 if overflows else 0.9
+    assert next(amp.master_params(optimizers[2]))[0].item() == pytest.approx(moved)
+
+
+# -- whether the model's gradient is scaled ---------------------------------------------------
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("where", ["before", "inside"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_of_another_optimizer_s_block_reach_no_master(level, where, zeros):
+    nets = [Weights(), Weights()]
+    first, second = [loops.sgd(net.parameters()) for net in nets]
+    amp.initialize(nets, [first, second], opt_level=level, verbosity=0, loss_scale=128.0)
+    if where == "before":
+        second.zero_grad(set_to_none=not zeros)
+    with amp.scale_loss(nets[0](a=1.0, b=1.0) + nets[1](a=8.0, b=8.0), first) as scaled_loss:
+        scaled_loss.backward()
+        if where == "inside":
+            second.zero_grad(set_to_none=not zeros)
+    block(nets[1](a=2.0, b=2.0), second)
+    assert gradients(second) == [2.0, 2.0]
+
+
+# -- an overflow -----------------------------------------------------------------------------
+
+
+def overflowed(level, forgets, make_optimizer=loops.sgd):
+    """An optimizer with an overflow, and what might make amp forget it."""
+    nets = [Weights(), Weights()]
+    first, second = make_optimizer(nets[0].parameters()), loops.sgd(nets[1].parameters())
+    initialize(nets, [first, second], level)
+    delays = forgets == "another's pass"
+    block(nets[0](a=float("inf"), b=1.0), first, delay_overflow_check=delays)
+    if delays:
+        block(nets[1](a=1.0, b=1.0), second)
+    elif forgets == "a step that raised":
+        handle = first.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            first.step()
+        handle.remove()
+    elif forgets == "another device":
+        block(nets[0](a=1.0, b=1.0).cuda(), first)
+    return nets[0], first
+
+
+@pytest.mark.parametrize(
+    ("forgets", "name"),
+    [
+        ("another's pass", "SGD"),
+        ("another's pass", "fused AdamW"),
+        ("a step that raised", "fused AdamW"),
+    ],
+)
+@levels
+def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
+    model, optimizer = overflowed(level, forgets, loops.OPTIMIZERS[name])
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert weights(model) == [1.0, 1.0]
+    optimizer.zero_grad()
+    block(model(a=1.0, b=1.0), optimizer)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    assert weights(model) != [1.0, 1.0]
+
+
+@pytest.mark.gpu
+@levels
+def test_an_overflow_is_remembered_when_the_next_loss_is_on_another_device(level):
+    model, optimizer = overflowed(level, "another device")
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert weights(model) == [1.0, 1.0]
+
+
+@levels
+def test_restore_drops_the_gradients_of_an_overflow(level):
+    model, optimizer = overflowed(level, None)
+    with pytest.warns(UserWarning, match=r"amp\.restore(?s:.*)overflow"):
+        amp.restore(model, optimizer)
+    optimizer.step()
+    assert weights(model) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize("clips", [True, False])
+@levels
+def test_a_step_that_raised_in_a_hook_can_be_tried_again(level, clips, hook):
+    """A post-hook runs after the update, which a second step then does again, as torch's does."""
+    stepped = []
+    for fails in (False, True):
+        model, optimizer = made(level)
+        block(model(a=3.0, b=4.0), optimizer)
+        if clips:
+            amp.clip_grad_norm_(optimizer, 1.0)
+        if fails:
+            handle = getattr(optimizer, hook)(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            handle.remove()
+        elif "post" in hook:
+            kept = [param.grad.clone() for param in amp.master_params(optimizer)]
+            optimizer.step()
+            for param, grad in zip(amp.master_params(optimizer), kept, strict=True):
+                param.grad = grad
+        optimizer.step()
+        stepped.append(loops.masters(optimizer))
+    assert loops.same(*stepped)
