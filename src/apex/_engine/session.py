@@ -116,13 +116,13 @@ class Session:
         plan: ModelPlan,
         undo: ExitStack,
     ) -> None:
-        """Converts the models and binds the optimizers; ``undo`` receives the inverse of each step.
+        """Converts models and prepares optimizers; ``undo`` receives the inverse of each step.
 
         An inverse allocates no device memory: it may run because memory has run out.
 
         Args:
             models: Models checked by :func:`apex._engine.conversion.check`.
-            optimizers: Optimizers that are not bound yet.
+            optimizers: Optimizers that are not prepared yet.
             plan: The conversion.
             undo: Receives the inverse.
         """
@@ -132,7 +132,7 @@ class Session:
         for model in models:
             self._convert(model, plan, undo, trains=bool(optimizers))
         for optimizer in optimizers:
-            self.bind(optimizer, undo)
+            self.prepare_optimizer(optimizer, undo)
         undo.callback(self.close)
         self.start()
         self._models.update(models)
@@ -201,8 +201,8 @@ class Session:
         """Whether the session's op casts have ended before it."""
         return self._end is not None and not self._end.alive
 
-    def bind(self, optimizer: Optimizer, undo: ExitStack) -> None:
-        """Binds one more optimizer; ``undo`` receives the inverse."""
+    def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
+        """Prepares one more optimizer; ``undo`` receives the inverse."""
         prepared = PreparedOptimizer(optimizer, self)
         undo.callback(prepared.close)
         undo.callback(self.forget, prepared)
