@@ -117,13 +117,13 @@ class Session:
         plan: ModelPlan,
         undo: ExitStack,
     ) -> None:
-        """Converts the models and binds the optimizers; ``undo`` receives the inverse of each step.
+        """Converts models and prepares optimizers; ``undo`` receives the inverse of each step.
 
         An inverse allocates no device memory: it may run because memory has run out.
 
         Args:
             models: Models checked by :func:`apex._engine.conversion.checks.check`.
-            optimizers: Optimizers that are not bound yet.
+            optimizers: Optimizers that are not prepared yet.
             plan: The conversion.
             undo: Receives the inverse.
         """
@@ -133,7 +133,7 @@ class Session:
         for model in models:
             self._convert(model, plan, undo, trains=bool(optimizers))
         for optimizer in optimizers:
-            self.bind(optimizer, undo)
+            self.prepare_optimizer(optimizer, undo)
         undo.callback(self.close)
         self.start()
         self._models.update(models)
@@ -202,8 +202,8 @@ class Session:
         """Whether the session's op casts have ended before it."""
         return self._end is not None and not self._end.alive
 
-    def bind(self, optimizer: Optimizer, undo: ExitStack) -> None:
-        """Binds one more optimizer; ``undo`` receives the inverse."""
+    def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
+        """Prepares one more optimizer; ``undo`` receives the inverse."""
         prepared = PreparedOptimizer(optimizer, self)
         undo.callback(prepared.close)
         undo.callback(self.forget, prepared)
@@ -259,7 +259,7 @@ class Session:
                 delays = True
             if spec is None and session.casting and isinstance(session.region, AutocastRegion):
                 spec = session.region.spec
-        sharing, others = _with_sharers(prepared_optimizers)
+        sharing, others = self.with_sharers(prepared_optimizers)
         return BackwardPass(
             loss,
             sharing,
@@ -306,16 +306,26 @@ class Session:
         """The states of the session's live optimizers, copies included."""
         return [prepared for prepared in self._prepared_optimizers if prepared.is_live]
 
-    @property
-    def has_several_optimizers(self) -> bool:
-        """Whether more than one optimizer is prepared, or was a moment ago."""
-        return len(self._prepared_optimizers) > 1
+    @classmethod
+    def with_sharers(
+        cls, prepared_optimizers: Sequence[PreparedOptimizer]
+    ) -> tuple[list[PreparedOptimizer], list[PreparedOptimizer]]:
+        """Returns optimizers with all that share parameters with them or each other, and the rest.
 
-    def sharers_of(self, prepared: PreparedOptimizer) -> list[PreparedOptimizer]:
-        """Returns the session's other optimizers that train a parameter of this one."""
-        others = [other for other in self.prepared_optimizers if other is not prepared]
-        trained = {*map(id, prepared.trained_params())}
-        return [o for o in others if not trained.isdisjoint(map(id, o.trained_params()))]
+        Of all sessions; those that were given come first.
+        """
+        sharing = list(prepared_optimizers)
+        rest: list[PreparedOptimizer] = []
+        for session in cls.live:
+            if len(session._prepared_optimizers) > 1 or len(cls.live) > 1 or not sharing:
+                rest += [other for other in session.prepared_optimizers if other not in sharing]
+        for prepared in sharing if rest else ():  # which grows meanwhile
+            trained = {*map(id, prepared.trained_params())}
+            for other in list(rest):
+                if not trained.isdisjoint(map(id, other.trained_params())):
+                    rest.remove(other)
+                    sharing.append(other)
+        return sharing, rest
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Casts modules that were added to a model, if they hold some of these parameters."""
@@ -361,24 +371,6 @@ class Session:
             delayed = prepared.open_pass is not None and not prepared.open_pass.is_open
             if delayed and prepared.is_live and cleared.issuperset(map(id, prepared.params())):
                 prepared.open_pass = None
-
-
-def _with_sharers(
-    prepared_optimizers: Sequence[PreparedOptimizer],
-) -> tuple[list[PreparedOptimizer], list[PreparedOptimizer]]:
-    """Returns optimizers with all that share parameters with them or each other, and the rest."""
-    sharing = list(prepared_optimizers)
-    rest: list[PreparedOptimizer] = []
-    for session in Session.live:
-        if len(session._prepared_optimizers) > 1 or len(Session.live) > 1 or not sharing:
-            rest += [other for other in session.prepared_optimizers if other not in sharing]
-    for prepared in sharing if rest else ():  # which grows meanwhile
-        trained = {*map(id, prepared.trained_params())}
-        for other in list(rest):
-            if not trained.isdisjoint(map(id, other.trained_params())):
-                rest.remove(other)
-                sharing.append(other)
-    return sharing, rest
 
 
 def _region(policy: Policy, spec: AutocastSpec | None) -> AutocastRegion | NoAutocastRegion:

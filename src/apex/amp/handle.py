@@ -192,7 +192,7 @@ class AmpHandle:
         unwrapped_optimizer = unwrap(optimizer)
         if self._session is not None and prepared_state(unwrapped_optimizer) is None:
             with ExitStack() as undo:
-                self._session.bind(unwrapped_optimizer, undo)
+                self._session.prepare_optimizer(unwrapped_optimizer, undo)
                 undo.pop_all()
         return prepared_state(unwrapped_optimizer)
 

@@ -45,12 +45,14 @@ class AmpOptimizer(Optimizer):
         prepared = prepared_state(self)
         if prepared is None:
             # Made by ``type(optimizer)(...)``, or an LR scheduler from before amp.restore calls.
-            own = cast(Callable[..., Any], own_class(type(self)).step)
-            return own(self, *(() if closure is None else (closure,)), **kwargs)
+            plain_step = cast(Callable[..., Any], own_class(type(self)).step)
+            arguments = () if closure is None else (closure,)
+            return plain_step(self, *arguments, **kwargs)
         # LR schedulers read this to check that the optimizer stepped before them.
         self._opt_called = True
-        own_step = prepared.inner_step if prepared.optimizer is self else None
-        run = own_step or super().step
+        run: Callable[..., Any] = super().step
+        if prepared.inner_step is not None and prepared.optimizer is self:
+            run = prepared.inner_step
         if kwargs:
             run = functools.partial(run, **kwargs)
         if prepared.stepping:  # an optimizer inside another: the step has begun
