@@ -324,22 +324,22 @@ class Session:
             late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
-    def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
-        """Clears the gradients of the masters of ``params``, whose own were cleared."""
+    def clear_grads(self, dropped: Iterable[Tensor], zeroed: Iterable[Tensor]) -> None:
+        """Clears the gradients of the masters of parameters whose own were dropped, or zeroed."""
         cleared: list[Tensor] = []
-        for param in params:
-            cleared.append(param)
+        for param in dropped:
             pair = self.masters.pair_of(param)
-            if pair is None:
-                continue
-            cleared.append(pair.master)
-            grad = grad_of(pair.master)
-            if set_to_none:
+            if pair is not None:
                 set_grad(pair.master, None)
-            elif grad is not None:
+            cleared.append(param if pair is None else pair.master)
+        for param in zeroed:
+            pair = self.masters.pair_of(param)
+            grad = None if pair is None else grad_of(pair.master)
+            if grad is not None:
                 grad.detach().zero_()
-            if not pair.lazy:
+            if pair is not None and not pair.lazy:
                 param.grad = None
+            cleared.append(param if pair is None else pair.master)
         self.drop_cleared(cleared)
 
     def drop_cleared(self, params: Iterable[Tensor]) -> None:

@@ -76,8 +76,7 @@ class Converted(nn.Module):
         for param, version in versions.items():
             if _grad_version(param) not in (None, version):
                 zeroed.append(param)
-        state.link.session.clear_grads(dropped, set_to_none=True)
-        state.link.session.clear_grads(zeroed, set_to_none=False)
+        state.link.session.clear_grads(dropped, zeroed)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
