@@ -20,7 +20,7 @@ from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.scalars import Scalar, as_scalar, as_tensor, skip_flag
 from apex._core.foreach.working import math_dtype, scale_
 from apex._core.param_groups import params_of, states_in
-from apex._torch.copies import moved
+from apex._torch.copies import capturing, moved
 from apex._torch.grad_scaler import signals
 
 MASTER = "master_param"
@@ -59,8 +59,18 @@ class Batch:
 
     @property
     def step(self) -> Scalar:
-        """The count of this step, from 1."""
+        """The count of this step, from 1.
+
+        Raises:
+            RuntimeError: If a CUDA graph would capture a count on the host.
+        """
         count: Scalar = self.option("step")
+        if not isinstance(count, Tensor) and capturing(self.device):
+            raise RuntimeError(
+                "A CUDA graph captures a step whose count is on the host, so that each replay "
+                "would correct the bias of the same step. Use FusedAdam(..., capturable=True) or "
+                "FusedMixedPrecisionLamb, or call optimizer.step() outside the graph."
+            )
         return count
 
     def adam_rule(self, decoupled: int, **options: Any) -> AdamRule:
