@@ -273,6 +273,7 @@ class BackwardPass:
             prepared.open_pass = self._continued
         self._ended((), True)
         if self._continued is not None and self.scaled:
+            self._mistakes.mark_scaled_grads(self._prepared_optimizers, delayed=True)
             self._mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
 
 

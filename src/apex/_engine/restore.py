@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, optimizers_in, params_of, states_in
-from apex._engine import conversion
+from apex._engine.conversion import casts, checks
 from apex._engine.optimizer import subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import parameters
@@ -26,7 +26,7 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
     values.
     """
     models = list(models)
-    conversion.refuse_inference_mode("amp.restore")
+    checks.refuse_inference_mode("amp.restore")
     before = dtypes_of(optimizers)
     prepared_optimizers = [
         b for opt in optimizers if (b := subclass.prepared_state(opt)) is not None
@@ -38,7 +38,7 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
         id(pair.model): pair.master for prepared in prepared_optimizers for pair in prepared.pairs
     }
     for model in models:
-        conversion.restore(model, known)
+        casts.restore(model, known)
     for prepared in prepared_optimizers:
         _release(prepared)
     for prepared in prepared_optimizers:

@@ -25,6 +25,7 @@ from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.prepared import PREPARED
 from apex._engine.optimizer.subclass import own_class, prepared_state
 from apex._torch import dtensor
+from apex._torch.modules import named_parameters
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.causes import data, remedies
@@ -140,7 +141,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
 
 
 def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
-    for name, param in model.named_parameters():
+    for name, param in named_parameters(model):
         yield name, "parameter", param
         if param.grad is not None:
             yield name, "gradient", param.grad
@@ -150,7 +151,7 @@ def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]
         return
     own = inner(optimizer)
     prepared = prepared_state(own)
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model)}
     masters = {} if prepared is None else {id(pair.master): pair.model for pair in prepared.pairs}
     for param in params_of(own):
         weight = masters.get(id(param))

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex._core.param_groups import params_of, states_in
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
+from apex._torch.modules import named_parameters
 from apex.debug import tracing
 from apex.debug.births import Birth, Births, Cause, operator_name
 from apex.debug.causes import finding_of
@@ -476,7 +477,7 @@ class OverflowDetector(Detector):
         """Returns the parameters of all models, and those that optimizers have stepped."""
         params: list[Tensor] = []
         for model in self.tracker.models:
-            params += model.parameters()
+            params += [param for _, param in named_parameters(model)]
         for optimizer in self._optimizers:
             params += params_of(optimizer)
         return params

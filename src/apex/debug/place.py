@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._torch.autograd import backward_id
+from apex._torch.modules import named_parameters
 
 Direction = Literal["forward", "backward"]
 
@@ -230,7 +231,7 @@ class Tracker:
         for prefix, model in _prefixed(self.models):
             for name, module in model.named_modules():
                 self.names.setdefault(module, prefix + name)
-            for name, parameter in model.named_parameters():
+            for name, parameter in named_parameters(model):
                 self.parameters.setdefault(parameter, prefix + name)
 
     # -- queries -------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ class Tracker:
 
     def _discover(self, module: nn.Module) -> None:
         model = unwrapped(module)
-        if not self._state.stack and next(model.parameters(), None) is not None:
+        if not self._state.stack and next(named_parameters(model), None) is not None:
             parts = set(model.modules())
             others = [each for each in self.models if each not in parts]
             self._models = [weakref.ref(each) for each in (*others, model)]

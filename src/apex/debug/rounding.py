@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex._core import dtypes, tree
 from apex._core.param_groups import params_of, states_in
 from apex._torch.dispatch_modes import suspend_modes
+from apex._torch.modules import named_parameters
 from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
@@ -297,7 +298,7 @@ class _RoundingDetector(Detector):
 
     def leave_step(self, optimizer: Optimizer) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
-        own = [list(model.parameters()) for model in self.tracker.models]
+        own = [list(dict(named_parameters(model)).values()) for model in self.tracker.models]
         state = [list(each.values()) for _, each in states_in(optimizer.state)]
         for tensor in floating([own, params_of(optimizer), state]):
             self.shadows.discard(tensor)

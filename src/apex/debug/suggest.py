@@ -27,6 +27,7 @@ from apex._core.scale import ScaleRule
 from apex._engine.conversion.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
+from apex._torch.modules import named_parameters
 from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
 from apex.amp.sessions import new_session
@@ -216,7 +217,7 @@ def _checked(model: Any, arguments: object) -> nn.Module:
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
             "fp32 model. Call it before amp.initialize."
         )
-    for name, param in inner.named_parameters():
+    for name, param in named_parameters(inner):
         if dtypes.is_low_precision(param):
             raise ValueError(
                 f"suggest_fp32 got a model whose parameter {name!r} is {param.dtype} on "
@@ -351,7 +352,7 @@ def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:
 
 def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Returns gradients in fp32."""
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    params = {name: p for name, p in named_parameters(model) if p.requires_grad}
     with casts_off(), torch.enable_grad():
         grads: Sequence[Tensor | None] = torch.autograd.grad(
             loss.float(), list(params.values()), allow_unused=True

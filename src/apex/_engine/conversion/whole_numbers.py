@@ -65,4 +65,6 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> float:
     are_codes = whole.any(0) & (2 * whole.sum(0) >= changed.sum(0))
     codes = whole & are_codes
     example = torch.where(codes, columns, 0.0).flatten()
-    return example[example.abs().argmax()].item()  # sync: on a device, once per argument
+    largest = example.abs().argmax(0, keepdim=True)
+    (number,) = example[largest].tolist()  # sync: on a device, once per argument
+    return float(number)
