@@ -28,6 +28,7 @@ from apex.debug.tracing import Call, Detector, Kind, Trace, floating, keys, kind
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
+_FATEFUL = _MASKS | _SOFTMAXES | _MAP_TO_ZERO
 _MAX_INPUTS = 4
 
 _MAX_COPIED = 2**24
@@ -204,7 +205,7 @@ class OverflowDetector(Detector):
         self._optimizers[optimizer] = None
         scale = self._scaled.scale_in_step(optimizer)
         if scale != 1.0:
-            self._add_misuse("step", torch.float32, scale)
+            self._add_misuse("step", scale)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class OverflowDetector(Detector):
             misuse = self._scaled.misuse(call, result)
             if misuse is not None:
                 scale = self._scaled.scale_of([call.args, call.kwargs])
-                self._add_misuse(call.name, torch.float32, scale, reads=misuse == "reading")
+                self._add_misuse(call.name, scale, reads=misuse == "reading")
         target = self.tracker.accumulating
         if target is None:
             return
@@ -276,7 +277,7 @@ class OverflowDetector(Detector):
         name = operator_name(call.name)
         # Autograd starts a backward pass by a 1 like the loss.
         starts = call.name == "aten.ones_like" and call.args[0].numel() == 1
-        if not starts and name not in _MASKS | _SOFTMAXES | _MAP_TO_ZERO:
+        if not starts and name not in _FATEFUL:
             return
         for birth in self._births_read(call, before):
             if starts:
@@ -297,15 +298,13 @@ class OverflowDetector(Detector):
         if not is_mask and not written.isdisjoint(self._weights() if written else ()):
             self._births.reach(birth, spoils=True)
 
-    def _add_misuse(
-        self, op: str, dtype: torch.dtype, scale: float, *, reads: bool = False
-    ) -> None:
+    def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
         """Adds a use of gradients that still carry the loss scale."""
         birth = Birth(
             self.tracker.place,
             op,
             "scaled",
-            dtype,
+            torch.float32,
             self._births.time,
             way=self.way,
             given="scaled gradients",

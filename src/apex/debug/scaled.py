@@ -70,7 +70,7 @@ class ScaledGradients:
         scale = self.scale_of([call.args, call.kwargs])
         if scale == 1.0:
             return None
-        if runs_in_scaler():
+        if "unscale" in call.name or runs_in_scaler():
             self._forget(call.written)
             return None
         if operator_name(call.name) == "local_scalar_dense":
