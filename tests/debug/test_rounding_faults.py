@@ -138,6 +138,7 @@ def test_a_running_mean_that_stands_still_is_named(momentum, op):
     [
         lambda average, new: average.mul_(0.999).add_(new, alpha=0.001),
         lambda average, new: average.lerp_(new, 0.001),
+        lambda average, new: torch._foreach_lerp_([average], [new], 0.001),
         lambda average, new: average.copy_(0.999 * average + 0.001 * new),
     ],
 )
@@ -257,3 +258,11 @@ def test_gradients_in_fp16_that_are_scaled_do_not_underflow():
             assert trace.worst.kind == "underflow"
             assert "of the fp16 gradients are 0" in str(trace)
             assert "GradScaler" in trace.worst.remedies[0]
+
+
+@pytest.mark.parametrize("count", [lambda n: n.add_(1), lambda n: n + 1])
+def test_a_counter_that_stands_still_is_named(count):
+    with amp.debug.trace_rounding() as trace:
+        count(torch.full((), 256.0, dtype=torch.bfloat16))
+    assert trace.worst.kind == "lost update"
+    assert "half a step of bfloat16" in trace.worst.why

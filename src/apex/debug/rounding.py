@@ -711,8 +711,8 @@ class _ShadowCall:
             self.shadows = self.shadows._replace(args=(first, self.own.args[1], *rest))
         changed = rules.changed_a_little(self.name, self.own.args)
         self.first: Tensor | None = None
-        if changed is not None and self._may_last(call.args[changed], shadows):
-            self.first = self.own.args[changed].clone()
+        if changed is not None and self._may_last(rules.first_of(call.args[changed]), shadows):
+            self.first = rules.first_of(self.own.args[changed]).clone()
         read: list[_Read] = [
             (low, high, shadows.of(low))
             for low, high in _pairs(call.arguments, self.shadows.arguments)
@@ -739,7 +739,9 @@ class _ShadowCall:
         if value.requires_grad and torch.is_grad_enabled():
             return False
         shadow = shadows.of(value)
-        return shadow is None or (id(value) in self._written and shadow.entry is not None)
+        if shadow is None or shadow.origin is None:  # exact
+            return True
+        return id(value) in self._written and shadow.entry is not None
 
     def _in_fp32(self, values_of: Callable[[Tensor], Tensor]) -> Call:
         """Returns the call on these values in fp32, and on copies of those that it writes."""

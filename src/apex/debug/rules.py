@@ -182,17 +182,25 @@ def changed_a_little(name: str, args: Sequence[Any]) -> int | None:
     if name == "aten.native_batch_norm":
         training, momentum = args[5], args[6]
         return 3 if training and 0.0 < momentum < SMALL else None  # its running mean
-    number = args[-1] if args else None
-    if name in ("aten.add_", "aten.sub_"):  # a counter, a running sum
+    if not args or not isinstance(first_of(args[0]), Tensor):
+        return None
+    number = args[-1]
+    name = name.removeprefix("aten.")
+    counts = name in ("add", "sub") and first_of(args[0]).numel() == 1
+    if counts or name in ("add_", "sub_"):  # a counter, a running sum
         is_epsilon = isinstance(number, int | float) and abs(number) < _LEAST_NUMBER
         return None if is_epsilon else 0
-    if not isinstance(number, float) or not isinstance(args[0], Tensor):
+    if not isinstance(number, float):
         return None
-    if name.rstrip("_") in ("aten.mul", "aten.div"):
-        small = 0.0 < abs(number - 1.0) < SMALL
-    else:
-        small = name.rstrip("_") == "aten.lerp" and 0.0 < number < SMALL
-    return 0 if small else None
+    name = name.rstrip("_")
+    if name in ("mul", "div"):
+        return 0 if 0.0 < abs(number - 1.0) < SMALL else None
+    return 0 if name == "lerp" and 0.0 < number < SMALL else None
+
+
+def first_of(values: Any) -> Any:
+    """Returns the first of a list, as foreach operators take it; another value itself."""
+    return values[0] if isinstance(values, list | tuple) and values else values
 
 
 def least_cancellation(name: str, *, inside: bool) -> float:
