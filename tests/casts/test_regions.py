@@ -55,12 +55,6 @@ OFF = (torch.float32, torch.bfloat16)
 # -- run ------------------------------------------------------------------------------------------
 
 
-def test_run_casts_inside_in_any_thread_and_not_outside(region):
-    assert seen() == OFF
-    assert region.run(seen) == in_a_thread(lambda: region.run(seen)) == ON
-    assert seen() == OFF
-
-
 def test_run_leaves_no_trace_after_an_exception(region):
     before = state()
 
@@ -72,16 +66,6 @@ def test_run_leaves_no_trace_after_an_exception(region):
     assert state() == before
     assert active_dtype() is None
     assert region.run(seen) == ON
-
-
-def test_inner_region_rules_inside_and_the_outer_one_after_it(region):
-    half = AutocastRegion(FP16)
-
-    def outer():
-        inside = half.run(lambda: torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
-        return inside, active_dtype(), seen()
-
-    assert region.run(outer) == (torch.float16, torch.bfloat16, ON)
 
 
 def test_users_autocast_off_inside_a_run_is_respected(region):
@@ -98,15 +82,6 @@ def test_device_type_without_autocast_is_refused():
 
 
 # -- ambient --------------------------------------------------------------------------------------
-
-
-def test_state_of_the_user_comes_back_after_ambient(region):
-    with torch.autocast("cpu", torch.float16):
-        before = state()
-        region.enter_ambient()
-        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-        region.leave_ambient()
-        assert state() == before
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
@@ -133,27 +108,6 @@ def test_ambient_that_ends_inside_a_block_is_off_after_it(region, inside):
         with torch.autocast("cpu", torch.bfloat16):
             assert leave() == ON
     end_stale_casts()  # an amp call
-    assert seen() == OFF
-
-
-def test_inner_ambient_of_a_block_leaves_the_outer_one(region):
-    half = AutocastRegion(FP16)
-    half.enter_ambient()
-    with torch.autocast("cpu", enabled=False):
-        region.enter_ambient()
-        assert seen() == ON
-    region.leave_ambient()
-    assert active_dtype() is torch.float16
-    half.leave_ambient()
-
-
-def test_an_ambient_that_ends_in_a_block_in_which_another_begins_is_off_after_both(region):
-    half = AutocastRegion(FP16)
-    half.enter_ambient()
-    with torch.autocast("cpu", torch.float16):
-        half.leave_ambient()
-        region.enter_ambient()
-    end_stale_casts()
     assert seen() == OFF
 
 
@@ -214,23 +168,6 @@ def test_users_autocast_follows_the_table_while_a_region_of_its_dtype_lives(regi
 # -- copies and caches ----------------------------------------------------------------------------
 
 
-def test_cache_tag_differs_by_table_and_comes_back():
-    config = torch.compiler.config
-    config.cache_key_tag = "mine"
-    try:
-        region = AutocastRegion(BF16)
-        default = config.cache_key_tag
-        other = AutocastRegion(
-            AutocastSpec(torch.bfloat16, ("cpu",), BF16.table.without("torch", "exp"))
-        )
-        assert len({"mine", default, config.cache_key_tag}) == 3
-        del region, other
-        gc.collect()
-        assert config.cache_key_tag == "mine"
-    finally:
-        config.cache_key_tag = ""
-
-
 # -- weights --------------------------------------------------------------------------------------
 
 
@@ -273,31 +210,6 @@ def test_weight_first_used_without_grad_gets_its_gradient(region):
 # -- recomputes -----------------------------------------------------------------------------------
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-
-
-@pytest.mark.parametrize("ambient", [True, False], ids=["ambient", "run-only"])
-@REENTRANT
-@pytest.mark.parametrize("where", ["inside", "around"])
-def test_checkpoint_recomputes_in_the_dtypes_of_the_forward(region, ambient, reentrant, where):
-    layer, dtypes = nn.Linear(2, 2), []
-
-    def block(x):
-        y = torch.exp(layer(x))
-        z = nn.functional.layer_norm(layer(y), [2])
-        dtypes.append((layer(x).dtype, y.dtype, z.dtype))
-        return z
-
-    if ambient:
-        region.enter_ambient()
-    x = torch.ones(1, 2, requires_grad=True)
-    with set_checkpoint_early_stop(False):
-        if where == "inside":
-            out = region.run(lambda x: checkpoint(block, x, use_reentrant=reentrant), x)
-        else:
-            out = checkpoint(lambda x: region.run(block, x), x, use_reentrant=reentrant)
-        with casts_off():
-            out.sum().backward()
-    assert dtypes == [(torch.bfloat16, torch.float32, torch.float32)] * 2
 
 
 @REENTRANT

@@ -6,10 +6,8 @@ import torch
 from apex import amp
 from tests.compiled.cases import (
     SAME_BITS,
-    SAME_GRAPHS,
     assert_close,
     compiled,
-    no_recompilation,
     trained,
 )
 from tests.support.loops import OPTIMIZERS, backward, batches, net, prepared, same
@@ -60,27 +58,6 @@ def test_compiled_step_equals_eager_and_skips_overflows(level, name):
         assert same(trained(optimizer), trained(plain))
     assert_close(trained(optimizer)[0], trained(plain)[0], "O0")
     assert trained(optimizer)[1] == 2.0**14
-
-
-@SAME_GRAPHS
-@pytest.mark.parametrize(("level", "name"), [("O1", "SGD"), ("O2", "Adam")])
-def test_compiled_step_compiles_as_often_as_torchs(level, name):
-    model = net()
-    plain = OPTIMIZERS[name](model.parameters())
-    step, torchs = compiled(plain.step, fullgraph=False)
-    for x, y in batches(4):
-        loss_of_plain = torch.nn.functional.mse_loss(model(x), y)
-        loss_of_plain.backward()
-        step()
-        plain.zero_grad()
-    ours, optimizer = optimize(level, name)
-    step, graphs = compiled(optimizer.step, fullgraph=False)
-    for x, y in batches(4, {2}):
-        take(ours, optimizer, step, x, y)
-    assert graphs.frame_count == torchs.frame_count
-    with no_recompilation():
-        for x, y in batches(4, {2}):
-            take(ours, optimizer, step, x, y)
 
 
 @pytest.mark.gpu(kernels="inductor writes and compiles them")

@@ -362,26 +362,18 @@ def assert_joined(results, expected, dtype=torch.float32, affine=True):
         torch.testing.assert_close(*pair, rtol=own, atol=own)
 
 
-@pytest.mark.parametrize("cut", [3, 1, 0])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_two_ranks_give_batch_norm_on_the_joined_batch(on_two_ranks, shape, cut):
-    results = on_two_ranks(pass_of_rank, shape, torch.float32, cut, {})
-    assert_joined(results, passed(AnyRank, data(shape)))
+FULL, FLAT = torch.float32, (6, 3, 2)
+OPTIONS = [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.5}]
+JOINED = [(shape, FULL, cut, {}) for shape in SHAPES for cut in (3, 1, 0)]
+JOINED += [(FLAT, dtype, 2, {}) for dtype in (FP16, BF16, torch.float64)]
+JOINED += [(FLAT, FULL, 2, options) for options in OPTIONS]
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16, torch.float64])
-def test_two_ranks_take_any_dtype(on_two_ranks, dtype):
-    results = on_two_ranks(pass_of_rank, (6, 3, 2), dtype, 2, {})
-    assert_joined(results, passed(AnyRank, data((6, 3, 2), dtype)), dtype)
-
-
-@pytest.mark.parametrize(
-    "options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.5}]
-)
-def test_two_ranks_take_every_option(on_two_ranks, options):
-    results = on_two_ranks(pass_of_rank, (6, 3, 2), torch.float32, 2, options)
-    affine = options.get("affine", True)
-    assert_joined(results, passed(AnyRank, data((6, 3, 2)), **options), affine=affine)
+@pytest.mark.parametrize(("shape", "dtype", "cut", "options"), JOINED)
+def test_two_ranks_give_batch_norm_on_the_joined_batch(on_two_ranks, shape, dtype, cut, options):
+    results = on_two_ranks(pass_of_rank, shape, dtype, cut, options)
+    expected = passed(AnyRank, data(shape, dtype), **options)
+    assert_joined(results, expected, dtype, affine=options.get("affine", True))
 
 
 @pytest.mark.gpu(kernels="gloo copies tensors from the GPU by itself")

@@ -1,7 +1,6 @@
 """Ranks under DistributedDataParallel stay together, and train like one process on all data."""
 
 import contextlib
-import io
 
 import pytest
 import torch
@@ -15,14 +14,12 @@ from tests.distributed.cases import (
     assert_trained_alike,
     backward,
     batch,
-    initialized,
     joined,
-    net,
     prepare,
     state,
     train_steps,
 )
-from tests.support.loops import LEVELS_SHORT, WITH_MASTERS
+from tests.support.loops import WITH_MASTERS
 
 pytestmark = pytest.mark.distributed
 
@@ -167,65 +164,7 @@ def test_an_overflow_that_was_dropped_before_it_was_sent_moves_no_scale(on_two_r
     assert first["scales"]["loss_scaler0"] == {"loss_scale": START_SCALE, "unskipped": 1}
 
 
-def accumulate_in_step(rank, level):
-    """Every pass communicates; gradients in buckets that the next pass writes into."""
-    model, optimizer = prepare(level, seed=rank)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    for part in range(2):
-        backward(parallel, optimizer, *batch(rank, part))
-    optimizer.step()
-    return state(parallel, optimizer)
-
-
-@pytest.mark.parametrize("level", LEVELS_SHORT)
-def test_passes_that_all_communicate_add_up(on_two_ranks, level):
-    first, second = on_two_ranks(accumulate_in_step, level)
-    assert first == second
-    model, optimizer = prepare(level, seed=0)
-    for part in range(2):
-        for rank in range(2):
-            backward(model, optimizer, *batch(rank, part), 1 / 2)
-    optimizer.step()
-    assert_trained_alike(first, optimizer, level)
-
-
 # -- exact masters ---------------------------------------------------------------------------
-
-
-def resume(rank, level, early):
-    """Trains, saves, and goes on in objects that were loaded, beside the ones that just go on."""
-    model, optimizer = prepare(level, seed=rank)
-    parallel = DistributedDataParallel(model)
-    train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    weights, moments = torch.load(file, weights_only=True)
-
-    again = net(seed=7 + rank)
-    stepper = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
-    if early:
-        again.load_state_dict(weights)
-        stepper.load_state_dict(moments)
-    again, stepper = initialized(level, again, stepper)
-    if not early:
-        again.load_state_dict(weights)
-        stepper.load_state_dict(moments)
-    started = again.state_dict()
-    wrapped = DistributedDataParallel(again)
-    for one, its in ((parallel, optimizer), (wrapped, stepper)):
-        train_steps(one, its, (batch(rank, step) for step in range(3, 6)))
-    same_start = all(torch.equal(started[name], weights[name]) for name in weights)
-    return same_start, state(parallel, optimizer), state(wrapped, stepper)
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_a_run_of_two_ranks_resumes_to_the_last_bit(on_two_ranks, level, early):
-    for same_start, went_on, resumed in on_two_ranks(resume, level, early):
-        assert same_start
-        assert resumed["masters"] == went_on["masters"]
-        assert resumed["model"] == went_on["model"]
 
 
 def train_in_groups(rank, level):

@@ -38,17 +38,6 @@ def test_groups_are_the_sharded_dimensions_of_the_meshes_each_once():
         distributed.destroy_process_group()
 
 
-def greatest(rank):
-    flag = torch.tensor(float(rank))
-    over = dtensor.groups([placed(mesh(1, 2), Shard(0), Shard(0))])
-    dtensor.all_reduce_(flag, over, "MAX")
-    return flag.item()
-
-
-def test_a_flag_reaches_every_rank(on_two_ranks):
-    assert on_two_ranks(greatest) == [1.0, 1.0]
-
-
 def parts(rank):
     tensor = placed(mesh(2), Shard(0), rows=3)
     part = dtensor.local(tensor)
@@ -66,10 +55,3 @@ def test_a_part_shares_memory_and_partial_sums_are_reduced(on_two_ranks):
     for seen, summed in on_two_ranks(parts):
         assert seen == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
         assert summed == (True, [[2.0, 2.0]] * 3)
-
-
-def test_plain_tensors_are_their_own_part():
-    tensor = torch.ones(2)
-    assert dtensor.local(tensor) is tensor
-    assert dtensor.laid_out_as(torch.zeros(2), tensor) is tensor
-    assert dtensor.groups([tensor]) == []

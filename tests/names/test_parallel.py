@@ -162,24 +162,6 @@ def test_conversion_keeps_everything_but_the_class():
     assert type(convert_syncbn_model(single)) is nn.InstanceNorm1d
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_at_every_level_training_is_as_with_plain_batch_norm(level):
-    found = []
-    for convert in ("before", "after", "never"):
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if convert == "before":
-            convert_syncbn_model(model)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
-        if convert == "after":
-            convert_syncbn_model(model)
-        for _ in range(2):
-            loops.train_step(model, optimizer, x(), torch.ones(5, 2))
-        found.append([list(model.state_dict().values()), loops.masters(optimizer)])
-    assert loops.same(found[0], found[2])
-    assert loops.same(found[1], found[2])
-
-
 def test_what_cannot_be_converted_is_refused_and_nothing_changes():
     model = Net()
     with pytest.raises(TypeError, match="convert_syncbn_model got list"):

@@ -87,15 +87,6 @@ def test_opt_properties_read_as_attributes_and_as_options():
     del keep
 
 
-def test_values_can_be_set():
-    keep = prepared("O2", model=Net(), min_loss_scale=2.0, max_loss_scale=2.0**20)
-    assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
-    assert (_amp_state.verbosity, _amp_state.hard_override) == (0, False)
-    second = prepared("O4", model=Net())
-    assert _amp_state.handle.is_active()
-    del keep, second
-
-
 def test_models_of_a_deactivated_handle_cast_and_scale_as_a_later_call_says():
     """As in apex, whose casts and scalers are the newest call's."""
     first, optimizer = prepared("O1")

@@ -7,29 +7,24 @@ from torch import nn
 from apex import amp
 from apex.integrations import scales
 from apex.parallel import LARC
-
-
-def prepared(level="O5", **options):
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+from tests.support.loops import prepared
 
 
 def test_the_scales_are_those_of_the_optimizers_own_session():
-    first, second = prepared(loss_scale=4.0), prepared(loss_scale=8.0, num_losses=2)
+    first, second = prepared("O5", loss_scale=4.0), prepared("O5", loss_scale=8.0, num_losses=2)
     assert [each["loss_scale"] for each in scales.state_dict(first[1]).values()] == [4.0]
     assert [each["loss_scale"] for each in scales.state_dict(second[1]).values()] == [8.0, 8.0]
 
 
 def test_loading_changes_no_other_session():
-    first, second = prepared(loss_scale="dynamic"), prepared(loss_scale="dynamic")
+    first, second = prepared("O5", loss_scale="dynamic"), prepared("O5", loss_scale="dynamic")
     scales.load_state_dict(second[1], {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 5}})
     assert scales.state_dict(first[1])["loss_scaler0"]["loss_scale"] == 2.0**16
     assert scales.state_dict(second[1])["loss_scaler0"] == {"loss_scale": 2.0, "unskipped": 5}
 
 
 def test_another_number_of_scales_warns_and_loads_what_fits():
-    model, optimizer = prepared(loss_scale="dynamic", num_losses=2)
+    model, optimizer = prepared("O5", loss_scale="dynamic", num_losses=2)
     with pytest.warns(UserWarning, match="has 1 loss scales, but this optimizer has 2"):
         scales.load_state_dict(optimizer, {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
     loaded = [each["loss_scale"] for each in scales.state_dict(optimizer).values()]

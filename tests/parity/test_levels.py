@@ -14,49 +14,33 @@ PAIRS = [
 ]
 
 
-def train_both(level, name, steps, **options):
-    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name], **options)
-    loop = Loop(
-        level,
-        loops.net().parameters(),
-        loops.OPTIMIZERS[name],
-        scale=options.get("loss_scale"),
-        interval=options.get("growth_interval", 2000),
-    )
+OPTIONS = {
+    "plain": {},
+    "overflows": {"loss_scale": "dynamic", "growth_interval": 2},
+    "static": {"loss_scale": 128.0},
+    "overflow first": {},
+}
+OVERFLOW_AT = {"overflows": {2, 3, 6}, "overflow first": {0}}
+RUNS = [(*pair, run) for run in ("plain", "overflows") for pair in PAIRS]
+RUNS += [(level, "Adam", "static") for level in loops.LEVELS]
+RUNS += [(level, name, "overflow first") for level in loops.DYNAMIC for name in loops.OPTIMIZERS]
+
+
+@pytest.mark.parametrize(("level", "name", "run"), RUNS)
+def test_training_at_a_level_equals_the_plain_loop(level, name, run):
+    options, make = OPTIONS[run], loops.OPTIMIZERS[name]
+    model, optimizer = loops.prepared(level, make, **options)
+    scale, interval = options.get("loss_scale"), options.get("growth_interval", 2000)
+    loop = Loop(level, loops.net().parameters(), make, scale=scale, interval=interval)
     train, train_by_hand = loops.stepper(loops, name), loops.stepper(loop, name)
-    for x, y in steps:
+    for x, y in loops.batches(9 if run == "overflows" else 6, OVERFLOW_AT.get(run, ())):
         loss, loss_by_hand = train(model, optimizer, x, y), train_by_hand(x, y)
         assert loops.same(loss, loss_by_hand)
         assert loops.loss_scale() == loop.scale
         assert loops.same(list(model.parameters()), loop.model)
         assert loops.same(loops.masters(optimizer), loop.stepped)
-    return model, optimizer, loop
-
-
-@pytest.mark.parametrize(("level", "name"), PAIRS)
-def test_training_at_a_level_equals_the_plain_loop(level, name):
-    _, optimizer, loop = train_both(level, name, loops.batches(6))
+    assert len(set(loop.scales)) > 2 or run != "overflows"
     assert loops.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
-
-
-@pytest.mark.parametrize(("level", "name"), PAIRS)
-def test_training_with_planted_overflows_equals_the_plain_loop(level, name):
-    steps = loops.batches(9, overflow_at={2, 3, 6})
-    _, optimizer, loop = train_both(level, name, steps, loss_scale="dynamic", growth_interval=2)
-    assert len(set(loop.scales)) > 2
-    assert loops.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
-
-
-@pytest.mark.parametrize("name", loops.OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_training_whose_first_step_overflows_equals_the_plain_loop(level, name):
-    _, optimizer, loop = train_both(level, name, loops.batches(4, overflow_at={0}))
-    assert loops.same(optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
-
-
-@pytest.mark.parametrize("level", loops.LEVELS)
-def test_training_at_a_static_scale_equals_the_plain_loop(level):
-    train_both(level, "Adam", loops.batches(4), loss_scale=128.0)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])

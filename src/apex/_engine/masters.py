@@ -160,7 +160,9 @@ class MasterPair:
         """Records that the model holds the rounded master."""
         self._master_version = self.master._version
         self._model_version = self.model._version
-        self._address = self.model.data_ptr() if has_values(self.model) else 0
+        # A fake parameter, which is of another class, has no address.
+        is_real = type(self.model) is nn.Parameter or has_values(self.model)
+        self._address = self.model.data_ptr() if is_real else 0
         # Held so that no other storage takes its address.
         self._storage = self.model.detach()
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, optimizers_in, params_of, states_in
-from apex._engine import conversion
+from apex._engine.conversion import casts, checks
 from apex._engine.optimizer import subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import parameters
@@ -26,7 +26,7 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
     values. Gradients that overflowed are dropped, with a warning.
     """
     models = list(models)
-    conversion.refuse_inference_mode("amp.restore")
+    checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
     prepared_optimizers: list[PreparedOptimizer] = []
     masters: dict[int, Tensor] = {}
@@ -40,7 +40,7 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
         for pair in prepared.pairs:
             masters[id(pair.model)] = pair.master
     for model in models:
-        conversion.restore(model, masters)
+        casts.restore(model, masters)
     # First all optimizers, because they may share masters.
     for prepared in prepared_optimizers:
         _make_optimizer_plain(prepared)

@@ -17,13 +17,14 @@ from apex._core.op_table import AutocastSpec
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import conversion
 from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
+from apex._engine.conversion import casts, notes, state
 from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.subclass import convert, hand_over
 from apex._engine.ddp import DDPTracker
 from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
@@ -121,14 +122,14 @@ class Session:
         An inverse allocates no device memory: it may run because memory has run out.
 
         Args:
-            models: Models checked by :func:`apex._engine.conversion.check`.
+            models: Models checked by :func:`apex._engine.conversion.checks.check`.
             optimizers: Optimizers that are not prepared yet.
             plan: The conversion.
             undo: Receives the inverse.
         """
         old_dtypes = dtypes_of(optimizers)
         for model in models:
-            conversion.hand_over(model, undo)
+            hand_over(model, undo)
         for model in models:
             self._convert(model, plan, undo, trains=bool(optimizers))
         for optimizer in optimizers:
@@ -143,9 +144,9 @@ class Session:
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: ExitStack, *, trains: bool) -> None:
-        before = conversion.floating_tensors(model)
-        undo.callback(conversion.undo_convert, model)
-        conversion.convert(model, plan, self.region, self, undo)
+        before = casts.floating_tensors(model)
+        undo.callback(casts.undo_convert, model)
+        convert(model, plan, self.region, self, undo)
         undo.callback(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 
@@ -161,7 +162,7 @@ class Session:
             before: Tensors of the model with their values before conversion.
             trains: Whether the model was passed with optimizers.
         """
-        conversion.log_lost(model, before)
+        notes.log_lost(model, before)
         kept: list[tuple[Tensor, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
@@ -189,7 +190,7 @@ class Session:
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                conversion.set_region(model, NoAutocastRegion())
+                state.set_region(model, NoAutocastRegion())
 
     @property
     def casting(self) -> bool:
@@ -298,7 +299,7 @@ class Session:
     @property
     def models(self) -> list[nn.Module]:
         """The live models that are still prepared."""
-        return [model for model in self._models if conversion.is_converted(model)]
+        return [model for model in self._models if state.is_converted(model)]
 
     @property
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
@@ -330,7 +331,7 @@ class Session:
         """Casts modules that were added to a model, if they hold some of these parameters."""
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
         for model in self._models if unknown else ():
-            late = conversion.convert_late(model, unknown)
+            late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, dropped: Iterable[Tensor], zeroed: Iterable[Tensor]) -> None:

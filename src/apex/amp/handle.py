@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import AmbientRegion, NoAutocastRegion, casts_off
-from apex._engine.conversion import set_region
+from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session

@@ -5,9 +5,8 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
-from docs.figures import FIGURES, exactness, loss_scaling, master_weights, memory, path
+from docs.figures import FIGURES, loss_scaling, memory, path
 from tests.package.docs.pages import ROOT
 
 TEXT = "{http://www.w3.org/2000/svg}text"
@@ -43,24 +42,8 @@ def test_the_bars_of_memory_are_the_table_of_its_page():
         assert shown == pytest.approx(sizes, abs=0.01), name
 
 
-def test_the_weight_of_the_figure_moves_with_a_master_and_not_without():
-    masters, rounded, alone = master_weights.values()
-    assert set(alone) == {1.0}
-    assert sorted(set(rounded)) == [1.0, 1.0078125, 1.015625]
-    assert masters[-1] == pytest.approx(1.016)
-
-
-def test_the_gradients_of_the_figure_are_all_of_the_digits_example():
-    assert sum(loss_scaling.GRADIENTS.values()) == 380_362
-
-
 def test_the_scale_of_the_figure_overflows_once_a_growth_too_many():
     scales = [state.scale for state in loss_scaling.history()]
     changes = [after / before for before, after in itertools.pairwise(scales)]
     assert changes.count(2.0) == 7
     assert changes.count(0.5) == 5
-
-
-def test_the_bits_of_the_figure_are_those_of_the_number():
-    assert int(exactness.bits(1 / 3), 2) == torch.tensor(1 / 3).view(torch.int32).item()
-    assert exactness.bits(exactness.rounded(1 / 3))[16:] == "0" * 16
