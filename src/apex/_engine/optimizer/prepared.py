@@ -60,6 +60,7 @@ class OverflowFlag:
         """Where the flag is."""
         return torch.device("cpu") if self._flag is None else self._flag.device
 
+    @untraced
     def add(self, found_inf: Tensor) -> None:
         """Raises the flag if ``found_inf``, 0-d, of one more pass is set."""
         if self._flag is None:
@@ -76,6 +77,7 @@ class OverflowFlag:
         flag = self.pending
         return flag is not None and bool(flag.tolist())  # sync: Python code needs the answer
 
+    @untraced
     def consume(self, skipped: Tensor | bool) -> None:
         """Lowers the flag after a step; records whether it was skipped, perhaps by the flag."""
         self.was_skipped = skipped.clone() if isinstance(skipped, Tensor) else skipped
@@ -416,6 +418,7 @@ class PreparedOptimizer:
                 "the step, too."
             )
 
+    @untraced
     def must_skip(self) -> bool:
         """Returns whether an overflow skips the step. Waits for the device.
 
