@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 def difference_of_replays(
     level: str, captured: Captured, *, max_norm: float | None = None, overflow_at: int = WARMUP + 1
 ) -> float:
-    """Returns the largest difference of any master after some iterations, captured and eager.
+    """Returns the largest difference of a master or loss scale, captured and eager.
 
     One of the replayed batches overflows, so that the scale moves and a step is skipped.
     """
@@ -36,8 +36,16 @@ def difference_of_replays(
         _replay(*ours, batches, captured, max_norm)
     for inputs, targets in batches:
         _iterate(*reference, inputs, targets, max_norm)
-    pairs = zip(*(amp.master_params(optimizer) for _, optimizer in (ours, reference)), strict=True)
-    return max((one - other).abs().max().item() for one, other in pairs)
+    pairs = zip(amp.master_params(ours[1]), amp.master_params(reference[1]), strict=True)
+    differences = [(one - other).abs().max().item() for one, other in pairs]
+    return max(*differences, abs(_loss_scale(ours[1]) - _loss_scale(reference[1])))
+
+
+def _loss_scale(optimizer: torch.optim.Optimizer) -> float:
+    loss = torch.ones((), device="cuda", requires_grad=True)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return float(scaled_loss.detach())
 
 
 def _replay(

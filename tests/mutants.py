@@ -27,16 +27,16 @@ MUTANTS = [
     Mutant(
         "masters from rounded weights",
         f"{ENGINE}/masters.py",
-        "(param.data if exact is None else exact.data)",
-        "(param.data)",
+        "source = param if exact is None else exact",
+        "source = param",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
         "gradients rounded before unscaling",
         f"{ENGINE}/backward.py",
-        "        scaler.unscale_(finite.dense_values(copies), scale)",
-        "        scaler.unscale_(finite.dense_values(copies), scale)\n"
-        "        [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
+        "    scaler.unscale_(finite.dense_values(copies), scale)",
+        "    scaler.unscale_(finite.dense_values(copies), scale)\n"
+        "    [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
         "tests/loop/test_gradients.py tests/parity",
     ),
     Mutant(
@@ -49,15 +49,15 @@ MUTANTS = [
     Mutant(
         "an overflow that does not skip",
         f"{ENGINE}/optimizer/step.py",
-        "return None if skipped else run()",
-        "return run()",
+        "result = None if skipped else run()",
+        "result = run()",
         "tests/loop/test_overflow.py",
     ),
     Mutant(
         "masters not written back",
         f"{ENGINE}/optimizer/prepared.py",
-        "        masters.round_into_model(left)\n",
-        "",
+        "            masters.update_model_from_masters(unrounded)\n",
+        "            pass\n",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "a saved entry that is the rounded weight",
         f"{ENGINE}/masters.py",
-        "torch.where(exact.to(low.dtype) == low, exact, low)",
-        "low",
+        "torch.where(exact.to(weight.dtype) == weight, exact, weight)",
+        "weight",
         "tests/model/test_state_dict.py tests/loop/test_masters.py",
     ),
     Mutant(
@@ -105,22 +105,22 @@ MUTANTS = [
     Mutant(
         "casts on in `step`",
         f"{ENGINE}/optimizer/step.py",
-        "        off.__enter__()\n",
-        "",
+        "        with UncastBlock():\n",
+        "        if True:\n",
         "tests/loop/test_step_casts.py",
     ),
     Mutant(
         "a host sync in a fused step",
         f"{ENGINE}/optimizer/step.py",
-        "    prepared.note_skipped(flag)\n",
-        "    prepared.note_skipped(bool(flag.tolist()))\n",
+        "    overflow.consume(skipped=flag)\n",
+        "    overflow.consume(skipped=bool(flag.tolist()))\n",
         "tests/loop/test_cost.py",
     ),
     Mutant(
         "`no_sync` gradients unsent",
         f"{ENGINE}/session.py",
-        "delays = delay_unscale or not all(sends)",
-        "delays = delay_unscale",
+        "not session.ddp_tracker.sends(prepared):\n                delays = True",
+        "not session.ddp_tracker.sends(prepared):\n                pass",
         "tests/distributed/test_data_parallel.py",
     ),
     Mutant(
@@ -130,6 +130,83 @@ MUTANTS = [
         "        if not births or births:\n"
         "            return self._first_birth(call, before, kind, dtype)\n",
         "tests/debug/test_planted_faults.py tests/debug/test_overflow.py",
+    ),
+    Mutant(
+        "scratch gradients that reach masters",
+        f"{ENGINE}/masters.py",
+        "            if not pair.lazy:\n                continue\n            grad",
+        "            grad",
+        "tests/loop/test_facts.py tests/loop/test_gradients.py",
+    ),
+    Mutant(
+        "a clip that outlives its gradients",
+        f"{ENGINE}/conversion/state.py",
+        "session.masters.move_clipped_grads()",
+        "pass",
+        "tests/loop/test_facts.py",
+    ),
+    Mutant(
+        "stashed gradients that nobody clears",
+        f"{ENGINE}/session.py",
+        "            del stashed[key]",
+        "            pass",
+        "tests/loop/test_facts.py",
+    ),
+    Mutant(
+        "a group with gradients let in between delayed blocks",
+        f"{ENGINE}/optimizer/prepared.py",
+        "if any(param.grad is not None for param in new):",
+        "if False:",
+        "tests/loop/test_facts.py",
+    ),
+    Mutant(
+        "a failed step that uses up gradients",
+        f"{ENGINE}/optimizer/prepared.py",
+        "        if failed:\n            return\n",
+        "",
+        "tests/loop/test_facts.py",
+    ),
+    Mutant(
+        "an overflow lost on its way to another device",
+        f"{ENGINE}/optimizer/prepared.py",
+        "self._flag = moved(self._flag, found_inf.device)",
+        "self._flag = torch.zeros_like(found_inf)",
+        "tests/loop/test_facts.py tests/loop/test_overflow.py",
+    ),
+    Mutant(
+        "a delayed check that another optimizer's block forgets",
+        f"{ENGINE}/scaler.py",
+        "for flag in unchecked:",
+        "for flag in [*unchecked][-1:]:",
+        "tests/loop/test_facts.py",
+    ),
+    Mutant(
+        "sharers of sharers left out",
+        f"{ENGINE}/session.py",
+        "for prepared in sharing if rest else ():",
+        "for prepared in list(sharing):",
+        "tests/loop/test_facts.py",
+    ),
+    Mutant(
+        "loaded masters rounded at the first step",
+        f"{ENGINE}/masters.py",
+        "before_step and pair.state is MasterState.FRESH and",
+        "before_step and",
+        "tests/distributed/test_resume.py",
+    ),
+    Mutant(
+        "a bucket's view stashed without a copy",
+        f"{ENGINE}/ddp.py",
+        "wrapper.gradient_as_bucket_view and id(param) in sent",
+        "False",
+        "tests/distributed/test_resume.py",
+    ),
+    Mutant(
+        "a clipped model that nobody is told of",
+        f"{ENGINE}/mistakes.py",
+        "            mistakes.warn(Mistake.CHANGED_MODEL_GRADS)",
+        "            pass",
+        "tests/loop/test_mistakes.py",
     ),
 ]
 

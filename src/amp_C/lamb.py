@@ -51,8 +51,9 @@ def multi_tensor_lamb(
     stay unchanged. They are clipped from ``global_grad_norm``, one element, to ``max_grad_norm``.
     With ``use_nvlamb``, tensors without weight decay get a trust ratio, too.
     """
-    options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
-    rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
+    rule = adam_rule(
+        noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging
+    )
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm)
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
     nvlamb = bool(use_nvlamb)
@@ -90,8 +91,9 @@ def multi_tensor_lamb_mp(
     device = noop_flag.device
     skip = skip_flag(noop_flag, device)
     count = as_scalar(step, device)
-    options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
-    rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
+    rule = adam_rule(
+        noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging
+    )
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm) / as_scalar(inv_scale, device)
     grads, params, exp_avgs, exp_avg_sqs, *copies = tensor_lists
     nvlamb = bool(use_nvlamb)
@@ -126,7 +128,7 @@ def multi_tensor_lamb_stage1_cuda(
     with working(*tensor_lists) as (grads, params, exp_avgs, exp_avg_sqs, updates):
         clipped = list(torch._foreach_div(grads, divisor))
         directions = directions_(clipped, params, exp_avgs, exp_avg_sqs, rule=rule, step=step + 1)
-        torch._foreach_add_(directions, torch._foreach_mul(params, decays))
+        torch._foreach_addcmul_(directions, params, decays)
         store(updates, directions)
 
 

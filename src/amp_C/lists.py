@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +29,13 @@ def takes(*counts: int, empty: bool = False) -> Callable[[Function], Function]:
             chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *args: Any, **kwargs: Any
         ) -> Any:
             _check(function.__name__, noop_flag, tensor_lists, counts)
-            positions = [_fitted(function.__name__, each) for each in zip(*tensor_lists)]  # noqa: B905
+            positions = [
+                _fitted(function.__name__, position)
+                for position in zip(*tensor_lists)  # noqa: B905 - checked
+            ]
             if not (positions or empty):
                 return None
-            lists = [[each[index] for each in positions] for index in range(len(tensor_lists))]
+            lists = list(zip(*positions)) or [()] * len(tensor_lists)  # noqa: B905
             return function(chunk_size, noop_flag, lists, *args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -39,10 +43,10 @@ def takes(*counts: int, empty: bool = False) -> Callable[[Function], Function]:
     return decorate
 
 
-def set_noop_(noop_flag: Tensor, found: Tensor) -> None:
-    """Sets the flag to 1 if ``found`` (0-d) is non-zero, on the device."""
-    found = (found != 0).to(noop_flag.dtype).reshape(noop_flag.shape)
-    torch.maximum(noop_flag, found, out=noop_flag)
+def set_noop_(noop_flag: Tensor, overflow: Tensor) -> None:
+    """Sets the flag to 1 if ``overflow`` (0-d) is non-zero, on the device."""
+    overflow = (overflow != 0).to(noop_flag.dtype).reshape(noop_flag.shape)
+    torch.maximum(noop_flag, overflow, out=noop_flag)
 
 
 def _check(
@@ -54,16 +58,18 @@ def _check(
             f"{name} got lists of {lengths} tensors; it takes {' or '.join(map(str, counts))} "
             "lists of one length, with one position for each parameter."
         )
-    for each in (tensor for tensors in lists for tensor in tensors):
-        is_tensor = isinstance(each, Tensor)
-        fits = is_tensor and each.layout is torch.strided and each.is_floating_point()
-        if not fits or each.device != noop_flag.device:
-            got = f"{each.layout} {each.dtype} on {each.device}" if is_tensor else type(each)
-            raise TypeError(
-                f"{name} got {got}; it takes dense floating-point tensors on the device of the "
-                f"overflow flag, {noop_flag.device}. Omit parameters without a gradient from every "
-                "list."
-            )
+    for tensor in chain(*lists):
+        got: object = type(tensor)
+        if isinstance(tensor, Tensor):
+            fits = tensor.layout is torch.strided and tensor.is_floating_point()
+            if fits and tensor.device == noop_flag.device:
+                continue
+            got = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
+        raise TypeError(
+            f"{name} got {got}; it takes dense floating-point tensors on the device of the "
+            f"overflow flag, {noop_flag.device}. Omit parameters without a gradient from every "
+            "list."
+        )
 
 
 def _fitted(name: str, position: tuple[Tensor, ...]) -> Sequence[Tensor]:

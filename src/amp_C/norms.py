@@ -30,10 +30,11 @@ def multi_tensor_l2norm(
         fp32, else ``[0]``).
     """
     (tensors,) = tensor_lists
-    each = norms.stacked(norms.l2_norms(tensors), noop_flag.device).float()  # as the kernel did
-    norm = norms.total(each).reshape(1)
+    # In fp32 as in the kernel, whatever the tensors' dtype.
+    single = norms.stacked(norms.l2_norms(tensors), noop_flag.device).float()
+    norm = norms.total(single).reshape(1)
     set_noop_(noop_flag, ~torch.isfinite(norm))
-    return norm, each if per_tensor else each[:0]
+    return norm, single if per_tensor else single[:0]
 
 
 multi_tensor_l2norm_mp = multi_tensor_l2norm
@@ -67,5 +68,5 @@ def multi_tensor_unscale_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns :func:`multi_tensor_l2norm` of ``inv_scale * tensor``; the tensors stay unchanged."""
     factor = as_scalar(inv_scale, noop_flag.device)
-    scaled = [each.to(math_dtype(each)) * factor for each in tensor_lists[0]]
+    scaled = [tensor.to(math_dtype(tensor)) * factor for tensor in tensor_lists[0]]
     return multi_tensor_l2norm(chunk_size, noop_flag, [scaled], per_tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def multi_tensor_axpby(
     """
     checked = {0: tensor_lists[:1], 1: tensor_lists[1:2], -1: tensor_lists[:2]}[arg_to_check]
     device = noop_flag.device
-    set_noop_(noop_flag, any_non_finite([t for tensors in checked for t in tensors], device))
+    set_noop_(noop_flag, any_non_finite([*chain(*checked)], device))
     with working(*tensor_lists) as (xs, ys, targets):
         left = torch._foreach_mul(xs, as_scalar(a, device))
         right = torch._foreach_mul(ys, as_scalar(b, device))

@@ -161,8 +161,9 @@ def multi_tensor_novograd(
     running norms, are updated. ``mode`` is 0 to normalize and decay gradients before averaging, 1
     after it; ``norm_type`` is 2 for the 2-norm, 0 for the largest absolute value.
     """
-    options = (epsilon, weight_decay, mode, bias_correction, grad_averaging)
-    rule = adam_rule(noop_flag, lr, beta1, beta2, *options)
+    rule = adam_rule(
+        noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging
+    )
     grads, params, exp_avgs = tensor_lists
     novograd_(grads, params, exp_avgs, grad_norms, rule, step, norm_type=norm_type)
 

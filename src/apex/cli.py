@@ -88,6 +88,7 @@ or NaN was found, otherwise the script's own.
 
 examples:
   apex trace train.py --epochs 1
+  apex trace --digits train.py
   apex trace --json trace.json -m project.train --config small.yaml
   torchrun --nproc-per-node 2 -m apex trace train.py
 """
@@ -96,7 +97,17 @@ examples:
 def _add_trace(subparsers: Any) -> None:
     parser = _command(subparsers, "trace", _trace, "name the first operator that makes inf or NaN")
     parser.epilog = _TRACE_MORE
-    parser.usage = "apex trace [-h] [--keep-going] [--json FILE] [-m] SCRIPT [ARGUMENT ...]"
+    parser.usage = (
+        "apex trace [-h] [--digits | --updates] [--keep-going] [--json FILE] [-m] SCRIPT "
+        "[ARGUMENT ...]"
+    )
+    look = parser.add_mutually_exclusive_group()
+    look.add_argument(
+        "--digits", action="store_true", help="name operators that lose digits in 16 bits, instead"
+    )
+    look.add_argument(
+        "--updates", action="store_true", help="count weights that steps do not move, instead"
+    )
     parser.add_argument(
         "--keep-going", action="store_true", help="run the script to its end, and report then"
     )
@@ -119,7 +130,7 @@ def _trace(args: argparse.Namespace) -> int:
     gradient. Compiled code runs uncompiled.
     """
     from apex.tools.script import Script
-    from apex.tools.trace import rank_file, trace
+    from apex.tools.trace import measure, rank_file, trace
 
     script = Script(args.script, args.arguments, args.is_module)
     file = args.json if args.json in (None, "-") else rank_file(args.json)
@@ -128,7 +139,11 @@ def _trace(args: argparse.Namespace) -> int:
     out, err = sys.stdout, sys.stderr  # the script may replace these
     stream = err if file == "-" else out
     notify = functools.partial(_show, stream) if args.keep_going else None
-    tracing = trace(script, notify=notify)
+    tracing: Any
+    if args.digits or args.updates:
+        tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
+    else:
+        tracing = trace(script, notify=notify)
     if tracing is None:
         return OK
     for replaced in (sys.stdout, sys.stderr):

@@ -89,61 +89,6 @@ def test_accumulating_clipping_and_two_losses_compile(level):
     assert_close(loops.masters(ours[1]), loops.masters(reference[1]), level)
 
 
-def on_a_gpu(level):
-    model = loops.net().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
-    options = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0}
-    return amp.initialize(model, optimizer, **options)
-
-
-def captured(model, optimizer, data):
-    """Trains on ``data``, then captures a step; returns what replays it on a batch."""
-    x, y = torch.zeros(3, 4, device="cuda"), torch.zeros(3, 2, device="cuda")
-
-    def fill(batch):
-        x.copy_(batch[0])
-        y.copy_(batch[1])
-
-    def step():
-        loss = loops.loss_of(model, x, y)
-        loops.scaled_backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for batch in data:
-            fill(batch)
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay(batch):
-        fill(batch)
-        graph.replay()
-
-    return replay
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", LEVELS)
-def test_whole_step_in_a_cuda_graph_with_dynamic_scaling(level):
-    ours, reference = on_a_gpu(level), on_a_gpu(level)
-    data = [(x.cuda(), y.cuda()) for x, y in loops.batches(9, {4, 6})]
-    replay = captured(*ours, data[:3])
-    for batch in data[3:]:
-        replay(batch)
-    for x, y in data:
-        loops.train_step(*reference, x, y)
-    assert loops.same(loops.masters(ours[1]), loops.masters(reference[1]))
-    scales = [pair[1]._apex_prepared.session.scalers[0].read_scale() for pair in (ours, reference)]
-    # Two batches hold inf; in fp16 the second one of the start overflows by itself.
-    assert scales == [2.0**14 if level in ("O4", "O5") else 2.0**13] * 2
-
-
 def _update(p, grad):
     p.copy_(p.float() - 0.1 * grad.float())
 

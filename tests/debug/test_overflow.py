@@ -47,7 +47,7 @@ def test_the_report_names_module_line_cause_and_remedy():
     assert lines[2] == "         return x.exp()"
     assert lines[3].startswith("  in     float32 [1, 2] from 1")
     assert lines[4].startswith("  cause  range: the true result, ")
-    assert lines[5].startswith("  remedy 1. use a form that does not overflow: torch.logsumexp")
+    assert lines[5].startswith("  remedy 1. use a form that does not overflow: x.softmax(dim)")
     assert lines[6].startswith("         2. ")
     assert lines[-1] == "  hit    the gradients of 0.bias, 0.weight"
     first = json.loads(trace.to_json())["first"]
@@ -61,32 +61,6 @@ def test_a_trace_in_which_nothing_ran_is_no_clean_one():
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
     assert "Nothing traced" in str(trace)
     assert "with amp.debug.trace_overflow(model)" in str(trace)
-
-
-class Norm(nn.Module):
-    def forward(self, x):
-        return x.square().sum(-1, keepdim=True).sqrt()
-
-
-def test_the_named_remedies_fix_the_overflow():
-    def first_after(level, **options):
-        net = nn.Sequential(nn.Linear(2, 2), Norm())
-        nn.init.constant_(net[0].weight, 200.0)
-        net, optimizer = amp.initialize(
-            net, loops.sgd(net.parameters()), opt_level=level, verbosity=0, **options
-        )
-        with trace_overflow(net) as trace:
-            loss = net(torch.ones(1, 2)).float().mean() * 2.0**-16
-            loops.scaled_backward(loss, optimizer)
-        return trace.first
-
-    module, line, bf16, rate = first_after("O2").remedies[-4:]
-    assert "fp32_modules=['1']" in module
-    assert "amp.disable_casts()" in line
-    assert "'O5' instead of 'O2'" in bf16
-    assert "learning rate" in rate
-    assert first_after("O2", fp32_modules=["1"]) is None
-    assert first_after("O5") is None
 
 
 def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
@@ -123,7 +97,7 @@ def test_the_remedy_for_an_optimizer_that_divides_by_zero_is_an_eps():
         (net(torch.ones(1, 2)).sum() * 0.0).backward()
         optimizer.step()
     assert (trace.first.cause, trace.first.kind) == ("update", "nan")
-    assert "in an update of the weights, forward, returned nan" in str(trace)
+    assert "in an update of the weights, returned nan" in str(trace)
     assert "the optimizer's step divided by 0" in str(trace)
     assert trace.first.remedies[0].startswith("pass the optimizer an eps above 0")
 
@@ -235,7 +209,7 @@ def test_a_constant_is_named_as_the_script_wrote_it(write):
         write(x)
         net(x).sum().backward()
     headline = str(trace).splitlines()[0]
-    assert headline.startswith(f"First overflow: the constant float('nan') at {__file__}:")
+    assert headline.startswith(f"First NaN: the constant float('nan') at {__file__}:")
     assert trace.first.remedies[0].startswith("correct the number")
 
 

@@ -52,7 +52,7 @@ def test_the_report_names_place_cause_and_remedy():
     assert lines[2].strip()
     assert lines[3].startswith("  cause  cancellation: right for")
     assert lines[4].startswith("  remedy 1. ")
-    assert "fp32_modules=['1']" in lines[4]
+    assert "compute in fp32 from where the error enters" in lines[4]
     assert "         2. " in lines[5]
     data = json.loads(trace.to_json(), parse_constant=pytest.fail)
     assert data["worst"]["error"] == trace.worst.error

@@ -130,7 +130,7 @@ def test_a_running_mean_that_stands_still_is_named(momentum, op):
         norm(torch.randn(16, 8, dtype=torch.bfloat16) + 4)
     assert bool((norm.running_mean == 3.0).all()) == (op is not None)
     assert getattr(trace.worst, "op", None) == op
-    assert op is None or trace.worst.kind == "rounding"
+    assert op is None or trace.worst.kind == "lost update"
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,7 @@ def test_a_running_mean_that_stands_still_is_named(momentum, op):
     [
         lambda average, new: average.mul_(0.999).add_(new, alpha=0.001),
         lambda average, new: average.lerp_(new, 0.001),
+        lambda average, new: torch._foreach_lerp_([average], [new], 0.001),
         lambda average, new: average.copy_(0.999 * average + 0.001 * new),
     ],
 )
@@ -150,7 +151,7 @@ def test_an_average_of_weights_that_stands_still_is_named(update):
             model(torch.randn(4, 8, dtype=torch.bfloat16)).float().sum().backward()
             with torch.no_grad():
                 update(average.weight, model.weight * 1.1)
-    assert trace.worst.kind == "rounding"
+    assert trace.worst.kind == "lost update"
     assert trace.worst.op in ("aten.mul_", "aten.lerp_", "aten.mul")
 
 
@@ -166,3 +167,102 @@ def test_a_loss_of_large_logits_is_named():
             training.step(*batch(training.model))
         assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
         assert not trace.worst.place.inside
+
+
+def test_the_report_says_where_the_error_enters():
+    class Positions(nn.Module):
+        def forward(self, x, times):
+            angles = times.float()[:, None] * torch.ones(8)
+            return x + angles.cos().to(x.dtype)
+
+    torch.manual_seed(0)
+    model = Positions()
+    with amp.debug.trace_rounding(model) as trace:
+        times = torch.tensor([987.3, 301.6, 701.1, 998.4]).to(torch.bfloat16)
+        model(torch.randn(4, 8, dtype=torch.bfloat16), times)
+    assert trace.worst.op == "aten.cos"
+    ((label, text),) = trace.worst.notes
+    assert label == "from"
+    assert text.startswith("aten._to_copy, where the error enters")
+    assert text.endswith("times = torch.tensor([987.3, 301.6, 701.1, 998.4]).to(torch.bfloat16)")
+    assert trace.worst.remedies[0].startswith(f"keep the value in fp32 at {__file__}:")
+
+
+def test_a_row_carries_its_worst_call():
+    class Shift(nn.Module):
+        def forward(self, x):
+            for shift in (30.0, 3000.0, 300.0):
+                y = (x + shift) - shift
+            return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Shift()).bfloat16()
+    with amp.debug.trace_rounding(model) as trace:
+        model(torch.randn(4, 8, dtype=torch.bfloat16))
+    assert trace.worst.error > 0.9  # that of the first call is 0.1
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, lambda output, y: ((output - y) ** 2).mean()]
+)
+def test_the_residual_of_a_regression_is_no_fault(loss):
+    for mode in MODES:
+        torch.manual_seed(0)
+        training = Training(mlp(depth=1), mode, lambda output, y: loss(output.float(), y))
+        training.optimizer.param_groups[0]["lr"] = 1e-2
+        weight = torch.randn(32, 10) / 6
+        for step in range(60):
+            x = torch.randn(32, 32)
+            if step < 58:
+                training.step(x, x @ weight)
+                continue
+            with amp.debug.trace_rounding(training.model) as trace:
+                training.step(x, x @ weight)
+            assert trace.worst is None, f"{mode}: {trace}"
+
+
+@pytest.mark.parametrize("value", [-1e4, -torch.inf, "least"])
+def test_a_row_that_is_masked_as_a_whole_is_no_fault(value):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            scores = self.linear(x) @ x.mT
+            least = torch.finfo(scores.dtype).min if value == "least" else value
+            mask = torch.zeros(8, 8, dtype=scores.dtype)
+            mask[0] = least
+            mask[:, 5:] = least
+            return (scores + mask).softmax(-1).nan_to_num(0.0) @ x
+
+    for mode in ("O4", "bf16"):
+        torch.manual_seed(0)
+        training = Training(Masked(), mode, lambda output, _: output.float().square().mean())
+        with amp.debug.trace_rounding(training.model) as trace:
+            training.step(torch.randn(4, 8, 16), None)
+        assert trace.worst is None, f"{mode}: {trace}"
+
+
+def test_gradients_in_fp16_that_are_scaled_do_not_underflow():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    x = torch.randn(4, 8)
+    for scale, is_lost in ((1.0, True), (2.0**16, False)):
+        with amp.debug.trace_rounding(model) as trace:
+            with torch.autocast("cpu", torch.float16):
+                output = model(x)
+            (output.float().square().mean() * 1e-8 * scale).backward()
+        assert (trace.worst is not None) == is_lost, str(trace)
+        if is_lost:
+            assert trace.worst.kind == "underflow"
+            assert "of the fp16 gradients are 0" in str(trace)
+            assert "GradScaler" in trace.worst.remedies[0]
+
+
+@pytest.mark.parametrize("count", [lambda n: n.add_(1), lambda n: n + 1])
+def test_a_counter_that_stands_still_is_named(count):
+    with amp.debug.trace_rounding() as trace:
+        count(torch.full((), 256.0, dtype=torch.bfloat16))
+    assert trace.worst.kind == "lost update"
+    assert "half a step of bfloat16" in trace.worst.why

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
@@ -150,3 +151,25 @@ def with_nan():
 def test_bad_input_is_refused_with_a_reason(make, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         amp.debug.suggest_fp32(make(), torch.ones(2, 4), **given)
+
+
+def test_a_module_that_does_not_run_in_16_bits_is_suggested():
+    class Rotary(nn.Module):
+        """Positions from a buffer in fp32, as in models of transformers."""
+
+        def __init__(self):
+            super().__init__()
+            self.projection = nn.Linear(8, 24)
+            self.register_buffer("inv_freq", torch.arange(1.0, 9.0), persistent=False)
+
+        def forward(self, x):
+            positions = torch.arange(4)[:, None].to(torch.float32)
+            cos = (positions * self.inv_freq.float()).cos()
+            query, key, value = self.projection(x).chunk(3, -1)
+            return F.scaled_dot_product_attention(query * cos, key * cos, value)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Rotary(), nn.Linear(8, 2))
+    found = amp.debug.suggest_fp32(model, torch.randn(2, 4, 8))
+    assert found.modules == ["1"]
+    assert "fp32_modules=['1']" in str(found)

@@ -1,4 +1,4 @@
-"""Random programs against a model of the three rules; ``STRESS=1`` runs many more.
+"""Random programs against a model of the rules; ``STRESS=1`` runs many more.
 
 Weights, gradients and rates are few-bit numbers, so every level is exact.
 """
@@ -15,16 +15,24 @@ from tests.support import loops
 
 SEEDS = range(2000 if os.environ.get("STRESS") else 40)
 RATE = 0.125
-LEVELS = {"O2": {"loss_scale": "dynamic"}, "O2 static": {"loss_scale": 8.0}, "O5": {}}
+LEVELS = {
+    "O1": {"loss_scale": "dynamic"},
+    "O2": {"loss_scale": "dynamic"},
+    "O2 static": {"loss_scale": 8.0},
+    "O5": {},
+}
+STEPPED = [["abc"], ["ab", "bc"], ["ab", "c"], ["ab", "bc", "c"]]
+"""The weights of each optimizer; "d" comes later, in a group of its own."""
 
 
 class Weights(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        for name in "abcd":
+            self.register_parameter(name, nn.Parameter(torch.ones(2)))
 
-    def forward(self, a, b):
-        return (self.a.float() * a).sum() + (self.b.float() * b).sum()
+    def forward(self, factors):
+        return sum((getattr(self, name).float() * k).sum() for name, k in factors.items())
 
 
 class Program:
@@ -33,92 +41,218 @@ class Program:
     def __init__(self, level, choose):
         self.choose = choose
         self.model = Weights()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self.names = [set(names) for names in choose.choice(STEPPED)]
+        self.optimizers = [
+            torch.optim.SGD([getattr(self.model, name) for name in sorted(names)], lr=RATE)
+            for names in self.names
+        ]
         options = LEVELS[level]
-        amp.initialize(self.model, self.optimizer, opt_level=level[:2], verbosity=0, **options)
+        amp.initialize(self.model, self.optimizers, opt_level=level[:2], verbosity=0, **options)
         self.dynamic = options.get("loss_scale") == "dynamic"
         if self.dynamic:
             amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
-        self.masters, self.weights = [1.0, 1.0], [1.0, 1.0]
-        self.grads, self.flag = [None, None], False
+        self.has_masters = level != "O1"
+        self.params = {}  # what is stepped
+        self.find_params()
+        self.weights = dict.fromkeys("abc", 1.0)
+        self.masters = dict(self.weights) if self.has_masters else self.weights
+        self.grads = {}
+        self.flags = [False] * len(self.optimizers)
+        self.delayed = {}  # of an optimizer: those that a delayed pass is still for, and the scale
+        self.updates = 0
         self.master_written = self.weight_written = False
+
+    # -- of the model of the rules -------------------------------------------------------------
+
+    def find_params(self):
+        for names, optimizer in zip(self.names, self.optimizers, strict=True):
+            stepped = [param for group in optimizer.param_groups for param in group["params"]]
+            self.params.update(zip(sorted(names), stepped, strict=True))
+
+    def sharing(self, first):
+        """The optimizers that a pass of one is for."""
+        found = [first]
+        for index in found:
+            for other, names in enumerate(self.names):
+                if other not in found and names & self.names[index]:
+                    found.append(other)
+        return found
+
+    def finish(self, indices):
+        ended = {index for index in indices if index in self.delayed}
+        for index in ended:
+            for other in self.delayed[index][0] if index in self.delayed else ():
+                self.delayed.pop(other, None)
+        self.updates += bool(ended)
+
+    def forget(self, names):
+        """What was cleared has no gradient, and is in no delayed pass."""
+        for name in names:
+            self.grads.pop(name, None)
+        for index, own in enumerate(self.names):
+            if own <= set(names) and index in self.delayed:
+                for remaining, _ in self.delayed.values():
+                    remaining.discard(index)
+                del self.delayed[index]
+
+    def forward(self):
+        if self.master_written and self.has_masters:
+            self.weights = dict(self.masters)
+        self.master_written = self.weight_written = False
+
+    # -- calls ---------------------------------------------------------------------------------
 
     def number(self):
         return self.choose.randint(-16, 16) * RATE
 
-    def forward(self):
-        if self.master_written:
-            self.weights = list(self.masters)
-            self.master_written = self.weight_written = False
+    def index(self):
+        return self.choose.randrange(len(self.optimizers))
 
-    def block(self):
-        factors = [float(self.choose.randint(1, 2)) for _ in "ab"]
-        overflows = self.dynamic and self.choose.random() < 0.2
+    def block(self, fails=False):
+        index = self.index()
+        sharing = self.sharing(index)
+        names = sorted(set().union(*(self.names[other] for other in sharing)))
+        factors = {name: float(self.choose.randint(1, 2)) for name in names}
+        if len(factors) > 1 and self.choose.random() < 0.3:
+            del factors[self.choose.choice(names)]
+        overflows = self.dynamic and not fails and self.choose.random() < 0.2
         if overflows:
-            factors[self.choose.randint(0, 1)] = torch.inf
-        loss = self.model(*factors)
-        self.forward()
-        delays = self.choose.random() < 0.2 and not overflows
-        loops.scaled_backward(loss, self.optimizer, delay_unscale=delays)
-        self.grads = [(g or 0.0) + f for g, f in zip(self.grads, factors, strict=True)]
-        self.flag = self.flag or overflows
+            factors[self.choose.choice(list(factors))] = torch.inf
+        delays = self.choose.random() < 0.3 and not overflows
+        loss = self.model(factors)
+        if self.master_written:
+            self.forward()
+        key = set(sharing), self.updates if self.dynamic else 0
+        continues = [self.delayed.get(other) for other in sharing] == [key] * len(sharing)
+        if not continues:
+            self.finish(sharing)
+        try:
+            with amp.scale_loss(loss, self.optimizers[index], delay_unscale=delays) as scaled:
+                scaled.backward()
+                if fails:
+                    raise KeyError
+        except KeyError:
+            if not continues:
+                return
+        for name, factor in factors.items():
+            self.grads[name] = self.grads.get(name, 0.0) + factor
+        if delays or fails:
+            remaining = set(sharing)
+            key = self.updates if self.dynamic else 0
+            self.delayed.update(dict.fromkeys(sharing, (remaining, key)))
+        else:
+            for other in sharing:
+                self.delayed.pop(other, None)
+                self.flags[other] |= overflows
+            self.updates += 1
+
+    def fail(self):
+        self.block(fails=True)
 
     def step(self):
-        self.optimizer.step()
-        if self.weight_written and not self.master_written:
-            self.masters = list(self.weights)
-        if not self.flag:
-            moves = [RATE * (grad or 0.0) for grad in self.grads]
-            self.masters = [m - move for m, move in zip(self.masters, moves, strict=True)]
-        self.weights, self.flag, self.grads = list(self.masters), False, [None, None]
-        self.master_written = self.weight_written = False
+        index = self.index()
+        self.optimizers[index].step()
+        self.finish([index])
+        if self.weight_written and not self.master_written and self.has_masters:
+            for name in self.names[index]:
+                self.masters[name] = self.weights[name]
+        for name in self.names[index]:
+            if not self.flags[index]:
+                self.masters[name] -= RATE * self.grads.get(name, 0.0)
+            self.weights[name] = self.masters[name]
+            shared = sum(name in names for names in self.names) > 1
+            if self.has_masters and not shared:
+                self.grads.pop(name, None)
+        self.flags[index] = False
+        if len(self.optimizers) == 1:
+            self.master_written = self.weight_written = False
         self.check()
+        if torch.inf in self.grads.values():
+            self.model.zero_grad()
+            self.forget("abcd")
 
     def clear(self):
-        self.choose.choice([self.optimizer, self.model]).zero_grad()
-        self.grads = [None, None]
+        index, set_to_none = self.index(), self.choose.random() < 0.5
+        if self.choose.random() < 0.5:
+            self.optimizers[index].zero_grad(set_to_none=set_to_none)
+            self.forget(self.names[index])
+        else:
+            self.model.zero_grad(set_to_none=set_to_none)
+            self.forget("abcd")
+
+    def discard(self):
+        """Clips, and drops the clipped gradients as a script may."""
+        index = self.index()
+        if self.delayed or torch.inf in self.grads.values():
+            return
+        amp.clip_grad_norm_(self.optimizers[index], 1e-3)
+        for name in self.names[index]:
+            for param in (getattr(self.model, name), self.params[name]):
+                param.grad = None
+            self.grads.pop(name, None)
+
+    def add_group(self):
+        if "d" in self.params:
+            return
+        index = self.index()
+        self.optimizers[index].add_param_group({"params": [self.model.d]})
+        self.params["d"] = self.optimizers[index].param_groups[-1]["params"][0]
+        self.names[index].add("d")
+        self.masters["d"] = self.weights["d"] = 1.0
 
     def write_masters(self):
-        self.masters = [self.number(), self.number()]
-        params = list(self.optimizer.param_groups[0]["params"])
-        values = [torch.full((2,), value) for value in self.masters]
-        loops.change(params, values, self.choose.choice(["data", "copy_", "data.copy_"]))
+        self.masters.update({name: self.number() for name in self.masters})
+        values = [torch.full((2,), self.masters[name]) for name in self.params]
+        way = self.choose.choice(["data", "copy_", "data.copy_"] if self.has_masters else ["copy_"])
+        loops.change(self.params.values(), values, way)
         self.master_written = True
 
     def write_weights(self):
+        self.model({"a": 0.0})
         if self.master_written:
-            self.model(0.0, 0.0)
             self.forward()
-        self.weights = [self.number(), self.number()]
+        self.weights.update({name: self.number() for name in self.weights})
+        params = [getattr(self.model, name) for name in self.weights]
         values = [
-            torch.full_like(p, v)
-            for p, v in zip(self.model.parameters(), self.weights, strict=True)
+            torch.full_like(param, value)
+            for param, value in zip(params, self.weights.values(), strict=True)
         ]
-        loops.change(self.model.parameters(), values, self.choose.choice(["data", "copy_"]))
+        loops.change(params, values, self.choose.choice(["data", "copy_"]))
         self.weight_written = True
+        if len(self.optimizers) > 1:  # brings the masters of all up to date, as their steps would
+            for optimizer in self.optimizers:
+                list(amp.master_params(optimizer))
+            self.masters.update(self.weights)
+            self.weight_written = False
 
     def swap(self):
-        self.model(0.0, 0.0)
-        self.forward()
+        self.model({"a": 0.0})
+        if self.master_written:
+            self.forward()
         own = loops.values(self.model.parameters())
         loops.change(self.model.parameters(), [torch.zeros_like(p) for p in own], "copy_")
-        self.model(1.0, 1.0)
+        self.model({"a": 1.0})
         loops.change(self.model.parameters(), own, self.choose.choice(["data", "copy_"]))
 
     def save(self):
         state = self.model.state_dict()
-        self.forward()
-        assert [value[0].item() for value in state.values()] == self.weights
+        if self.master_written:
+            self.forward()
+        assert {name: state[name][0].item() for name in self.weights} == self.weights
 
     def check(self):
-        assert [p[0].item() for p in self.model.parameters()] == self.weights
-        assert [p[0].item() for p in self.optimizer.param_groups[0]["params"]] == self.masters
+        if not self.master_written:
+            found = {name: getattr(self.model, name)[0].item() for name in self.weights}
+            assert found == self.weights
+        assert {name: self.params[name][0].item() for name in self.masters} == self.masters
 
 
 CALLS = ["block"] * 6 + ["step"] * 4 + ["clear", "write_masters", "write_weights", "swap", "save"]
+CALLS += ["fail", "discard", "discard", "add_group"]
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")
+@pytest.mark.filterwarnings("ignore:An exception ended an amp.scale_loss block")
 @pytest.mark.parametrize("level", LEVELS)
 def test_random_programs_follow_the_rules(level):
     for seed in SEEDS:
@@ -129,5 +263,5 @@ def test_random_programs_follow_the_rules(level):
                 done.append(choose.choice(CALLS))
                 getattr(program, done[-1])()
             program.step()
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {done}") from error
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {program.names} {done}") from error

@@ -76,15 +76,6 @@ class OwnTrain(nn.Linear):
         return self
 
 
-@idiom(lambda m: (next(m.named_parameters("a."))[0], m.asked))
-class OwnNamedParameters(nn.Linear):
-    asked = 0
-
-    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
-        type(self).asked = OwnNamedParameters.asked = 1
-        return super().named_parameters(prefix, recurse, remove_duplicate)
-
-
 # -- super, and the class as a name ----------------------------------------------------------------
 
 
@@ -402,14 +393,6 @@ class GenericFirst(Slotted[int], nn.Linear):
     pass
 
 
-@idiom(lambda m: (shape_of(m), m == m, len({m}), m.rank))
-class AsDataclass(nn.Linear):
-    rank: int = 2
-
-    def __init__(self, *args):
-        super().__init__(*args)
-
-
 @idiom(lambda m: (shape_of(m), m.width, dataclasses.asdict(m)["width"], hash(m) == hash(m)))
 @dataclasses.dataclass(eq=False)
 class Dataclass(nn.Module):
@@ -422,31 +405,6 @@ class Dataclass(nn.Module):
 
     def forward(self, x):
         return self.linear(x)
-
-
-@idiom(lambda m: (m.area, setattr(m, "area", 5), m.area, m.made(2, 2).area, m.helper(3)))
-class Properties(nn.Linear):
-    _area = 4
-
-    @property
-    def area(self):
-        return self._area
-
-    @area.setter
-    def area(self, value):
-        self._area = value
-
-    @classmethod
-    def made(cls, *args):
-        return cls(*args)
-
-    @staticmethod
-    def helper(x):
-        return x + 1
-
-    @functools.cached_property
-    def cached(self):
-        return self.weight.shape
 
 
 # -- copies ----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Sized(collections.abc.Sized, Net):
         return 2
 
 
-class AbstractSGD(torch.optim.SGD, abc.ABC):
+class AbstractSGD(abc.ABC, torch.optim.SGD):
     pass
 
 

@@ -95,13 +95,6 @@ def test_own_deepcopy_is_honoured_and_its_copy_is_prepared():
     assert torch.equal(twin(x()), model(x()))
 
 
-def test_an_object_of_the_generated_class_that_is_not_converted_copies():
-    model = type(converted(nn.Linear(3, 2)))(3, 2)
-    for duplicate in (copy.copy, copy.deepcopy):
-        twin = duplicate(model)
-        assert torch.equal(twin.weight, model.weight)
-
-
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
 def test_a_copy_is_gone_with_its_last_reference(duplicate):
     model = converted(Net())

@@ -279,6 +279,14 @@ def test_buffers_that_are_overwritten_are_not_named(caplog, level):
     assert not messages(caplog)
 
 
+def test_buffers_that_are_averaged_between_forwards_are_named(caplog):
+    def after(model):
+        model[0].table.lerp_(torch.ones_like(model[0].table), 0.01)
+
+    trained(nn.Sequential(Positions(torch.zeros(4))), 6, after=after)
+    assert "0.table" in messages(caplog)[0]
+
+
 def test_averages_are_named_however_they_are_written(caplog):
     def by_item(self, new):
         self.average[:] = self.average * 0.99 + new * 0.01

@@ -25,7 +25,7 @@ from tests.tools.cases import FAILS_IN_BF16, TARGET, written
 pytestmark = pytest.mark.usefixtures("every_dtype_is_fast", "idle")
 
 FLAGS = {
-    "trace": ["-h", "--help", "--keep-going", "--json", "-m"],
+    "trace": ["-h", "--help", "--digits", "--updates", "--keep-going", "--json", "-m"],
     "compare": [
         *("-h", "--help", "--levels", "--steps", "--rounds", "--emulated", "--seed", "--device"),
         *("--output", "--json", "--wide"),

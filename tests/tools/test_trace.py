@@ -183,11 +183,11 @@ def test_overflows_by_which_a_scale_finds_its_value_are_no_fault(trace, body, sa
     [
         (
             SCALED.format(scale=2.0**20, x=1.0, step="optimizer.step()"),
-            "range",
-            "if scaled, call scaler.step(optimizer) and scaler.update(), not optimizer.step()",
+            "scaled gradients",
+            "call scaler.step(optimizer) and scaler.update(), not optimizer.step()",
         ),
         (SCALED.format(scale=1.0, x=1e5, step=STEP), "range", "dtype=torch.bfloat16"),
-        (APEX.format(scale=2.0**17), "loss scale", "1. let the scale adapt: loss_scale='dynamic'"),
+        (APEX.format(scale=2.0**17), "loss scale", "1. let the scale adapt, loss_scale='dynamic'"),
     ],
     ids=["a step beside the scaler", "the forward", "a static scale"],
 )
@@ -233,8 +233,41 @@ def test_a_file_that_holds_nan_weights_is_no_data(trace, assign):
         train(net, [torch.ones(2, 2)] * 3)
     """)
     assert code == cli.NOT_FINITE
-    assert "cause  weights: the model's weights or buffers were already non-finite: loaded" in out
+    assert "cause  weights: the model's weights or buffers" in out
     assert "remedy 1. check the file that they come from" in out
+
+
+STANDS_STILL = """
+    net = nn.Linear(2, 2).bfloat16()
+    average = torch.full((2,), 300.0, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    for _ in range(99):
+        optimizer.zero_grad()
+        net(torch.ones(2, 2, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        average += 0.5
+"""
+
+
+def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
+    code, out, _ = trace(STANDS_STILL)
+    assert code == cli.OK
+    assert "`apex trace --digits train.py` names operators" in out
+    code, out, _ = trace(STANDS_STILL, options=["--digits", "--json", "digits.json"])
+    assert code == cli.NOT_FINITE
+    assert "Digits first lost: aten.add_ outside the model" in out
+    assert "average += 0.5" in out
+    assert "smaller than half a step of bfloat16" in out
+    assert "The script was stopped there" in out
+    with open("digits.json") as file:
+        assert json.load(file)["worst"]["kind"] == "lost update"
+    code, out, _ = trace(STANDS_STILL, options=["--updates"])
+    assert code == cli.NOT_FINITE
+    assert "Updates lost: 100 % of the weights that 10 steps should have moved stayed" in out
+    assert "opt_level='O5'" in out
+    code, out, _ = trace(GOOD, options=["--updates", "--keep-going"])
+    assert code == cli.OK
+    assert "Updates arrive: 0 % of the weights that 3 steps" in out
 
 
 # -- the script runs as under python -----------------------------------------------------------
@@ -349,7 +382,7 @@ def test_a_script_that_ends_before_its_backward_pass_is_reported(trace, end, cod
         {end}
     """)
     assert ended == code
-    assert "First overflow: aten.log outside the model" in out
+    assert "First inf: aten.log outside the model" in out
     assert said in out
 
 

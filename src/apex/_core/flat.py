@@ -18,12 +18,11 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
         ValueError: If dtypes or devices differ; ``torch.cat`` would promote them.
     """
     tensors = list(bucket)
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    kinds = {f"{tensor.dtype} on {tensor.device}" for tensor in tensors}
     if len(kinds) > 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise ValueError(
-            f"apex_C.flatten got tensors of {found}; a flat tensor has one dtype and device. "
-            "Flatten them separately."
+            f"apex_C.flatten got tensors of {', '.join(sorted(kinds))}; a flat tensor has one "
+            "dtype and device. Flatten them separately."
         )
     return torch.cat([tensor.contiguous().view(-1) for tensor in tensors])
 

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds its mixin."""
-
-Overrides = Callable[[type], dict[str, Any]]
-"""Returns the attributes of the generated class of a class."""
 
 
 class _Generated(type):
@@ -49,8 +45,11 @@ class _Generated(type):
             setattr(plain_class(cls), name, value)
 
 
-def with_mixin(mixin: type, own: type, overrides: Overrides | None = None) -> Any:
-    """Returns the generated class of ``own`` with the methods of ``mixin``, always the same one."""
+def with_mixin(mixin: Any, own: type) -> Any:
+    """Returns the generated class of ``own`` with the methods of ``mixin``, always the same one.
+
+    Attributes that depend on ``own`` are returned by ``mixin._apex_overrides(own)``, if it has it.
+    """
     # Python's weak list of subclasses serves as the cache.
     subclasses: list[type] = type.__subclasses__(own)
     for known in subclasses:
@@ -59,13 +58,12 @@ def with_mixin(mixin: type, own: type, overrides: Overrides | None = None) -> An
 
     def change_class(self: object, new: type) -> None:
         is_generated = mixin_of(new) is not None
-        swap_class(self, new if is_generated else with_mixin(mixin, new, overrides))
+        swap_class(self, new if is_generated else with_mixin(mixin, new))
 
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     names[MIXIN] = mixin
     names["__class__"] = property(lambda self: own, change_class)
-    if overrides is not None:
-        names |= overrides(own)
+    names |= getattr(mixin, "_apex_overrides", lambda own: {})(own)
     metaclass = type("_Generated", (_Generated, type(own)), {})
     # Past the own metaclass's ``__new__``, which may register classes or require keywords.
     return type.__new__(metaclass, own.__name__, (own,), names)

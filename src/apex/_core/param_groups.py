@@ -50,11 +50,14 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
 
     Groups, their lists and the state keep their identity.
     """
-    for each in optimizers_in(optimizer) if new else ():
-        for group in each.param_groups:
+    if not new:
+        return
+    for holder in optimizers_in(optimizer):
+        for group in holder.param_groups:
             group["params"][:] = [new.get(id(param), param) for param in group["params"]]
-        for param in [param for param in each.state if id(param) in new]:
-            each.state[new[id(param)]] = each.state.pop(param)
+        for param in list(holder.state):
+            if id(param) in new:
+                holder.state[new[id(param)]] = holder.state.pop(param)
 
 
 def move_state(optimizer: Optimizer) -> None:
@@ -62,12 +65,12 @@ def move_state(optimizer: Optimizer) -> None:
 
     As torch does for a loaded state: the count of steps stays on the host if no kernel reads it.
     """
-    for each in optimizers_in(optimizer):
-        for group in each.param_groups:
+    for holder in optimizers_in(optimizer):
+        for group in holder.param_groups:
             on_device = group.get("fused") or group.get("capturable")
             for param in group["params"]:
                 to_device = operator.methodcaller("to", param.device)
-                state = each.state.get(param, {})
+                state = holder.state.get(param, {})
                 for key, value in state.items():
                     if key != "step" or on_device:
                         state[key] = tree.map_tensors(to_device, value)
@@ -75,14 +78,16 @@ def move_state(optimizer: Optimizer) -> None:
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer and those that it holds, perhaps in a list."""
-    found = [optimizer]
-    for each in found:
-        found += [held for held in _held_by(each) if not any(held is known for known in found)]
-    return found
+    optimizers = [optimizer]
+    for holder in optimizers:  # which grows meanwhile
+        for held in _held_by(holder):
+            if not any(held is known for known in optimizers):
+                optimizers.append(held)
+    return optimizers
 
 
 def _held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
-    for held in vars(optimizer).values():
-        for each in held if isinstance(held, list | tuple) else (held,):
-            if isinstance(each, Optimizer):
-                yield each
+    for value in vars(optimizer).values():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, Optimizer):
+                yield item

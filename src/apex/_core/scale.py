@@ -5,6 +5,7 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -93,12 +94,12 @@ class ScaleRule:
         has_inverse = is_number(factor) and factor > 0
         return cls(factor, 1.0 / factor if has_inverse else 0.5, interval, **bounds)
 
-    @property
+    @functools.cached_property
     def least(self) -> float:
         """The smallest scale, always above 0."""
         return max(SMALLEST_SCALE, self.min_scale or 0.0)
 
-    @property
+    @functools.cached_property
     def greatest(self) -> float:
         """The largest scale, always finite in fp32."""
         return min(_LARGEST_SCALE, self.max_scale or math.inf)

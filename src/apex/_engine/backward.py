@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,6 +44,7 @@ class _State(enum.Enum):
     DONE = enum.auto()
 
 
+@dataclass(eq=False)
 class BackwardPass:
     """Context of one backward pass: returns the scaled loss and leaves unscaled gradients.
 
@@ -50,57 +52,43 @@ class BackwardPass:
     backward pass].
 
     Attributes:
+        loss: The unscaled loss.
+        prepared_optimizers: The optimizers whose gradients the pass computes, and those that share
+            a parameter with one.
+        scaler: The loss's scale.
+        ended: Called with the scale updates that are readable on the host by now, and whether an
+            exception ended the pass; not after a pass that defers its scale update.
+        others: Other optimizers, whose gradients would stay scaled.
+        spec: The casts of Python code inside the pass that mixes dtypes; ``None`` for the
+            thread's.
+        mistakes: Those found in the session, for a pass to add to.
+        delay_unscale: Leave the gradients scaled, for a later pass to unscale: the caller asks for
+            it, or ranks do not share these gradients yet.
+        delay_overflow_check: Leave the scale update to a later pass.
         scaled: Whether the parameters' gradients are not those of the loss until the pass ends.
     """
 
-    def __init__(
-        self,
-        loss: Tensor,
-        prepared_optimizers: Sequence[PreparedOptimizer],
-        scaler: Scaler,
-        *,
-        ended: Callable[[Sequence[ScaleUpdate], bool], None],
-        others: Sequence[PreparedOptimizer] = (),
-        spec: AutocastSpec | None = None,
-        mistakes: Mistakes,
-        delay_unscale: bool = False,
-        delay_overflow_check: bool = False,
-    ) -> None:
-        """Stores the arguments; the pass begins on entry.
+    loss: Tensor
+    prepared_optimizers: Sequence[PreparedOptimizer]
+    scaler: Scaler
+    ended: Callable[[Sequence[ScaleUpdate], bool], None]
+    others: Sequence[PreparedOptimizer]
+    spec: AutocastSpec | None
+    mistakes: Mistakes
+    delay_unscale: bool
+    delay_overflow_check: bool
+    scaled: bool = field(init=False)
+    _state: _State = field(default=_State.NEW, init=False)
+    _autocast: ExitStack = field(default_factory=ExitStack, init=False)
+    _inspection: BlockInspection | None = field(default=None, init=False)
+    # The delayed pass whose gradients this one adds to.
+    _continued: BackwardPass | None = field(default=None, init=False)
 
-        Args:
-            loss: The unscaled loss.
-            prepared_optimizers: The optimizers whose gradients the pass computes, and those that
-                share a parameter with one.
-            scaler: The loss's scale.
-            ended: Called with the scale updates that are readable on the host by now, and whether
-                an exception ended the pass; not after a pass that defers its scale update.
-            others: Other optimizers, whose gradients would stay scaled.
-            spec: The casts of Python code inside the pass that mixes dtypes; ``None`` for the
-                thread's.
-            mistakes: Those found in the session, for a pass to add to.
-            delay_unscale: Leave the gradients scaled, for a later pass to unscale: the caller asks
-                for it, or ranks do not share these gradients yet.
-            delay_overflow_check: Leave the scale update to a later pass.
-        """
-        self._loss = loss
-        self._prepared_optimizers = prepared_optimizers
-        self._scaler = scaler
-        self._ended = ended
-        self._others = others
-        self._spec = spec
-        self._mistakes = mistakes
-        self._delay_unscale = delay_unscale
-        self._delay_overflow_check = delay_overflow_check
-        self._state = _State.NEW
-        self._autocast = ExitStack()
-        # The delayed pass whose gradients this one adds to.
-        self._continued: BackwardPass | None = None
-        self._inspection: BlockInspection | None = None
-        self._captures = False  # whether the block has begun in a CUDA graph's capture
+    def __post_init__(self) -> None:
+        """Finds out whether the gradients are scaled."""
         # A session with a scale may lend its optimizers to a loss without one, and the reverse.
-        self.scaled = not scaler.is_identity
-        for prepared in prepared_optimizers:
+        self.scaled = not self.scaler.is_identity
+        for prepared in self.prepared_optimizers:
             if not prepared.masters.lazy and prepared.pairs:
                 self.scaled = True
 
@@ -112,7 +100,7 @@ class BackwardPass:
             RuntimeError: Inside another block for one of the same optimizers, whose gradients would
                 mix before either is unscaled.
         """
-        for prepared in self._prepared_optimizers:
+        for prepared in self.prepared_optimizers:
             if prepared.open_pass is not None and prepared.open_pass.is_open:
                 raise RuntimeError(
                     "amp.scale_loss was entered inside another amp.scale_loss block of the same "
@@ -120,24 +108,24 @@ class BackwardPass:
                     "one."
                 )
         self._continue_or_finish_delayed()
-        self._captures = capturing(self._loss.device)
+        self._captures = capturing(self.loss.device)
         with without_overrides():
-            for prepared in self._prepared_optimizers:
+            for prepared in self.prepared_optimizers:
                 prepared.create_missing_masters()
-            scaled_loss, self._scale = self._scaler.scale(self._loss)
-        self._scale_version = self._scaler.version
-        if self._mistakes.blocks_left:
+            scaled_loss, self._scale = self.scaler.scale(self.loss)
+        self._scale_version = self.scaler.version
+        if self.mistakes.blocks_left:
             self._inspect(scaled_loss)
         self._state = _State.OPEN
         try:
             if self._continued is None:
                 with without_overrides():
-                    make_room(self._prepared_optimizers, scaled=self.scaled)
-            for prepared in self._prepared_optimizers:
+                    make_room(self.prepared_optimizers, scaled=self.scaled)
+            for prepared in self.prepared_optimizers:
                 prepared.open_pass = self
                 prepared.had_block = True
-            if self._spec is not None:
-                self._autocast.enter_context(BackwardAutocast(self._spec))
+            if self.spec is not None:
+                self._autocast.enter_context(BackwardAutocast(self.spec))
         except BaseException:
             self._autocast.close()
             self._abort()
@@ -147,18 +135,18 @@ class BackwardPass:
     def _inspect(self, scaled_loss: Tensor) -> None:
         """Looks for mistakes before the block, and begins to look for those inside."""
         if self._continued is not None:
-            self._mistakes.inspect_delayed(self._prepared_optimizers)
+            self.mistakes.inspect_delayed(self.prepared_optimizers)
             return
-        self._mistakes.blocks_left -= 1
+        self.mistakes.blocks_left -= 1
         if self.scaled:
             self._inspection = BlockInspection(
-                self._mistakes, self._prepared_optimizers, self._others, scaled_loss
+                self.mistakes, self.prepared_optimizers, self.others, scaled_loss
             )
 
     def _continue_or_finish_delayed(self) -> None:
         """Unscales what earlier passes left scaled, unless this one continues the only one."""
         passes: dict[BackwardPass, None] = {}
-        for prepared in self._prepared_optimizers:
+        for prepared in self.prepared_optimizers:
             if prepared.open_pass is not None:
                 passes[prepared.open_pass] = None
         for delayed in passes:
@@ -169,9 +157,9 @@ class BackwardPass:
 
     def _continues(self, delayed: BackwardPass) -> bool:
         """Returns whether the pass may add to gradients left scaled: one scale, same optimizers."""
-        if delayed._scaler is not self._scaler or delayed._scale_version != self._scaler.version:
+        if delayed.scaler is not self.scaler or delayed._scale_version != self.scaler.version:
             return False
-        return {*delayed._unfinished()} == {*self._prepared_optimizers}
+        return {*delayed._unfinished()} == {*self.prepared_optimizers}
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Raises: this is the context of the pass, and its loss is what ``with`` yields."""
@@ -199,26 +187,26 @@ class BackwardPass:
             return
         if inspection is not None:
             inspection.end_of_gradients()
-        if not self._delay_unscale:
+        if not self.delay_unscale:
             self.finish()
         elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
             self._state = _State.DELAYED
-        if self.scaled and self._mistakes.blocks_left:
-            self._mistakes.mark_scaled_grads(
-                self._prepared_optimizers, delayed=self._state is _State.DELAYED
+        if self.scaled and self.mistakes.blocks_left:
+            self.mistakes.mark_scaled_grads(
+                self.prepared_optimizers, delayed=self._state is _State.DELAYED
             )
         if inspection is not None:
             inspection.warn()
 
     def _unfinished(self) -> list[PreparedOptimizer]:
         """Returns the optimizers whose gradients have not been cleared since a delayed block."""
-        return [prepared for prepared in self._prepared_optimizers if prepared.open_pass is self]
+        return [prepared for prepared in self.prepared_optimizers if prepared.open_pass is self]
 
     def finish(self) -> None:
         """Unscales the gradients and updates the scale, once."""
         if self._state not in (_State.OPEN, _State.DELAYED):
             return
-        captures = capturing(self._loss.device)
+        captures = capturing(self.loss.device)
         if self._captures and not captures:
             raise RuntimeError(
                 "A CUDA graph has captured a block of amp.scale_loss with delay_unscale=True, but "
@@ -231,7 +219,7 @@ class BackwardPass:
         prepared_optimizers = self._unfinished()
         if not prepared_optimizers:
             return
-        waits_for_update = self._scaler.waits_for_update
+        waits_for_update = self.scaler.waits_for_update
         try:
             with without_overrides():
                 self._unscale(prepared_optimizers)
@@ -239,17 +227,17 @@ class BackwardPass:
                 for prepared in prepared_optimizers:
                     prepared.keep_captured()
         except BaseException:
-            self._scaler.waits_for_update = waits_for_update
+            self.scaler.waits_for_update = waits_for_update
             restore_grads(prepared_optimizers, scaled=self.scaled)
             raise
         finally:
             for prepared in prepared_optimizers:
                 prepared.open_pass = None
-        if not self._delay_overflow_check:
-            self._ended(self._scaler.read_updates(), False)
+        if not self.delay_overflow_check:
+            self.ended(self.scaler.read_updates(), False)
 
     def _unscale(self, prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
-        scaler = self._scaler
+        scaler = self.scaler
         scaler.begin_pass()
         if self.scaled:
             unscale_grads(prepared_optimizers, scaler, self._scale)
@@ -259,7 +247,7 @@ class BackwardPass:
                 params += prepared.params()
                 scaler.unchecked[prepared.overflow] = None
             scaler.share_overflow(params)
-        if not self._delay_overflow_check:
+        if not self.delay_overflow_check:
             scaler.end_pass(len(prepared_optimizers))
 
     def _abort(self) -> None:
@@ -268,12 +256,13 @@ class BackwardPass:
             return
         self._state = _State.DONE
         if self._continued is None:
-            restore_grads(self._prepared_optimizers, scaled=self.scaled)
-        for prepared in self._prepared_optimizers:
+            restore_grads(self.prepared_optimizers, scaled=self.scaled)
+        for prepared in self.prepared_optimizers:
             prepared.open_pass = self._continued
-        self._ended((), True)
+        self.ended((), True)
         if self._continued is not None and self.scaled:
-            self._mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
+            self.mistakes.mark_scaled_grads(self.prepared_optimizers, delayed=True)
+            self.mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
 
 
 # -- gradients ------------------------------------------------------------------------------------

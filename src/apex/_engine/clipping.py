@@ -35,20 +35,20 @@ def clip_grad_norm_(
     prepared.create_missing_masters()
     _move_grads_that_cannot_wait(prepared)
     params = {id(param): param for param in prepared.params()}.values()
-    own = [param for param in params if parameters.grad_of(param) is not None]
-    grads = [grad for param in own if (grad := param.grad) is not None]
-    low = [grad for pair in prepared.pairs if (grad := pair.pending_grad) is not None]
-    if any(grad.layout is not torch.strided for grad in (*low, *grads)):
+    with_grad = [param for param in params if parameters.grad_of(param) is not None]
+    grads = [grad for param in with_grad if (grad := param.grad) is not None]
+    pending = [grad for pair in prepared.pairs if (grad := pair.pending_grad) is not None]
+    if any(grad.layout is not torch.strided for grad in (*pending, *grads)):
         raise TypeError(
             "amp.clip_grad_norm_ got a sparse gradient, which has no norm that torch can compute. "
             "Use an embedding with sparse=False, or give it an optimizer of its own."
         )
-    if dtensor.any_dtensor(own):
-        total = nn.utils.clip_grad_norm_(own, max_norm, norm_type, error_if_nonfinite)
+    if dtensor.any_dtensor(with_grad):
+        total = nn.utils.clip_grad_norm_(with_grad, max_norm, norm_type, error_if_nonfinite)
         return total.full_tensor() if dtensor.is_dtensor(total) else total
-    if not (low or grads):
+    if not (pending or grads):
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    norm = norms.global_norm([*low, *grads], norm_type)
+    norm = norms.global_norm([*pending, *grads], norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "
@@ -56,7 +56,7 @@ def clip_grad_norm_(
             "scale then skips the step."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in low:
+    for grad in pending:
         masters.set_clip_factor(grad, factor)
         prepared.masters.has_clipped = True
     for same in group(grads) if grads else ():

@@ -17,7 +17,11 @@ from apex._torch import ddp
 
 
 class DDPTracker:
-    """The DistributedDataParallel wrappers that a session's models run under."""
+    """The DistributedDataParallel wrappers that a session's models run under.
+
+    Attributes:
+        wrappers: Of each wrapper, the ids of the parameters that it keeps equal on all ranks.
+    """
 
     def __init__(self, scalers: Sequence[Scaler], masters: MasterTable) -> None:
         """Starts without wrappers.
@@ -26,12 +30,15 @@ class DDPTracker:
             scalers: The session's own list, which scripts may change.
             masters: Those of the session.
         """
-        self._scalers, self._masters = scalers, masters
-        # In the order of their first forward passes, so that all ranks communicate alike. Of each,
-        # the ids of what it keeps equal on all ranks.
+        self._scalers = scalers
+        self._masters = masters
+        # In the order of their first forward passes, so that all ranks communicate alike.
         self.wrappers: weakref.WeakKeyDictionary[Wrapper, set[int]] = weakref.WeakKeyDictionary()
+        # Whether the latest forward pass under a wrapper will send its gradients.
         self._sends: weakref.WeakKeyDictionary[Wrapper, bool] = weakref.WeakKeyDictionary()
+        # Wrappers with compiled forward passes, which record nothing.
         self._traced: weakref.WeakSet[Wrapper] = weakref.WeakSet()
+        # Wrappers whose masters have been made equal on all ranks.
         self._equal: weakref.WeakSet[Wrapper] = weakref.WeakSet()
 
     def mark_forward(self, wrapper: Wrapper, *, traced: bool = False) -> None:
@@ -70,17 +77,20 @@ class DDPTracker:
         may run.
         """
         trained = {*map(id, prepared.trained_params())}
-        wrappers = [each for each, sent in self.wrappers.items() if not trained.isdisjoint(sent)]
-        sends = all(
-            # Compiled forward passes do not record it: use the state at the backward pass.
-            ddp.sends(each) if each in self._traced else self._sends.get(each, True)
-            for each in wrappers
-        )
-        for wrapper in wrappers if sends else ():
+        own_wrappers: list[Wrapper] = []
+        for wrapper, sent in self.wrappers.items():
+            if trained.isdisjoint(sent):
+                continue
+            # A compiled forward pass records nothing: use the state at the backward pass.
+            sends_at_forward = self._sends.get(wrapper, True)
+            if not (ddp.sends(wrapper) if wrapper in self._traced else sends_at_forward):
+                return False
+            own_wrappers.append(wrapper)
+        for wrapper in own_wrappers:
             if wrapper not in self._equal:
                 self._equal.add(wrapper)
                 self._share_masters(wrapper)
-        return sends
+        return True
 
     def _share_masters(self, wrapper: Wrapper) -> None:
         """Broadcasts exact values of a wrapper's masters from the first rank of its group.
@@ -97,7 +107,8 @@ class DDPTracker:
     def _check_join(self) -> None:
         # A join ends by broadcasting the last rank's rounded weights: masters would drift apart,
         # and ranks that finish early stop updating their loss scale.
-        if any(True for _ in self._masters.pairs()) or any(each.dynamic for each in self._scalers):
+        has_masters = any(True for _ in self._masters.pairs())
+        if has_masters or any(scaler.dynamic for scaler in self._scalers):
             raise RuntimeError(
                 "DistributedDataParallel.join() does not share fp32 masters and dynamic loss "
                 "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "
@@ -108,10 +119,12 @@ class DDPTracker:
 def _check_order(wrapper: Wrapper) -> None:
     cast = ddp.unsent_dtypes(wrapper)
     if cast:
-        name, kind = type(wrapper.module).__name__, type(wrapper).__name__
-        listed = " and ".join(sorted(map(dtypes.name, cast)))
+        model_name = type(wrapper.module).__name__
+        wrapper_name = type(wrapper).__name__
+        names = " and ".join(sorted(map(dtypes.name, cast)))
         raise RuntimeError(
-            f"{kind} wrapped the model {name} before its parameters were cast to {listed}, and "
-            "does not average the gradients of parameters whose dtype has changed since. Call "
-            f"amp.initialize first, then wrap the model that it returns in {kind}."
+            f"{wrapper_name} wrapped the model {model_name} before its parameters were cast to "
+            f"{names}, and does not average the gradients of parameters whose dtype has changed "
+            "since. Call amp.initialize first, then wrap the model that it returns in "
+            f"{wrapper_name}."
         )

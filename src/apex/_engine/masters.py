@@ -39,6 +39,7 @@ from apex._core import rounding
 from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
 from apex._torch import foreach, parameters, ranks
+from apex._torch.copies import has_values
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -159,7 +160,9 @@ class MasterPair:
         """Records that the model holds the rounded master."""
         self._master_version = self.master._version
         self._model_version = self.model._version
-        self._address = self.model.data_ptr()
+        # A fake parameter, which is of another class, has no address.
+        is_real = type(self.model) is nn.Parameter or has_values(self.model)
+        self._address = self.model.data_ptr() if is_real else 0
         # Held so that no other storage takes its address.
         self._storage = self.model.detach()
 

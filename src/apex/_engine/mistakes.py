@@ -439,9 +439,10 @@ def _inspect_scratch(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
     marks = _marks_of(params)
     unchanged = sum(is_current for _, is_current in marks)
     if not prepared.has_only_scratch_grads():
-        if unchanged == 0:
+        is_written = len(marks) == len(grads) and unchanged == 0
+        if is_written:
             mistakes.warn(Mistake.CHANGED_MODEL_GRADS)
-        return unchanged == 0
+        return is_written
     if unchanged < len(grads):
         mistakes.warn_of_ignored_grads()
         return True

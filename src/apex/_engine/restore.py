@@ -1,4 +1,4 @@
-"""Turns converted models and bound optimizers back into plain ones."""
+"""Turns converted models and prepared optimizers back into plain ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, optimizers_in, params_of, states_in
-from apex._engine import conversion
+from apex._engine.conversion import casts, checks
 from apex._engine.optimizer import subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._torch import parameters
@@ -20,38 +20,41 @@ _FUSED_ADAM = "apex.optimizers.fused_adam"
 
 
 def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Turns converted models and bound optimizers back into plain fp32 objects.
+    """Turns converted models and prepared optimizers back into plain fp32 objects.
 
     The optimizers keep their state and step the models' own parameters, which get the masters'
-    values.
+    values. Gradients that overflowed are dropped, with a warning.
     """
     models = list(models)
-    conversion.refuse_inference_mode("amp.restore")
-    before = dtypes_of(optimizers)
-    prepared_optimizers = [
-        b for opt in optimizers if (b := subclass.prepared_state(opt)) is not None
-    ]
-    for prepared in prepared_optimizers:
+    checks.refuse_inference_mode("amp.restore")
+    old_dtypes = dtypes_of(optimizers)
+    prepared_optimizers: list[PreparedOptimizer] = []
+    masters: dict[int, Tensor] = {}
+    for optimizer in optimizers:
+        prepared = subclass.prepared_state(optimizer)
+        if prepared is None:
+            continue
+        prepared_optimizers.append(prepared)
         prepared.update_masters_with_grads()
         prepared.drop_overflowed()
-    known = {
-        id(pair.model): pair.master for prepared in prepared_optimizers for pair in prepared.pairs
-    }
+        for pair in prepared.pairs:
+            masters[id(pair.model)] = pair.master
     for model in models:
-        conversion.restore(model, known)
+        casts.restore(model, masters)
+    # First all optimizers, because they may share masters.
     for prepared in prepared_optimizers:
-        _release(prepared)
+        _make_optimizer_plain(prepared)
     for prepared in prepared_optimizers:
         if prepared.session is not None:
-            for holder in (prepared, *models):
-                prepared.session.masters.release(holder)
-    match_states(optimizers, before)
+            for user in (prepared, *models):
+                prepared.session.masters.release(user)
+    match_states(optimizers, old_dtypes)
 
 
-def _release(prepared: PreparedOptimizer) -> None:
-    """Makes the optimizer plain; the model's parameters get their masters' gradients."""
-    pairs, optimizer = list(prepared.pairs), prepared.optimizer
-    for pair in pairs:
+def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
+    """Gives the model's parameters their masters' gradients, and the optimizer its own class."""
+    optimizer = prepared.optimizer
+    for pair in prepared.pairs:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
             pair.model.grad = None
             pair.model.data = parameters.uncounted(pair.master)
@@ -75,17 +78,18 @@ def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dty
     """
     for optimizer in optimizers:
         prepared = subclass.prepared_state(optimizer)
-        models = {id(each.master): each.model for each in (prepared.pairs if prepared else ())}
-        for each in optimizers_in(optimizer):
+        models: dict[int, nn.Parameter] = {}
+        for pair in () if prepared is None else prepared.pairs:
+            models[id(pair.master)] = pair.model
+        for part in optimizers_in(optimizer):
             # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
-            declared = getattr(each, "state_stays_fp32", False)
-            for param, state in (
-                () if declared or is_from(each, _FUSED_ADAM) else states_in(each.state)
-            ):
+            if getattr(part, "state_stays_fp32", False) or is_from(part, _FUSED_ADAM):
+                continue
+            for param, state in states_in(part.state):
                 old = before.get(id(models.get(id(param), param)), param.dtype)
                 # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
-                frozen = prepared is not None and prepared.is_frozen(param)
-                _cast_state(state, old, torch.float32 if frozen else param.dtype)
+                is_frozen = prepared is not None and prepared.is_frozen(param)
+                _cast_state(state, old, torch.float32 if is_frozen else param.dtype)
 
 
 def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:

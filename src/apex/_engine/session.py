@@ -17,13 +17,14 @@ from apex._core.op_table import AutocastSpec
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine import conversion
 from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
+from apex._engine.conversion import casts, notes, state
 from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.subclass import convert, hand_over
 from apex._engine.ddp import DDPTracker
 from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
@@ -116,23 +117,23 @@ class Session:
         plan: ModelPlan,
         undo: ExitStack,
     ) -> None:
-        """Converts the models and binds the optimizers; ``undo`` receives the inverse of each step.
+        """Converts models and prepares optimizers; ``undo`` receives the inverse of each step.
 
         An inverse allocates no device memory: it may run because memory has run out.
 
         Args:
-            models: Models checked by :func:`apex._engine.conversion.check`.
-            optimizers: Optimizers that are not bound yet.
+            models: Models checked by :func:`apex._engine.conversion.checks.check`.
+            optimizers: Optimizers that are not prepared yet.
             plan: The conversion.
             undo: Receives the inverse.
         """
         old_dtypes = dtypes_of(optimizers)
         for model in models:
-            conversion.hand_over(model, undo)
+            hand_over(model, undo)
         for model in models:
             self._convert(model, plan, undo, trains=bool(optimizers))
         for optimizer in optimizers:
-            self.bind(optimizer, undo)
+            self.prepare_optimizer(optimizer, undo)
         undo.callback(self.close)
         self.start()
         self._models.update(models)
@@ -143,9 +144,9 @@ class Session:
         self._shards += map(weakref.ref, groups)
 
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: ExitStack, *, trains: bool) -> None:
-        before = conversion.floating_tensors(model)
-        undo.callback(conversion.undo_convert, model)
-        conversion.convert(model, plan, self.region, self, undo)
+        before = casts.floating_tensors(model)
+        undo.callback(casts.undo_convert, model)
+        convert(model, plan, self.region, self, undo)
         undo.callback(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 
@@ -161,7 +162,7 @@ class Session:
             before: Tensors of the model with their values before conversion.
             trains: Whether the model was passed with optimizers.
         """
-        conversion.log_lost(model, before)
+        notes.log_lost(model, before)
         kept: list[tuple[Tensor, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
@@ -189,7 +190,7 @@ class Session:
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                conversion.set_region(model, NoAutocastRegion())
+                state.set_region(model, NoAutocastRegion())
 
     @property
     def casting(self) -> bool:
@@ -201,8 +202,8 @@ class Session:
         """Whether the session's op casts have ended before it."""
         return self._end is not None and not self._end.alive
 
-    def bind(self, optimizer: Optimizer, undo: ExitStack) -> None:
-        """Binds one more optimizer; ``undo`` receives the inverse."""
+    def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
+        """Prepares one more optimizer; ``undo`` receives the inverse."""
         prepared = PreparedOptimizer(optimizer, self)
         undo.callback(prepared.close)
         undo.callback(self.forget, prepared)
@@ -258,7 +259,7 @@ class Session:
                 delays = True
             if spec is None and session.casting and isinstance(session.region, AutocastRegion):
                 spec = session.region.spec
-        sharing, others = _with_sharers(prepared_optimizers)
+        sharing, others = self.with_sharers(prepared_optimizers)
         return BackwardPass(
             loss,
             sharing,
@@ -298,47 +299,57 @@ class Session:
     @property
     def models(self) -> list[nn.Module]:
         """The live models that are still prepared."""
-        return [model for model in self._models if conversion.is_converted(model)]
+        return [model for model in self._models if state.is_converted(model)]
 
     @property
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
         """The states of the session's live optimizers, copies included."""
         return [prepared for prepared in self._prepared_optimizers if prepared.is_live]
 
-    @property
-    def has_several_optimizers(self) -> bool:
-        """Whether more than one optimizer is prepared, or was a moment ago."""
-        return len(self._prepared_optimizers) > 1
+    @classmethod
+    def with_sharers(
+        cls, prepared_optimizers: Sequence[PreparedOptimizer]
+    ) -> tuple[list[PreparedOptimizer], list[PreparedOptimizer]]:
+        """Returns optimizers with all that share parameters with them or each other, and the rest.
 
-    def sharers_of(self, prepared: PreparedOptimizer) -> list[PreparedOptimizer]:
-        """Returns the session's other optimizers that train a parameter of this one."""
-        others = [other for other in self.prepared_optimizers if other is not prepared]
-        trained = {*map(id, prepared.trained_params())}
-        return [o for o in others if not trained.isdisjoint(map(id, o.trained_params()))]
+        Of all sessions; those that were given come first.
+        """
+        sharing = list(prepared_optimizers)
+        rest: list[PreparedOptimizer] = []
+        for session in cls.live:
+            if len(session._prepared_optimizers) > 1 or len(cls.live) > 1 or not sharing:
+                rest += [other for other in session.prepared_optimizers if other not in sharing]
+        for prepared in sharing if rest else ():  # which grows meanwhile
+            trained = {*map(id, prepared.trained_params())}
+            for other in list(rest):
+                if not trained.isdisjoint(map(id, other.trained_params())):
+                    rest.remove(other)
+                    sharing.append(other)
+        return sharing, rest
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Casts modules that were added to a model, if they hold some of these parameters."""
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
         for model in self._models if unknown else ():
-            late = conversion.convert_late(model, unknown)
+            late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
-    def clear_grads(self, params: Iterable[Tensor], *, set_to_none: bool) -> None:
-        """Clears the gradients of the masters of ``params``, whose own were cleared."""
+    def clear_grads(self, dropped: Iterable[Tensor], zeroed: Iterable[Tensor]) -> None:
+        """Clears the gradients of the masters of parameters whose own were dropped, or zeroed."""
         cleared: list[Tensor] = []
-        for param in params:
-            cleared.append(param)
+        for param in dropped:
             pair = self.masters.pair_of(param)
-            if pair is None:
-                continue
-            cleared.append(pair.master)
-            grad = grad_of(pair.master)
-            if set_to_none:
+            if pair is not None:
                 set_grad(pair.master, None)
-            elif grad is not None:
+            cleared.append(param if pair is None else pair.master)
+        for param in zeroed:
+            pair = self.masters.pair_of(param)
+            grad = None if pair is None else grad_of(pair.master)
+            if grad is not None:
                 grad.detach().zero_()
-            if not pair.lazy:
+            if pair is not None and not pair.lazy:
                 param.grad = None
+            cleared.append(param if pair is None else pair.master)
         self.drop_cleared(cleared)
 
     def drop_cleared(self, params: Iterable[Tensor]) -> None:
@@ -360,24 +371,6 @@ class Session:
             delayed = prepared.open_pass is not None and not prepared.open_pass.is_open
             if delayed and prepared.is_live and cleared.issuperset(map(id, prepared.params())):
                 prepared.open_pass = None
-
-
-def _with_sharers(
-    prepared_optimizers: Sequence[PreparedOptimizer],
-) -> tuple[list[PreparedOptimizer], list[PreparedOptimizer]]:
-    """Returns optimizers with all that share parameters with them or each other, and the rest."""
-    sharing = list(prepared_optimizers)
-    rest: list[PreparedOptimizer] = []
-    for session in Session.live:
-        if len(session._prepared_optimizers) > 1 or len(Session.live) > 1 or not sharing:
-            rest += [other for other in session.prepared_optimizers if other not in sharing]
-    for prepared in sharing if rest else ():  # which grows meanwhile
-        trained = {*map(id, prepared.trained_params())}
-        for other in list(rest):
-            if not trained.isdisjoint(map(id, other.trained_params())):
-                rest.remove(other)
-                sharing.append(other)
-    return sharing, rest
 
 
 def _region(policy: Policy, spec: AutocastSpec | None) -> AutocastRegion | NoAutocastRegion:

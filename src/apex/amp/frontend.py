@@ -15,8 +15,8 @@ from torch import nn
 from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.conversion import is_converted
 from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.restore import make_plain
 from apex._engine.scaler import Scaler

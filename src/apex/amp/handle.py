@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import AmbientRegion, NoAutocastRegion, casts_off
-from apex._engine.conversion import set_region
+from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
@@ -46,8 +46,9 @@ def scale_loss(
     inspection see true values. A dynamic scale is updated, and if a gradient held inf or NaN, the
     next ``optimizer.step()`` does nothing. No host sync; ops inside are cast as around it.
 
-    An exception inside restores the earlier gradients (at a scale of exactly 1, what autograd
-    added remains, as without amp); later blocks work as usual.
+    If the block raises, the gradients from before it are restored, and later blocks work as usual.
+    What autograd has already added stays at a scale of exactly 1, as without amp, and in a block
+    that adds to one with ``delay_unscale=True``, as in apex: amp warns to clear the gradients.
 
     Args:
         loss: A floating-point loss (0-d, or any shape that ``backward`` accepts). Fp16 and bf16
@@ -191,7 +192,7 @@ class AmpHandle:
         unwrapped_optimizer = unwrap(optimizer)
         if self._session is not None and prepared_state(unwrapped_optimizer) is None:
             with ExitStack() as undo:
-                self._session.bind(unwrapped_optimizer, undo)
+                self._session.prepare_optimizer(unwrapped_optimizer, undo)
                 undo.pop_all()
         return prepared_state(unwrapped_optimizer)
 

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from, params_of
-from apex._engine import conversion
+from apex._engine.conversion import checks
 from apex._engine.conversion.plan import ModelPlan
+from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
 from apex._torch.modules import named_parameters
 from apex.amp._amp_state import _amp_state
@@ -91,7 +92,7 @@ def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool
     """Raises the errors that :func:`apex.amp.initialize` documents for models."""
     _check_distinct(models)
     wide = _amp_state.allow_incoming_model_not_fp32
-    conversion.check(models, plan, refuse_float64=op_casts and not wide)
+    checks.check(models, plan, refuse_float64=op_casts and not wide)
 
 
 def _check_distinct(models: Sequence[nn.Module]) -> None:
@@ -152,7 +153,7 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             "models. Pass the model that it trains, and create the optimizer after moving the "
             "model to its device."
         )
-    conversion.check_optimizer(optimizer)
+    checks.check_optimizer(optimizer)
 
 
 def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:
@@ -188,7 +189,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     unpickled = any(prepared.session is None for prepared in prepared_optimizers)
     mastered = {id(pair.model) for prepared in prepared_optimizers for pair in prepared.pairs}
     for model in models:
-        is_known = conversion.is_converted(model) or not mastered.isdisjoint(_params([model]))
+        is_known = is_converted(model) or not mastered.isdisjoint(_params([model]))
         if not (unpickled or is_known):
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "

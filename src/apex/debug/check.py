@@ -5,25 +5,32 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from apex._core import arguments, dtypes, finite, tree
 from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.prepared import PREPARED
 from apex._engine.optimizer.subclass import own_class, prepared_state
 from apex._torch import dtensor
+from apex._torch.modules import named_parameters
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
 from apex.debug import tracing
-from apex.debug.common import inner
-from apex.debug.place import unwrapped
+from apex.debug.causes import data, remedies
+from apex.debug.common import counted, inner, percent
+from apex.debug.place import Finding, Place, innermost_line, unwrapped
 
 
 def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[NonfiniteGradient]:
@@ -134,7 +141,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
 
 
 def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
-    for name, param in model.named_parameters():
+    for name, param in named_parameters(model):
         yield name, "parameter", param
         if param.grad is not None:
             yield name, "gradient", param.grad
@@ -144,7 +151,7 @@ def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]
         return
     own = inner(optimizer)
     prepared = prepared_state(own)
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model)}
     masters = {} if prepared is None else {id(pair.master): pair.model for pair in prepared.pairs}
     for param in params_of(own):
         weight = masters.get(id(param))
@@ -232,30 +239,121 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         )
     if prepared is not None:
         prepared.update_masters_with_grads()
-    updates = FrozenUpdates()
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    errors: list[Exception] = []
-
-    def look(*_: object) -> None:  # a GradScaler that steps has unscaled the gradients by now
-        try:
-            wanted = _wanted_values(own)
-        except Exception as error:  # noqa: BLE001 - raised below: the step itself goes on
-            errors.append(error)
-        else:
-            found.extend((param, param.detach().clone(), wanted[param]) for param in wanted)
-
-    hook = own.register_step_pre_hook(look)
+    watch = UpdateTrace()
+    hook = own.register_step_pre_hook(watch.before)
     try:
-        yield updates
+        yield watch.updates
     finally:
         hook.remove()
-    for error in errors:
+    watch.after()
+    for error in watch.errors.values():
         raise error
-    for param, old, wanted in found:
-        moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
-        stays = moves & (param.detach() == old)
-        updates.wanted += int(moves.count_nonzero())  # sync: a diagnosis on request
-        updates.frozen += int(stays.count_nonzero())  # sync: a diagnosis on request
+
+
+_MAY_STAY = 0.2
+"""Share of the weights that may stay where they are in a healthy training."""
+
+
+class UpdateTrace:
+    """A context that counts the weights that stay, over all steps of all optimizers inside.
+
+    Attributes:
+        updates: The counts.
+        errors: What the copies of optimizers raised, by the optimizers' classes.
+        busy: Whether the copy of an optimizer steps.
+    """
+
+    def __init__(self) -> None:
+        self.updates = FrozenUpdates()
+        self.errors: dict[str, Exception] = {}
+        self.busy = False
+        self._steps = 0
+        self._level = "plain"
+        self._place = Place("", False, "forward", "")
+        self._stayed: set[str] = set()
+        self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> UpdateTrace:
+        before = register_optimizer_step_pre_hook(self.before)
+        after = register_optimizer_step_post_hook(self.after)
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._hooks.close()
+
+    def before(self, optimizer: Optimizer, *_: object) -> None:
+        """Computes the values that a step is to reach; a GradScaler has unscaled by now."""
+        if self.busy:  # the step of a copy
+            return
+        self._steps += 1
+        prepared = prepared_state(optimizer)
+        if prepared is not None and prepared.session is not None:
+            self._level = prepared.session.policy.opt_level
+        if not self._place.location:
+            self._place = Place("", False, "forward", innermost_line())
+        self.busy = True
+        try:
+            wanted = _wanted_values(optimizer)
+        except Exception as error:  # noqa: BLE001 - kept: the step itself goes on
+            self.errors[type(optimizer).__name__] = error
+            return
+        finally:
+            self.busy = False
+        self._wanted = [(param, param.detach().clone(), value) for param, value in wanted.items()]
+
+    def after(self, *_: object) -> None:
+        """Counts, after the step."""
+        for param, old, wanted in self._wanted:
+            moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
+            stays = moves & (param.detach() == old)
+            frozen = int(stays.count_nonzero())  # sync: a diagnosis on request
+            self.updates.wanted += int(moves.count_nonzero())  # sync: as above
+            self.updates.frozen += frozen
+            if frozen:
+                self._stayed.add(dtypes.name(param.dtype))
+        self._wanted = []
+
+    @property
+    def worst(self) -> Finding | None:
+        """That too many weights stay; None if few do."""
+        if self.updates.share <= _MAY_STAY:
+            return None
+        stayed = ", ".join(sorted(self._stayed))
+        return Finding(
+            self._place,
+            "step",
+            "frozen",
+            stayed,
+            what=f"{self._counts} ({stayed})",
+            cause="frozen",
+            why=data()["frozen"]["why"],
+            remedies=tuple(remedies("frozen", self._level)[:3]),
+        )
+
+    @property
+    def _counts(self) -> str:
+        updates = self.updates
+        return (
+            f"{percent(updates.share)} of the weights that {counted(self._steps, 'step')} should "
+            f"have moved stayed, {updates.frozen:,} of {updates.wanted:,}"
+        )
+
+    def to_json(self) -> str:
+        """Returns all data as JSON."""
+        worst = self.worst
+        found = {"worst": None if worst is None else worst.as_dict(), "steps": self._steps}
+        return json.dumps(found | asdict(self.updates))
+
+    def __str__(self) -> str:
+        lines = [f"{name} has no verdict: {e}" for name, e in self.errors.items()]
+        if not self._steps:
+            return "No optimizer stepped."
+        if self.worst is not None:
+            return "\n".join([f"Updates lost: {self.worst}", *lines])
+        return "\n".join([f"Updates arrive: {self._counts}.", *lines])
 
 
 def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:

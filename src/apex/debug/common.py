@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from apex._core import arguments, dtypes, tree
 from apex._engine.autocast.region import casts_off as casts_off
 from apex._torch.devices import accelerator
+from apex._torch.modules import named_parameters, named_tensors
 from apex.amp.optimizers import unwrap
 from apex.debug.place import unwrapped
 
@@ -61,7 +62,7 @@ def checked_model(caller: str, model: Any, given: object) -> nn.Module:
 
 def missing_values(model: nn.Module) -> str:
     """Returns which parameter of a model has no values, and what to do; empty if all have."""
-    for name, param in model.named_parameters():
+    for name, param in named_parameters(model):
         if isinstance(param, nn.UninitializedParameter) or param.is_meta:
             return (
                 f"parameter {name!r} has no values yet (lazy, or on the meta device). Run the "
@@ -154,7 +155,7 @@ def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> Non
 def _random_numbers(model: nn.Module) -> Iterator[None]:
     found = accelerator()
     kind = "cuda" if found is None else found.type
-    tensors = (*model.parameters(), *model.buffers())
+    tensors = tuple(named_tensors(model).values())
     indices = sorted({t.device.index or 0 for t in tensors if t.device.type == kind})
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")

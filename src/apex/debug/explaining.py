@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from apex._core import dtypes, tree
 from apex._core.dtypes import is_castable
 from apex._torch.copies import record
+from apex._torch.modules import named_parameters, named_tensors
 from apex.debug import common
 from apex.debug.common import (
     casts_off,
@@ -93,7 +94,7 @@ def explain(
     check_loss_fn("explain", loss_fn)
     given = inputs, keywords
     inner = checked_model("explain", model, given)
-    every = (*inner.parameters(), *inner.buffers(), *tree.tensors(given))
+    every = (*named_tensors(inner).values(), *tree.tensors(given))
     device = next((t.device for t in every if t.device.type != "cpu"), torch.device("cpu"))
 
     def run() -> _Costs:
@@ -115,7 +116,7 @@ def _differentiate(model: nn.Module, given: object, loss: Any) -> None:
     check_loss("explain", loss, instead=" Pass backward=False to run only the forward pass.")
     with casts_off():
         wide = loss if loss.dtype is torch.float64 else loss.float()
-        targets = [*model.parameters(), *tree.tensors(given)]
+        targets = [*dict(named_parameters(model)).values(), *tree.tensors(given)]
         # Unlike backward(), grad() neither writes .grad nor runs its hooks.
         torch.autograd.grad(wide, [t for t in targets if t.requires_grad], allow_unused=True)
 

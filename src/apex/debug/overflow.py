@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -14,19 +14,21 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core.param_groups import params_of, states_in
-from apex._engine.conversion.state import state_of
-from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
+from apex._torch.modules import named_parameters
 from apex.debug import tracing
-from apex.debug.causes import Birth, Cause, finding_of, operator_name
+from apex.debug.births import Birth, Births, Cause, operator_name
+from apex.debug.causes import finding_of
 from apex.debug.common import check_scaler, listed
-from apex.debug.place import Finding, Tracker, current_node, node_name
+from apex.debug.place import Finding, Tracker, current_node, imports_numpy, node_name, owner_of
+from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import Call, Detector, Kind, Trace, floating, keys, kind_of
 
-_MASKS = {f"aten.{name}" for name in ("nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_")}
-_MASKS |= {"aten.where", "aten.nansum"}
+_MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
+_SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
+_FATEFUL = _MASKS | _SOFTMAXES | _MAP_TO_ZERO
 _MAX_INPUTS = 4
 
 _MAX_COPIED = 2**24
@@ -50,9 +52,8 @@ def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
         models: Models, as passed to ``amp.initialize`` or since wrapped by ``torch.compile`` or
             DistributedDataParallel; or plain models. Without any, they are found as they are
             called.
-        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``. With it, scaled
-            gradients that overflow only by their scale are known as such at once: cause ``loss
-            scale``. Otherwise, once it has unscaled them inside the context.
+        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``, needed only if it
+            scales the loss before the context is entered.
 
     Returns:
         An :class:`OverflowTrace` context; its ``first`` is the fault, or None.
@@ -95,7 +96,7 @@ class OverflowTrace(Trace):
     @property
     def first(self) -> Finding | None:
         """The first fault; None if all values were finite or all others were harmless."""
-        return self._births.finding()
+        return finding_of(self._births.first())
 
     @property
     def gradients(self) -> list[str]:
@@ -105,8 +106,12 @@ class OverflowTrace(Trace):
     def to_json(self) -> str:
         """Returns ``{"first": {...} or null, "operators": n, "gradients": [names]}``."""
         first = self.first
-        found = {"first": None if first is None else first.as_dict()}
-        return json.dumps(found | {"operators": self._births.time, "gradients": self.gradients})
+        data = {
+            "first": None if first is None else first.as_dict(),
+            "operators": self._births.time,
+            "gradients": self.gradients,
+        }
+        return json.dumps(data)
 
     def __str__(self) -> str:
         first = self.first
@@ -117,7 +122,16 @@ class OverflowTrace(Trace):
             )
         if first is None:
             return f"No overflow: {self._births.time} operators traced, no fault."
-        return "\n".join([f"First overflow: {first}", *hit_lines(self.gradients)])
+        return "\n".join([headed(first), *hit_lines(self.gradients)])
+
+
+def headed(finding: Finding) -> str:
+    """Returns a finding behind the word for what it is."""
+    words = {"nan": "First NaN", "scaled": "Scaled gradients"}
+    word = words.get(finding.kind, "First inf")
+    if finding.kind == "inf" and finding.cause in ("range", "loss scale"):
+        word = "First overflow"
+    return f"{word}: {finding}"
 
 
 def hit_lines(gradients: Sequence[str]) -> list[str]:
@@ -125,152 +139,12 @@ def hit_lines(gradients: Sequence[str]) -> list[str]:
     return [f"  hit    the gradients of {listed(gradients, 3)}"] if gradients else []
 
 
-class Births:
-    """The births of all live non-finite values, by the memory that holds them.
+class _Input(NamedTuple):
+    """An argument that a call reads, its values before the call, and their kind."""
 
-    Note [When a birth is a fault]
-        Infinities can be deliberate (masks), and NaNs can be produced and masked out again: torch's
-        own formula for the derivative of a norm divides 0 by 0 and replaces the result. So a birth
-        counts as a fault only once its values reach a gradient, the loss or a weight. If a backward
-        pass completes with finite gradients, all earlier births were harmless, with one exception:
-        a value beyond fp16's range is lost even if a later function (a clamp, a sigmoid) maps the
-        infinity to a finite value. Only softmax and exp return the right result for -inf. Where
-        several meet, those whose values were masked out come last, behind them those that got no
-        further than weights and buffers, such as a running mean in training. When a trace ends,
-        births that no backward pass has judged count unless they were masked out, or were harmless
-        before at the same operator and line (a metric).
-
-    Note [Loss scales]
-        A dynamic scale finds its value by overflows, after which it skips the step. The scale of an
-        amp session is known at the birth. That of a ``GradScaler`` shows itself: it unscales the
-        gradients (``aten._amp_foreach_non_finite_check_and_unscale_``) and then updates its scale
-        (``aten._amp_update_scale_``). Until then, a gradient that overflowed is certain only once
-        an optimizer steps on it.
-
-    Note [Long traces]
-        A trace may last as long as a training. So births are discarded once they are harmless, one
-        lost value is kept per line of code, and only the latest autograd nodes are remembered.
-    """
-
-    def __init__(self) -> None:
-        self.time = 0
-        self.passes = 0
-        self.gradients: list[str] = []  # names of parameters that a fault reached
-        self.certain = False  # whether values of a fault that no scale heals got that far
-        self._backward = -1
-        self._pending: list[Birth] = []
-        self._lost: dict[tuple[str, str], Birth] = {}
-        self._reached: dict[Birth, None] = {}
-        self._harmless: set[tuple[str, str]] = set()  # their operators and lines
-        self._unscaled: list[Birth] = []
-        self._by_memory: MutableMapping[UntypedStorage, Birth] = WeakIdKeyDictionary()
-
-    # -- values ----------------------------------------------------------------------------------
-
-    def of(self, tensor: Tensor) -> Birth | None:
-        """Returns the birth of a tensor's non-finite values; None if they came from outside."""
-        return self._by_memory.get(tracing.storage(tensor))
-
-    def mark(self, tensor: Tensor, birth: Birth) -> None:
-        """Records the birth of the non-finite values of a tensor."""
-        self._by_memory[tracing.storage(tensor)] = birth
-
-    def clear(self, tensor: Tensor) -> None:
-        """Records that a tensor was written and is finite."""
-        if self._by_memory and tracing.covers_storage(tensor):
-            self._by_memory.pop(tracing.storage(tensor), None)
-
-    def close(self) -> None:
-        """Releases all values, once tracing has ended."""
-        self._by_memory.clear()
-
-    # -- births ----------------------------------------------------------------------------------
-
-    def add(self, birth: Birth) -> Birth:
-        """Adds a birth at the current operator, and returns it."""
-        if not birth.deliberate:
-            self._pending.append(birth)
-            if birth.is_lost:
-                self._lost.setdefault(_at(birth), birth)
-        return birth
-
-    def reach(self, birth: Birth, *, spoils: bool = False) -> None:
-        """Records that values reached the loss or, if ``spoils``, a weight or a buffer."""
-        self._reach(birth, spoils=spoils)
-        birth.stepped = True
-        self.certain = True
-
-    def reach_gradient(self, name: str, birth: Birth | None, *, backward: int) -> None:
-        """Records that backward pass number ``backward`` adds to the gradient of a parameter.
-
-        ``birth`` is that of its non-finite values; None if it is finite, when ``name`` is not read.
-        """
-        self.passes += backward != self._backward
-        self._backward = backward
-        if birth is None:
-            judged = [b for b in self._pending if b not in self._reached and not b.may_heal]
-            self._harmless |= {_at(birth) for birth in judged}
-            self._pending.clear()
-            return
-        if name not in self.gradients:
-            self.gradients.append(name)
-        self._reach(birth)
-        birth.passes.add(backward)
-        self.certain |= not birth.may_heal
-
-    def _reach(self, birth: Birth, *, spoils: bool = False) -> None:
-        birth.spoils = spoils and (birth.spoils or birth not in self._reached)
-        self._reached.setdefault(birth)
-
-    # -- loss scales of GradScalers --------------------------------------------------------------
-
-    def unscale(self, grads: Iterable[Tensor]) -> None:
-        """Records that a ``GradScaler`` checks gradients."""
-        self._unscaled += [birth for grad in grads if (birth := self.of(grad)) is not None]
-
-    def update_scale(self, scale: Tensor) -> None:
-        """Records that a ``GradScaler`` updates a scale, 0-d, after it has checked gradients."""
-        for birth in self._unscaled:
-            if birth.scale is None:
-                birth.scale, birth.dynamic = float(scale), True  # sync: tracing is a diagnosis
-            self.certain |= not birth.may_heal
-        self._unscaled.clear()
-
-    def step(self, optimizer: Optimizer) -> None:
-        """Records that an optimizer steps on gradients, of which none may heal from here on."""
-        waiting = {b for b in self._reached if b.may_heal and b.scale is None} - {*self._unscaled}
-        grads = [param.grad for param in params_of(optimizer)] if waiting else []
-        for birth in waiting & {self.of(grad) for grad in floating(grads)}:
-            birth.stepped = self.certain = True
-
-    # -- results -----------------------------------------------------------------------------------
-
-    @property
-    def healed(self) -> int:
-        """Number of backward passes after which a dynamic loss scale backed off."""
-        return len({each for birth in self._reached if birth.heals for each in birth.passes})
-
-    def first(self, *, healing: bool = True) -> Birth | None:
-        """Returns the first birth that is a fault; see Note [When a birth is a fault].
-
-        With ``healing``, an overflow from which a dynamic loss scale backs off counts as one, if
-        there is no other.
-        """
-        lost = [birth for birth in self._lost.values() if birth.is_lost]
-        unhealed = [birth for birth in self._reached if not birth.heals]
-        unjudged = [b for b in self._pending if not b.masked and _at(b) not in self._harmless]
-        pending = [b for b in unjudged if healing or not b.heals]
-        kinds = [*unhealed, *lost], self._reached if healing else (), pending
-        return next((min(births, key=Birth.rank) for births in kinds if births), None)
-
-    def finding(self, *, healing: bool = True) -> Finding | None:
-        """Returns the first fault; see :meth:`first`."""
-        birth = self.first(healing=healing)
-        return None if birth is None else finding_of(birth)
-
-
-def _at(birth: Birth) -> tuple[str, str]:
-    return birth.op, birth.place.location
+    argument: Tensor
+    values: Tensor
+    kind: Kind | None
 
 
 class _Before:
@@ -279,26 +153,32 @@ class _Before:
     Attributes:
         call: The call with copies of the arguments that it changes, where these are small enough.
         known: Whether they are.
-        inputs: The arguments that it reads, each with its values and their kind.
+        inputs: The arguments that it reads.
     """
 
     def __init__(self, call: Call, *, copies: bool) -> None:
-        changes = call.written if call.traits.reads_written else []
-        kinds = {id(tensor): kind_of(tensor) for tensor in changes}
-        self.known = not changes or (copies and tracing.elements(changes) <= _MAX_COPIED)
-        copied = {id(t): t.detach().clone() for t in changes} if self.known else {}
-        self.call = call.mapped(lambda t: copied.get(id(t), t)) if copied else call
-        unread = set() if call.traits.reads_written else set(map(id, call.written))
-        self._kinds = kinds
-        self._given = [t for t in floating([call.args, call.kwargs]) if id(t) not in unread]
-        self._copied = copied
+        reads_written = call.traits.reads_written
+        changed = call.written if reads_written else []
+        self._kinds = {id(tensor): kind_of(tensor) for tensor in changed}
+        self._copied: dict[int, Tensor] = {}
+        self.known = not changed or (copies and tracing.elements(changed) <= _MAX_COPIED)
+        if self.known:
+            self._copied = {id(tensor): tensor.detach().clone() for tensor in changed}
+        self.call = call.mapped(self._values) if self._copied else call
+        unread = set() if reads_written else set(map(id, call.written))
+        self._read = [t for t in floating([call.args, call.kwargs]) if id(t) not in unread]
+
+    def _values(self, tensor: Tensor) -> Tensor:
+        return self._copied.get(id(tensor), tensor)
 
     @functools.cached_property
-    def inputs(self) -> list[tuple[Tensor, Tensor, Kind | None]]:
-        return [(t, self._copied.get(id(t), t), self._kind(t)) for t in self._given]
-
-    def _kind(self, tensor: Tensor) -> Kind | None:
-        return self._kinds[id(tensor)] if id(tensor) in self._kinds else kind_of(tensor)
+    def inputs(self) -> list[_Input]:
+        inputs = []
+        for tensor in self._read:
+            known = id(tensor) in self._kinds
+            kind = self._kinds[id(tensor)] if known else kind_of(tensor)
+            inputs.append(_Input(tensor, self._values(tensor), kind))
+        return inputs
 
 
 class OverflowDetector(Detector):
@@ -308,17 +188,24 @@ class OverflowDetector(Detector):
         super().__init__(tracker)
         self._births = births
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaled = ScaledGradients(tracker)
+        self._misused: set[tuple[str, str]] = set()
         self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()
-        # The memory of gradients that were already non-finite when tracing started.
-        grads = floating([param.grad for param in tracker.parameters])
+        # Memory: of weights cast, of what nothing has written yet, and of gradients that were
+        # already non-finite when tracing started.
+        self._casts: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
+        self._unwritten: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
         self._stale: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
-        self._stale.update((tracing.storage(grad), None) for grad in grads if kind_of(grad))
+        for grad in floating([param.grad for param in tracker.parameters]):
+            if kind_of(grad):
+                self._stale[tracing.storage(grad)] = None
 
     def enter_step(self, optimizer: Optimizer) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
         self._optimizers[optimizer] = None
-        if not self._sessions():
-            self._births.step(optimizer)
+        scale = self._scaled.scale_in_step(optimizer)
+        if scale != 1.0:
+            self._add_misuse("step", scale)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -329,118 +216,160 @@ class OverflowDetector(Detector):
         # What uninitialized memory holds counts once it is read.
         if call.traits.uninitialized or (is_view and self.tracker.accumulating is None):
             return None
-        if call.name == "aten._amp_foreach_non_finite_check_and_unscale_" and self._unknown_scale:
-            self._births.unscale(call.args[0])
-        if call.name == "aten._amp_update_scale_":
-            self._births.update_scale(call.args[0])
         return _Before(call, copies=not self.in_step)
 
     def after(self, call: Call, before: _Before | None, result: Any) -> None:
         """Checks what the call returned and wrote."""
+        self._note_memory(call, result)
         if before is None:
             return
         if not call.traits.exchanges:  # what it receives may come later
             self._check(call, before, result)
+        if not self.in_step:
+            misuse = self._scaled.misuse(call, result)
+            if misuse is not None:
+                scale = self._scaled.scale_of([call.args, call.kwargs])
+                self._add_misuse(call.name, scale, reads=misuse == "reading")
         target = self.tracker.accumulating
         if target is None:
             return
         for grad in floating(result):
+            self._scaled.arrive(grad)
             birth = self._births.of(grad) if kind_of(grad) else None
             name = self.tracker.parameters.get(target, "(a tensor of no model)")
             self._births.reach_gradient(name, birth, backward=backward_id())
 
+    def _note_memory(self, call: Call, result: Any) -> None:
+        """Records which memory is a weight's cast, and which nothing has written yet."""
+        if call.traits.uninitialized and "empty" in call.name:
+            for tensor in floating(result):
+                self._unwritten[tracing.storage(tensor)] = None
+        elif self._unwritten:
+            for tensor in call.written:
+                self._unwritten.pop(tracing.storage(tensor), None)
+        if call.name == "aten._to_copy" and call.args[0] in self.tracker.parameters:
+            self._casts[tracing.storage(result)] = None
+
     def _check(self, call: Call, before: _Before, result: Any) -> None:
         saves = call.name.rpartition(".")[2].startswith(tracing.SAVES_INFINITIES)
         for tensor in floating(result[1:] if saves else []):
-            if (kind := kind_of(tensor)) is not None:
-                own = self._birth(call, before, kind, tensor.dtype, "constant", deliberate=True)
-                self._births.mark(tensor, own)
-        outputs = [*_outputs(call, result[:1] if saves else result)]
-        kinds = [(tensor, kind_of(tensor)) for tensor in outputs]
-        for tensor in (each for each, kind in kinds if kind is None):
+            kind = kind_of(tensor)
+            if kind is not None:
+                birth = self._birth(call, before, kind, [tensor], "constant", deliberate=True)
+                self._births.mark(tensor, birth)
+        bad: list[Tensor] = []
+        kinds: set[Kind] = set()
+        for tensor in _outputs(call, result[:1] if saves else result):
+            kind = kind_of(tensor)
+            if kind is not None:
+                bad.append(tensor)
+                kinds.add(kind)
+                continue
             self._births.clear(tensor)
             if self._stale and tracing.covers_storage(tensor):
                 self._stale.pop(tracing.storage(tensor), None)
-        bad = [(tensor, kind) for tensor, kind in kinds if kind is not None]
         if bad:
-            self._mark_bad(call, before, bad)
-        self._mark_fate(call, before, masks=not bad)
+            self._mark_bad(call, before, bad, "nan" if "nan" in kinds else "inf")
+        self._mark_fate(call, before, is_finite=not bad)
 
-    def _mark_fate(self, call: Call, before: _Before, *, masks: bool) -> None:
+    def _mark_fate(self, call: Call, before: _Before, *, is_finite: bool) -> None:
         """Records what a call does to the births that it reads."""
-        if masks and (call.name in _MASKS or operator_name(call.name) in _MAP_TO_ZERO):
-            for birth in self._births_read(call, before):
-                birth.masked |= call.name in _MASKS and not birth.deliberate
-                birth.absorbed |= call.name not in _MASKS
-        if call.name == "aten.ones_like" and call.args[0].numel() == 1:
-            # Autograd starts a backward pass this way, from the loss.
-            for birth in self._births_read(call, before):
+        name = operator_name(call.name)
+        # Autograd starts a backward pass by a 1 like the loss.
+        starts = call.name == "aten.ones_like" and call.args[0].numel() == 1
+        if not starts and name not in _FATEFUL:
+            return
+        for birth in self._births_read(call, before):
+            if starts:
                 self._births.reach(birth)
+            birth.feeds_softmax |= name in _SOFTMAXES
+            if is_finite:
+                birth.masked |= name in _MASKS and not birth.deliberate
+                birth.absorbed |= name in _MAP_TO_ZERO
 
-    def _mark_bad(self, call: Call, before: _Before, bad: list[tuple[Tensor, Kind]]) -> None:
-        birth = self._origin(call, before, bad)
-        for tensor, _ in bad:
+    def _mark_bad(self, call: Call, before: _Before, bad: list[Tensor], kind: Kind) -> None:
+        birth = self._origin(call, before, bad, kind)
+        for tensor in bad:
             self._births.mark(tensor, birth)
         is_mask = birth.deliberate and birth.cause != "update"
-        spoiled = [tensor for tensor, _ in bad if not self._is_mask_buffer(tensor)]
+        spoiled = [tensor for tensor in bad if not self._is_mask_buffer(tensor)]
         # Batch norms in eval mode leave their statistics alone.
         written = keys(call.written) & keys(spoiled)
         if not is_mask and not written.isdisjoint(self._weights() if written else ()):
             self._births.reach(birth, spoils=True)
 
+    def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
+        """Adds a use of gradients that still carry the loss scale."""
+        birth = Birth(
+            self.tracker.place,
+            op,
+            "scaled",
+            torch.float32,
+            self._births.time,
+            way=self.way,
+            given="scaled gradients",
+            scale=scale,
+            masked=reads,
+        )
+        if birth.site not in self._misused:
+            self._misused.add(birth.site)
+            self._births.reach(self._births.add(birth), certain=not reads)
+
     # -- where values come from --------------------------------------------------------------------
 
     def _births_read(self, call: Call, before: _Before) -> list[Birth]:
         """Returns the births of the non-finite inputs."""
-        return [
-            self._input_birth(argument, values, kind, call, before)
-            for argument, values, kind in before.inputs
-            if kind is not None
-        ]
+        bad = [read for read in before.inputs if read.kind is not None]
+        return [self._input_birth(read, call, before) for read in bad]
 
-    def _origin(self, call: Call, before: _Before, bad: list[tuple[Tensor, Kind]]) -> Birth:
+    def _origin(self, call: Call, before: _Before, bad: list[Tensor], kind: Kind) -> Birth:
         """Returns the birth of a call's non-finite outputs."""
-        kind: Kind = "nan" if any(kind == "nan" for _, kind in bad) else "inf"
-        dtype = bad[0][0].dtype
         births = self._births_read(call, before)
         if not births:
-            return self._first_birth(call, before, kind, dtype)
+            return self._first_birth(call, before, bad, kind)
         worst = min(births, key=Birth.rank)
-        is_new_nan = kind == "nan" and all(found != "nan" for *_, found in before.inputs)
+        is_new_nan = kind == "nan" and all(read.kind != "nan" for read in before.inputs)
         if worst.deliberate and worst.cause == "constant" and is_new_nan:
-            return self._birth(call, before, kind, dtype, "constant")
+            return self._birth(call, before, kind, bad, "constant")
+        if worst.fits_fp32 and worst.is_lost and self.tracker.direction == "forward":
+            clamped = before.call.mapped(lambda t: t.nan_to_num() if t.is_floating_point() else t)
+            worst.note_next(self.tracker.place, tracing.largest_in_double(clamped))
         return worst
 
-    def _first_birth(self, call: Call, before: _Before, kind: Kind, dtype: torch.dtype) -> Birth:
+    def _first_birth(self, call: Call, before: _Before, bad: list[Tensor], kind: Kind) -> Birth:
         """Returns the birth of non-finite outputs of finite inputs."""
-        forward, created = self.tracker.forward_site, self.tracker.created_site
+        forward = self.tracker.forward_site
+        created = self.tracker.created_site
         if self.tracker.direction == "backward" and forward is not None and forward.birth:
             known: Birth = forward.birth
+            known.masked_again |= known.masked
             return known  # its derivative is infinite, too
         is_constant = _number(call) is not None
         cause: Cause | None = None
         if is_constant:
-            cause = "update" if self.stepping is not None and self._is_update(call) else "constant"
-        birth = self._birth(call, before, kind, dtype, cause, deliberate=is_constant)
+            in_update = self.stepping is not None and self._is_update(call)
+            cause = "update" if in_update else "constant"
+        birth = self._birth(call, before, kind, bad, cause, deliberate=is_constant)
         if created is not None:
             created.birth = birth
         return birth
 
-    def _input_birth(
-        self, argument: Tensor, values: Tensor, kind: Kind, call: Call, before: _Before
-    ) -> Birth:
+    def _input_birth(self, read: _Input, call: Call, before: _Before) -> Birth:
         """Returns a non-finite input's birth: this operator if the values are from outside."""
+        argument = read.argument
         birth = self._births.of(argument)
         if birth is None:
             cause = self._source(argument, call)
-            mask = _number(call) is not None or tracing.is_mask(values)
-            deliberate = cause == "data" and mask
-            cause = "constant" if deliberate else cause
-            birth = self._birth(call, before, kind, argument.dtype, cause, deliberate=deliberate)
+            is_mask = _number(call) is not None or tracing.is_mask(read.values)
+            deliberate = cause == "data" and is_mask
+            if deliberate:
+                cause = "constant"
+            kind = read.kind or "nan"
+            birth = self._birth(call, before, kind, [argument], cause, deliberate=deliberate)
             self._births.mark(argument, birth)
             return birth
         is_weight = tracing.storage_key(argument) in keys(self._params())
-        if is_weight and not birth.deliberate and not tracing.is_mask(values):
+        if is_weight and not birth.deliberate and not tracing.is_mask(read.values):
             self._births.reach(birth, spoils=True)  # of an average that was not called
         return birth
 
@@ -468,35 +397,66 @@ class OverflowDetector(Detector):
         call: Call,
         before: _Before,
         kind: Kind,
-        dtype: torch.dtype,
+        bad: list[Tensor],
         cause: Cause | None,
         *,
         deliberate: bool = False,
     ) -> Birth:
-        place, node = self.tracker.place, current_node()
+        place = self.tracker.place
+        node = current_node()
         backward = place.direction == "backward"
         if cause is None and self._is_update(call):
             cause = "update"
-        values = [] if deliberate or self.in_step else [each for _, each, _ in before.inputs]
-        small = before.known and tracing.elements(values) <= _MAX_COPIED
+        values = [] if deliberate or self.in_step else [read.values for read in before.inputs]
+        is_small = before.known and tracing.elements(values) <= _MAX_COPIED
         scale, dynamic = self._loss_scale() if backward else (None, False)
         birth = Birth(
             place,
             call.name,
             kind,
-            dtype,
+            bad[0].dtype,
             self._births.time,
+            way=self.way,
+            device=bad[0].device.type,
             given=cause or "",
             deliberate=deliberate,
             number=_number(call) if cause in ("constant", "update") else None,
-            inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if small else (),
-            true=tracing.largest_in_double(before.call) if cause is None and small else None,
+            numbers=tuple(_numbers(call)),
+            inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if is_small else (),
+            true=tracing.largest_in_double(before.call) if cause is None and is_small else None,
             node="" if node is None or not backward else node_name(node),
             formula=self.tracker.runs_formula,
+            eps=None if self.stepping is None else self.stepping.param_groups[0].get("eps"),
+            weighs=self._weighs(call),
+            negative=kind == "inf" and all(tracing.is_negative(tensor) for tensor in bad),
             scale=scale,
             dynamic=dynamic,
+            # A norm of scaled gradients may overflow. What comes of it is what counts.
+            absorbed=not backward and self._scaled.scale_of(call.arguments) != 1.0,
+            by_numpy=cause == "data" and imports_numpy(),
         )
+        self._name_weights(birth, bad)
         return self._births.add(birth)
+
+    def _name_weights(self, birth: Birth, bad: list[Tensor]) -> None:
+        """Names the weights that a birth is about: those that were bad, or never written."""
+        if birth.given == "weights":
+            birth.names = ", ".join(self._names_of(keys(bad)))
+        if birth.given not in ("", "weights"):
+            return
+        unwritten = [param for param in self._params() if tracing.storage(param) in self._unwritten]
+        own = [n for n in self._names_of(keys(unwritten)) if owner_of(n) == birth.place.module]
+        if own:
+            birth.given = "weights"
+            birth.unwritten = True
+            birth.names = ", ".join(own)
+
+    def _names_of(self, memory: set[int]) -> list[str]:
+        """Returns the names of the parameters and buffers in some memory."""
+        held = [*self.tracker.parameters.items()]
+        for model in self.tracker.models:
+            held += [(buffer, name) for name, buffer in model.named_buffers()]
+        return [name for tensor, name in held if tracing.storage_key(tensor) in memory]
 
     def _is_update(self, call: Call) -> bool:
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
@@ -506,38 +466,42 @@ class OverflowDetector(Detector):
 
     # -- weights and loss scales -------------------------------------------------------------------
 
+    def _weighs(self, call: Call) -> bool:
+        """Returns whether an argument of a call is a parameter, or its cast."""
+        read = list(floating(call.arguments))
+        if any(tracing.storage(tensor) in self._casts for tensor in read):
+            return True
+        return not keys(read).isdisjoint(keys(self._params()))
+
     def _params(self) -> list[Tensor]:
         """Returns the parameters of all models, and those that optimizers have stepped."""
-        own = [param for model in self.tracker.models for param in model.parameters()]
-        return [*own, *(param for each in self._optimizers for param in params_of(each))]
+        params: list[Tensor] = []
+        for model in self.tracker.models:
+            params += [param for _, param in named_parameters(model)]
+        for optimizer in self._optimizers:
+            params += params_of(optimizer)
+        return params
 
     def _buffers(self) -> set[int]:
         return keys([list(model.buffers()) for model in self.tracker.models])
 
     def _weights(self) -> set[int]:
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
-        masters = [pair.master for session in self._sessions() for pair in session.masters.pairs()]
+        masters = [pair.master for session in self.sessions for pair in session.masters.pairs()]
         return self._buffers() | keys([self._params(), masters])
 
     def _is_mask_buffer(self, tensor: Tensor) -> bool:
         return tracing.storage_key(tensor) in self._buffers() and tracing.is_mask(tensor)
 
-    @property
-    def _unknown_scale(self) -> bool:
-        return self._scaler is None and not self._sessions()
-
     def _loss_scale(self) -> tuple[float | None, bool]:
         """Returns the largest scale of the models' sessions, or the scaler's, and if it adapts."""
-        own = [each for session in self._sessions() for each in session.scalers]
-        if own:
-            return max(each.read_scale() for each in own), any(each.dynamic for each in own)
-        return (None, False) if self._scaler is None else (self._scaler.get_scale(), True)
-
-    def _sessions(self) -> list[Session]:
-        """Returns the sessions of the models and of modules inside them."""
-        parts = (part for model in self.tracker.models for part in model.modules())
-        sessions = dict.fromkeys(state.link.session for part in parts if (state := state_of(part)))
-        return [session for session in sessions if session is not None]
+        scalers = [scaler for session in self.sessions for scaler in session.scalers]
+        if scalers:
+            largest = max(scaler.read_scale() for scaler in scalers)
+            return largest, any(scaler.dynamic for scaler in scalers)
+        if self._scaler is not None:
+            return self._scaler.get_scale(), True
+        return self._scaled.loss_scale
 
 
 def _outputs(call: Call, result: Any) -> Iterator[Tensor]:
@@ -548,9 +512,15 @@ def _outputs(call: Call, result: Any) -> Iterator[Tensor]:
     yield from (tensor for tensor in call.written if id(tensor) not in known)
 
 
+def _numbers(call: Call) -> Iterator[float]:
+    """Yields the numbers that the script itself gave to a call."""
+    if call.name == "aten.lift_fresh" and call.args[0].dim() == 0:
+        yield float(call.args[0])
+    for value in tracing.leaves(call.arguments):
+        if isinstance(value, int | float):
+            yield float(value)
+
+
 def _number(call: Call) -> float | None:
     """Returns the inf or NaN that the script itself gave to a call, as a number; None without."""
-    given: list[Any] = [*tracing.leaves([call.args, call.kwargs])]
-    if call.name == "aten.lift_fresh" and call.args[0].dim() == 0:
-        given = [float(call.args[0])]
-    return next((x for x in given if isinstance(x, float) and not math.isfinite(x)), None)
+    return next((number for number in _numbers(call) if not math.isfinite(number)), None)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import linecache
 import os
+import sys
 import sysconfig
 import threading
 import traceback
@@ -27,6 +28,7 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._torch.autograd import backward_id
+from apex._torch.modules import named_parameters
 
 Direction = Literal["forward", "backward"]
 
@@ -54,6 +56,17 @@ class Place:
     direction: Direction
     location: str
 
+    @property
+    def source(self) -> str:
+        """The line of code at ``location``; ``""`` if there is none to read."""
+        file, _, line = self.location.rpartition(":")
+        return linecache.getline(file, int(line)).strip() if line else ""
+
+    @property
+    def shown(self) -> str:
+        """The location and, on a line of its own, the source; ``""`` if there is none."""
+        return "\n".join(filter(None, [self.location, self.source]))
+
     def __str__(self) -> str:
         if self.module:
             return f"in {self.module}"
@@ -67,7 +80,8 @@ class Finding:
     Attributes:
         place: The module, the direction and the line.
         op: Operator, such as ``"aten.exp"``.
-        kind: What happened: ``"inf"``, ``"nan"``, ``"rounding"``, ``"cancellation"``, ``"chain"``.
+        kind: What happened: ``"inf"``, ``"nan"``, ``"scaled"``, ``"rounding"``,
+            ``"cancellation"``, ``"chain"``, ``"lost update"``, ``"underflow"``.
         dtype: Name of the dtype of the result.
         what: What happened, in a line.
         cause: Why, in one to three words.
@@ -76,6 +90,7 @@ class Finding:
         inputs: Ranges of the inputs, at most four.
         pattern: The formula to avoid, such as ``"exp of a large number"``; ``""`` if none is known.
         heals: Whether a dynamic loss scale backs off from it, as it does to find its value.
+        notes: What else to know, each a label of at most six letters and a text.
     """
 
     place: Place
@@ -89,6 +104,7 @@ class Finding:
     inputs: tuple[Any, ...] = ()
     pattern: str = ""
     heals: bool = False
+    notes: tuple[tuple[str, str], ...] = ()
 
     @property
     def module(self) -> str:
@@ -108,8 +124,7 @@ class Finding:
     @property
     def source(self) -> str:
         """The line of code at ``location``; ``""`` if there is none to read."""
-        file, _, line = self.location.rpartition(":")
-        return linecache.getline(file, int(line)).strip() if line else ""
+        return self.place.source
 
     @property
     def remedy(self) -> str:
@@ -126,9 +141,10 @@ class Finding:
     def __str__(self) -> str:
         known = f" This is {self.pattern}." if self.pattern else ""
         parts = (
-            ("at", "\n".join(filter(None, [self.location, self.source]))),
+            ("at", self.place.shown),
             ("in", ", ".join(map(str, self.inputs))),
             ("cause", f"{self.cause}: {self.why}{known}"),
+            *self.notes,
             ("remedy", self.remedy),
         )
         lines = [self.what]
@@ -167,6 +183,8 @@ class Tracker:
     Attributes:
         names: Qualified name of each module.
         parameters: Qualified name of each parameter.
+        autocasts: Whether the last module that was called ran under autocast. Operators cannot
+            tell: in a dispatch mode autocast is off.
     """
 
     def __init__(self, *models: nn.Module) -> None:
@@ -178,6 +196,7 @@ class Tracker:
         self._nameless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state = _ThreadState()
         self._thread = 0
+        self.autocasts = False
         self._sites: OrderedDict[tuple[int, int], tuple[int, Site]] = OrderedDict()
         self._hooks = ExitStack()
         self._add_names()
@@ -212,7 +231,7 @@ class Tracker:
         for prefix, model in _prefixed(self.models):
             for name, module in model.named_modules():
                 self.names.setdefault(module, prefix + name)
-            for name, parameter in model.named_parameters():
+            for name, parameter in named_parameters(model):
                 self.parameters.setdefault(parameter, prefix + name)
 
     # -- queries -------------------------------------------------------------------------------
@@ -259,10 +278,10 @@ class Tracker:
         started the backward pass.
         """
         if backward_id() == -1:
-            return _innermost_line()
+            return innermost_line()
         site = self.forward_site
         forward = "" if site is None else site.place.location
-        return _within_backward()[0] or forward or _innermost_line()
+        return _within_backward()[0] or forward or innermost_line()
 
     def _running(self, task: int) -> str | None:
         """Returns the name of the innermost module if it was called in backward pass ``task``."""
@@ -326,6 +345,7 @@ class Tracker:
             self._discover(module)
         name = self.names.get(module)
         if name is not None:  # a copy, or a replica of DataParallel, has none
+            self.autocasts = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
             self._state.stack.append((module, name, backward_id()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
@@ -335,7 +355,7 @@ class Tracker:
 
     def _discover(self, module: nn.Module) -> None:
         model = unwrapped(module)
-        if not self._state.stack and next(model.parameters(), None) is not None:
+        if not self._state.stack and next(named_parameters(model), None) is not None:
             parts = set(model.modules())
             others = [each for each in self.models if each not in parts]
             self._models = [weakref.ref(each) for each in (*others, model)]
@@ -394,10 +414,16 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _ENGINE = {_TORCH + os.path.join("autograd", name) for name in ("graph.py", "__init__.py")}
+_APEX_SCALERS = (
+    "_engine/scaler.py _engine/gradients.py _engine/backward.py amp/scaler.py "
+    "fp16_utils/loss_scaler.py fp16_utils/master_wrapper.py"
+)
+_SCALERS = {os.path.join(_APEX, "apex", *name.split("/")) for name in _APEX_SCALERS.split()}
+_SCALERS.add(os.path.join(_TORCH, "amp", "grad_scaler.py"))
 _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 
 
-def _innermost_line() -> str:
+def innermost_line() -> str:
     """Returns ``"file:line"`` of the innermost user frame, or ``""`` if there is none."""
     frames = traceback.walk_stack(inspect.currentframe())
     return next((_line(*each) for each in frames if _is_user(each[0])), "")
@@ -421,9 +447,32 @@ def _within_backward() -> tuple[str, bool]:
     return line, False
 
 
+def runs_in_scaler() -> bool:
+    """Returns whether a loss scaler runs the operator, and not the script."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "user":
+            return False
+        if kind == "scaler":
+            return True
+    return False
+
+
 def is_user_file(filename: str) -> bool:
     """Returns whether a file belongs to neither torch, apex nor the standard library."""
     return _kind(filename) == "user"
+
+
+def imports_numpy() -> bool:
+    """Returns whether code of the user's own, outside of site-packages, has numpy at hand."""
+    numpy = sys.modules.get("numpy")
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if numpy is None or "site-packages" in file or not is_user_file(file):
+            continue
+        if any(value is numpy for value in list(vars(module).values())):
+            return True
+    return False
 
 
 def _line(frame: FrameType, number: int) -> str:
@@ -437,9 +486,11 @@ def _is_user(frame: FrameType) -> bool:
 
 
 @functools.cache
-def _kind(filename: str) -> Literal["engine", "checkpoint", "library", "user"]:
+def _kind(filename: str) -> Literal["engine", "checkpoint", "scaler", "library", "user"]:
     if filename in _ENGINE:
         return "engine"
+    if filename in _SCALERS:
+        return "scaler"
     if filename == _CHECKPOINT:
         return "checkpoint"
     if filename.startswith((_TORCH, _APEX, "<frozen")):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -17,15 +18,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex._core import dtypes, tree
 from apex._core.param_groups import params_of, states_in
 from apex._torch.dispatch_modes import suspend_modes
+from apex._torch.modules import named_parameters
 from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
-from apex.debug.causes import in_fp32
+from apex.debug.causes import data, in_fp32, remedies
 from apex.debug.common import json_types, listed
-from apex.debug.place import Finding, Place, Tracker
+from apex.debug.place import Finding, Place, Tracker, innermost_line
 from apex.debug.tracing import Call, Detector, Trace, floating
 
-Kind = Literal["rounding", "cancellation", "chain"]
+Kind = Literal["rounding", "cancellation", "chain", "lost update", "underflow"]
 MasterPair = tuple[Tensor, Tensor]
 """A tensor, and its values in fp32."""
 
@@ -38,7 +40,8 @@ def trace_rounding(*models: nn.Module) -> RoundingTrace:
     shadow, which the same operators compute from the values that the iteration began with. An
     operator stands out where its result is much further from its shadow than the errors of its
     inputs, the dtype's eps and the operator's shape explain: by its own rounding, by cancellation,
-    or at the end of a long chain of small steps.
+    at the end of a long chain of small steps, or as an update that is lost. The report says where
+    the error entered, too. Gradients in fp16 that are 0 where fp32's are not are counted.
 
     Works with and without ``amp.initialize``: under ``torch.autocast``, on 16-bit models. Random
     operators draw once, and decisions (the sign in a relu's gradient, the index of a maximum) are
@@ -78,15 +81,16 @@ def trace_rounding(*models: nn.Module) -> RoundingTrace:
 
 @dataclass(frozen=True)
 class RoundingRow(Finding):
-    """An operator that lost digits, by the first call of it that did.
+    """An operator that lost digits, by its worst call.
 
     Errors are norms of differences from the fp32 shadows, relative to the shadows' norms. Its
     ``kind`` is ``"rounding"`` if the operator's own result is wrong for the inputs that it got,
     ``"cancellation"`` if it is right and magnifies their errors, ``"chain"`` if the errors of many
-    small steps have added up.
+    small steps have added up, ``"lost update"`` if a value that lasts, such as a counter, stands
+    still, and ``"underflow"`` if gradients in fp16 are 0.
 
     Attributes:
-        error: Error of the result.
+        error: Error of the result; of a lost update, relative to the update.
         tolerance: The largest error that is explained by the errors of the inputs, the dtype and
             the operator's shape.
         inherited: The largest error among the inputs; in a chain of linear operators, such as a
@@ -98,12 +102,43 @@ class RoundingRow(Finding):
     inherited: float = 0.0
 
 
+class Origin(NamedTuple):
+    """Where an error entered: the operator that first rounded."""
+
+    op: str
+    place: Place
+    error: float
+
+
+_ROUND = ("aten._to_copy", "aten.arange", "aten.full", "aten.linspace", "aten.lift_fresh")
+_CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
+"""What a line has that casts by itself, and not because autocast or the model's dtype does."""
+
+
 def _row(
-    place: Place, call: _ShadowCall, dtype: str, error: float, tolerance: float, kind: Kind
+    place: Place,
+    call: _ShadowCall,
+    way: str,
+    dtype: str,
+    error: float,
+    tolerance: float,
+    kind: Kind,
 ) -> RoundingRow:
     """Returns what happened, why, and what to do."""
     inherited = call.inherited
-    times = f"{error / inherited:.0f} times" if inherited else "from none"
+    origin = call.origin if kind == "cancellation" else None
+    is_early = origin is not None and origin.op in _ROUND and _CASTS.search(origin.place.source)
+    section = "an early rounding" if is_early else kind
+    ways = remedies(section, way, origin="" if origin is None else origin.place.location)
+    if kind == "rounding":
+        ways = [*in_fp32(place, way), *ways]
+    if kind == "cancellation" and section == kind:
+        modules = [remedy for remedy in in_fp32(place, way) if "fp32_modules" in remedy]
+        ways = [*modules, *ways]
+    notes = []
+    if origin is not None and origin.place.location != place.location:
+        text = f"{origin.op}, where the error enters ({origin.error:.2g})\n{origin.place.shown}"
+        notes = [("from", text)]
     return RoundingRow(
         place,
         call.name,
@@ -112,26 +147,16 @@ def _row(
         what=f"{call.name} {place}, {place.direction}, in {dtype}: error {error:.2g}, explained "
         f"{tolerance:.2g}, inherited {inherited:.2g}",
         cause=kind,
-        why=_WHY[kind].format(dtype=dtype, times=times),
-        remedies=(*in_fp32(place), _FORMS[kind]),
+        why=data()[section]["why"].format(
+            dtype=dtype,
+            times=f"{error / inherited:.0f} times" if inherited else "from none",
+        ),
+        remedies=tuple(ways[:3]),
+        notes=tuple(notes),
         error=error,
         tolerance=tolerance,
         inherited=inherited,
     )
-
-
-_WHY: dict[Kind, str] = {
-    "rounding": "in {dtype}, its result is wrong even for the inputs that it got.",
-    "cancellation": "right for the inputs that it got, but their errors grew {times}: it subtracts "
-    "near-equal numbers, or its result depends steeply on them.",
-    "chain": "each step is right, but the roundings of many steps in {dtype} add up.",
-}
-_FORMS: dict[Kind, str] = {
-    "rounding": "hold what it updates in fp32",
-    "cancellation": "use a form that does not cancel (the mean of (x - mean)**2 as a variance, a "
-    "logsumexp, positions and angles in fp32)",
-    "chain": "hold the running value in fp32",
-}
 
 
 @dataclass(frozen=True)
@@ -163,6 +188,7 @@ class RoundingTrace(Trace):
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models and all values."""
+        self._found.underflow.way = self._found.way
         super().__exit__(*exc_info)
         self._found.shadows = _Shadows()
 
@@ -175,9 +201,9 @@ class RoundingTrace(Trace):
     def lost(self) -> tuple[RoundingRow, ...]:
         """All operators beyond tolerance in order of time; later ones may only pass on the damage.
 
-        One record per module, operator, direction and dtype.
+        One record per module, operator, direction and dtype. Gradients that underflow come first.
         """
-        return tuple(self._found.lost.values())
+        return (*self._found.underflow.rows(), *self._found.lost.values())
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
@@ -259,6 +285,7 @@ class _RoundingDetector(Detector):
     Attributes:
         seen, operators: Number of calls, and of those that were compared with fp32.
         lost, skipped: Results beyond tolerance in order of time, and operators without a verdict.
+        underflow: The gradients in fp16 that are 0.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -267,10 +294,11 @@ class _RoundingDetector(Detector):
         self.lost: dict[tuple[Any, ...], RoundingRow] = {}
         self.skipped: dict[Skipped, None] = {}
         self.shadows = _Shadows()
+        self.underflow = _Underflow()
 
     def leave_step(self, optimizer: Optimizer) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
-        own = [list(model.parameters()) for model in self.tracker.models]
+        own = [list(dict(named_parameters(model)).values()) for model in self.tracker.models]
         state = [list(each.values()) for _, each in states_in(optimizer.state)]
         for tensor in floating([own, params_of(optimizer), state]):
             self.shadows.discard(tensor)
@@ -286,8 +314,14 @@ class _RoundingDetector(Detector):
 
     def after(self, call: Call, before: _ShadowCall | str | None, result: Any) -> None:
         """Computes the shadows of the results; those without count as exact from here on."""
-        if call.traits.view:
-            return
+        if not call.traits.view:
+            self._shadow_results(call, before, result)
+        if self.tracker.accumulating is not None:
+            with _apart():
+                for grad in floating(result):
+                    self.underflow.count(grad, self.shadows.of(grad))
+
+    def _shadow_results(self, call: Call, before: _ShadowCall | str | None, result: Any) -> None:
         with _apart():
             outputs = _outputs(call, result)
             reason = self._follow(before, call, result) if outputs else None
@@ -336,6 +370,9 @@ class _RoundingDetector(Detector):
         if made and not any(map(tracing.kind_of, floating(call.own.arguments))):
             self._skip(call.name, _OVERFLOW)
         pairs = [(low, rules.within_range(low, high)) for low, high in pairs]
+        if call.name in rules.SOFTMAXES:
+            low, high = pairs[0]
+            pairs[0] = low, rules.without_masked_rows(low, high, *call.own.args[:2])
         if call.name not in rules.MOVES:
             first = call.name.removeprefix("aten.").startswith(_FIRST_RESULT)
             if not self._judge(call, result, pairs[:1] if first else pairs):
@@ -343,8 +380,14 @@ class _RoundingDetector(Detector):
         entry = call.inherited if call.name in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
-            self.shadows.write(low, high, unit=unit, entry=entry)
+            origin = call.origin or self._origin(call, low, high)
+            self.shadows.write(low, high, unit=unit, entry=entry, origin=origin)
         return None
+
+    def _origin(self, call: _ShadowCall, low: Tensor, high: Tensor) -> Origin | None:
+        """Returns this call as where an error enters, if its result has one."""
+        error = rules.distance(low.detach(), high).relative
+        return Origin(call.name, self.tracker.place, error) if error else None
 
     def _judge(self, call: _ShadowCall, result: Any, pairs: list[MasterPair]) -> bool:
         """Logs the errors of a call's results; returns whether fp32 has digits to compare with."""
@@ -354,9 +397,15 @@ class _RoundingDetector(Detector):
                 return False
             error, tolerance = found
             if error > tolerance:
-                self._lose(call, low, error, tolerance, self._kind(call, result, index, error))
-            elif (lost := self._lost_change(call, result)) > rules.LOST_CHANGE:
-                self._lose(call, low, lost, rules.LOST_CHANGE, "rounding")
+                kind = self._kind(call, result, index, error)
+                if kind != "cancellation" or error > rules.least_cancellation(
+                    call.name, inside=self.tracker.module[1]
+                ):
+                    self._lose(call, low, error, tolerance, kind)
+                continue
+            lost = self._lost_change(call, result)
+            if lost > rules.LOST_CHANGE:
+                self._lose(call, low, lost, rules.LOST_CHANGE, "lost update")
         return True
 
     def _lose(
@@ -365,8 +414,9 @@ class _RoundingDetector(Detector):
         """Logs a result beyond its tolerance."""
         name = dtypes.name(low.dtype)
         key = *self.tracker.module, self.tracker.direction, call.name, name
-        if key not in self.lost:
-            row = _row(self.tracker.place, call, name, error, tolerance, kind)
+        known = self.lost.get(key)
+        if known is None or error / tolerance > known.error / known.tolerance:
+            row = _row(self.tracker.place, call, self.way, name, error, tolerance, kind)
             self.lost[key] = row
 
     def _error(
@@ -394,6 +444,8 @@ class _RoundingDetector(Detector):
         if call.first is None or self.tracker.direction == "backward":
             return 0.0
         low, exact = call.own_pairs(result)[0]
+        if rules.norm(exact - call.first) > rules.SMALL * rules.norm(call.first):
+            return 0.0
         return rules.distance(low.detach() - call.first, exact - call.first).relative
 
     def _kind(self, call: _ShadowCall, result: Any, index: int, error: float) -> Kind:
@@ -403,6 +455,56 @@ class _RoundingDetector(Detector):
             return "rounding"
         largest = max(each.relative for each in call.inputs)
         return "chain" if rules.AMPLIFICATION * largest > error else "cancellation"
+
+
+class _Underflow:
+    """The gradients in fp16 that are 0 where those in fp32 are not, over all parameters.
+
+    Attributes:
+        way: How the model trains.
+    """
+
+    def __init__(self) -> None:
+        self.way = "plain"
+        self._zeros = 0
+        self._elements = 0
+        self._lost = 0.0
+        self._total = 0.0
+        self._place = Place("", True, "backward", "")
+
+    def count(self, grad: Tensor, shadow: _Shadow | None) -> None:
+        """Counts the elements of a gradient that has just arrived."""
+        if shadow is None or shadow.unit != rules.roundoff(torch.float16):
+            return
+        exact = torch.where(grad.isfinite(), shadow.view(grad), 0.0)
+        zero = (grad == 0.0) & (exact != 0.0)
+        self._zeros += int(zero.count_nonzero())  # sync: tracing is a diagnosis, here and below
+        self._elements += int(exact.count_nonzero())
+        self._lost += rules.norm(exact[zero]) ** 2
+        self._total += rules.norm(exact) ** 2
+        if zero.any() and not self._place.location:
+            self._place = Place("", True, "backward", innermost_line())
+
+    def rows(self) -> list[RoundingRow]:
+        """Returns what is to be said of it, if anything."""
+        if self._lost <= rules.LOST_GRADIENT**2 * self._total:
+            return []
+        share = 100 * self._zeros / self._elements
+        ways = [*remedies("underflow", self.way), *remedies("in bf16", self.way)]
+        what = f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not"
+        row = RoundingRow(
+            self._place,
+            "aten.add",
+            "underflow",
+            "float16",
+            what=what,
+            cause="underflow",
+            why=data()["underflow"]["why"],
+            remedies=tuple(ways[:3]),
+            error=math.sqrt(self._lost / self._total),
+            tolerance=rules.LOST_GRADIENT,
+        )
+        return [row]
 
 
 def _distance(call: _ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:
@@ -466,6 +568,10 @@ _WIDENS = {"aten._softmax", "aten._log_softmax"}
 """Operators whose third argument is whether they return fp32 for fp16."""
 
 
+_NEGLIGIBLE = 0.1
+"""Errors below this share of a unit roundoff have not entered yet."""
+
+
 @dataclass
 class _Shadow:
     """The shadow of one storage.
@@ -476,12 +582,14 @@ class _Shadow:
         unit: Unit roundoff of the coarsest dtype that the values passed through.
         entry: The error with which the running chain began, see Note [Chains] in ``rules``; None
             outside a chain.
+        origin: Where the largest error entered; None of exact values.
     """
 
     values: Tensor
     real: torch.dtype
     unit: float
     entry: float | None
+    origin: Origin | None
 
     def view(self, tensor: Tensor) -> Tensor:
         """Returns the shadow of a view of the storage, which shares memory with it."""
@@ -511,13 +619,22 @@ class _Shadows:
         shadow = self.of(tensor)
         return _own_values(tensor) if shadow is None else shadow.view(tensor)
 
-    def write(self, tensor: Tensor, values: Tensor, *, unit: float, entry: float | None) -> None:
+    def write(
+        self,
+        tensor: Tensor,
+        values: Tensor,
+        *,
+        unit: float,
+        entry: float | None,
+        origin: Origin | None,
+    ) -> None:
         """Makes ``values`` the shadow of a tensor that an operator has just written."""
         shadow = self.of(tensor)
         if shadow is None:
-            shadow = _Shadow(_whole(tensor), _REAL[tensor.dtype], unit, entry)
+            shadow = _Shadow(_whole(tensor), _REAL[tensor.dtype], unit, entry, origin)
             self._by_storage[tensor.untyped_storage()] = shadow
         else:
+            shadow.origin = origin or shadow.origin
             shadow.unit = max(unit, shadow.unit)
             entries = [each for each in (entry, shadow.entry) if each is not None]
             covered = tensor.numel() == shadow.values.numel()
@@ -561,6 +678,10 @@ def _whole(tensor: Tensor) -> Tensor:
     return _widened(stored.set_(tensor.untyped_storage())).clone()
 
 
+_Read = tuple[Tensor, Tensor, _Shadow | None]
+"""An input, its shadow's values and its shadow."""
+
+
 class _ShadowCall:
     """One operator call; created before it runs, if it writes to its arguments.
 
@@ -570,6 +691,7 @@ class _ShadowCall:
         inherited: The largest relative error among the inputs. If the call continues a chain, among
             the values that entered it.
         unit: Unit roundoff of the coarsest dtype that the inputs passed through.
+        origin: Where the largest error among the inputs entered; None if it is small.
         shadows: The call on the shadows of its arguments.
         own: The call on its arguments in fp32.
         first: The first result as it was, if the call changes a lasting value by a small share.
@@ -589,9 +711,9 @@ class _ShadowCall:
             self.shadows = self.shadows._replace(args=(first, self.own.args[1], *rest))
         changed = rules.changed_a_little(self.name, self.own.args)
         self.first: Tensor | None = None
-        if changed is not None and self._may_last(call.args[changed], shadows):
-            self.first = self.own.args[changed].clone()
-        read = [
+        if changed is not None and self._may_last(rules.first_of(call.args[changed]), shadows):
+            self.first = rules.first_of(self.own.args[changed]).clone()
+        read: list[_Read] = [
             (low, high, shadows.of(low))
             for low, high in _pairs(call.arguments, self.shadows.arguments)
             if call.traits.reads_written or id(low) not in self._written
@@ -599,7 +721,16 @@ class _ShadowCall:
         units = [rules.roundoff(low.dtype) for low, _, _ in read if dtypes.is_low_precision(low)]
         self.unit = max([*units, *(shadow.unit for *_, shadow in read if shadow)], default=0.0)
         self.inputs = [rules.distance(low.detach(), high) for low, high, _ in read]
-        self.inherited = self._inherited(read)
+        shares = self._shares(read)
+        entering = zip(self.inputs, read, shares, strict=True)
+        errors = [share * self._entry(error, *pair) for error, pair, share in entering]
+        self.inherited = max(errors, default=0.0)
+        self.origin: Origin | None = None
+        largest = _NEGLIGIBLE * self.unit
+        for error, (_, _, shadow), share in zip(self.inputs, read, shares, strict=True):
+            if shadow is not None and share * error.relative > largest:
+                largest = share * error.relative
+                self.origin = shadow.origin
 
     def _may_last(self, value: Tensor, shadows: _Shadows) -> bool:
         """Returns whether a value may be a state, such as an average, and not an activation."""
@@ -608,7 +739,9 @@ class _ShadowCall:
         if value.requires_grad and torch.is_grad_enabled():
             return False
         shadow = shadows.of(value)
-        return shadow is None or (id(value) in self._written and shadow.entry is not None)
+        if shadow is None or shadow.origin is None:  # exact
+            return True
+        return id(value) in self._written and shadow.entry is not None
 
     def _in_fp32(self, values_of: Callable[[Tensor], Tensor]) -> Call:
         """Returns the call on these values in fp32, and on copies of those that it writes."""
@@ -619,20 +752,25 @@ class _ShadowCall:
 
         return self._call.mapped(wide, dict.fromkeys(dtypes.LOW_PRECISION, torch.float32))
 
-    def _inherited(self, read: list[tuple[Tensor, Tensor, _Shadow | None]]) -> float:
-        """Returns the largest error among the inputs; in a sum, by their shares of the largest."""
-        errors, sizes = [], []
-        for (low, high, shadow), found in zip(read, self.inputs, strict=True):
-            entry = None
-            if self.name in rules.LINEAR and shadow and low.numel() == shadow.values.numel():
-                entry = shadow.entry
-            errors.append(found.relative if entry is None else entry)
+    def _entry(
+        self, error: rules.Distance, low: Tensor, high: Tensor, shadow: _Shadow | None
+    ) -> float:
+        """Returns an input's error; of one that continues a chain, that with which it began."""
+        if shadow is None or self.name not in rules.LINEAR or shadow.entry is None:
+            return error.relative
+        return shadow.entry if low.numel() == shadow.values.numel() else error.relative
+
+    def _shares(self, read: list[_Read]) -> list[float]:
+        """Returns by how much each input's error counts: in a sum, by its share of the largest."""
+        if self.name not in rules.SUMS_OF_OPERANDS:
+            return [1.0] * len(read)
+        sizes = []
+        for (_, high, _), error in zip(read, self.inputs, strict=True):
             # A broadcast operand counts as often as it is used.
-            sizes.append(found.size / math.sqrt(max(1, high.numel())))
-        if self.name in rules.SUMS_OF_OPERANDS:
-            largest = max(sizes, default=0.0)
-            errors = [e * s / largest for e, s in zip(errors, sizes, strict=True) if s]
-        return max(errors, default=0.0)
+            sizes.append(error.size / math.sqrt(max(1, high.numel())))
+        numbers = [abs(x) for x in self.own.arguments if isinstance(x, int | float)]
+        largest = max([*sizes, *numbers], default=0.0)
+        return [size / largest if largest else 0.0 for size in sizes]
 
     def run(self, in_fp32: Call, result: Any) -> list[MasterPair]:
         """Runs ``shadows`` or ``own``, whose arguments it may overwrite.

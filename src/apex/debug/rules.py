@@ -55,8 +55,14 @@ AMPLIFICATION = 4.0
 
 LOST_CHANGE = 0.5
 
-_SMALL = 2.0**-4
+SMALL = 2.0**-4
 """Changes by a larger share are no small ones."""
+
+LOST_GRADIENT = 0.1
+"""Share of a gradient's norm that may underflow."""
+
+_LEAST_NUMBER = 1e-3
+"""Smaller numbers that are added are an epsilon, which may be lost."""
 
 _MASK = -1000.0
 """Values below this may be those of a mask."""
@@ -113,6 +119,8 @@ _NORM_BACKWARDS = {
     "aten.native_group_norm_backward": ("rstd", "weight"),
     "aten.cudnn_batch_norm_backward": ("save_var", "weight"),
 }
+_RESIDUALS = _operators("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward")
+_RESIDUALS |= _operators("mse_loss", "smooth_l1_loss", "huber_loss")
 SOFTMAXES = {"aten._softmax", "aten._log_softmax", "aten._safe_softmax"}
 
 
@@ -173,15 +181,41 @@ def changed_a_little(name: str, args: Sequence[Any]) -> int | None:
     """
     if name == "aten.native_batch_norm":
         training, momentum = args[5], args[6]
-        return 3 if training and 0.0 < momentum < _SMALL else None  # its running mean
-    number = args[-1] if args else None
-    if not isinstance(number, float) or not isinstance(args[0], Tensor):
+        return 3 if training and 0.0 < momentum < SMALL else None  # its running mean
+    if not args or not isinstance(first_of(args[0]), Tensor):
         return None
-    if name.rstrip("_") in ("aten.mul", "aten.div"):
-        small = 0.0 < abs(number - 1.0) < _SMALL
-    else:
-        small = name.rstrip("_") == "aten.lerp" and 0.0 < number < _SMALL
-    return 0 if small else None
+    number = args[-1]
+    name = name.removeprefix("aten.")
+    counts = name in ("add", "sub") and first_of(args[0]).numel() == 1
+    if counts or name in ("add_", "sub_"):  # a counter, a running sum
+        is_epsilon = isinstance(number, int | float) and abs(number) < _LEAST_NUMBER
+        return None if is_epsilon else 0
+    if not isinstance(number, float):
+        return None
+    name = name.rstrip("_")
+    if name in ("mul", "div"):
+        return 0 if 0.0 < abs(number - 1.0) < SMALL else None
+    return 0 if name == "lerp" and 0.0 < number < SMALL else None
+
+
+def first_of(values: Any) -> Any:
+    """Returns the first of a list, as foreach operators take it; another value itself."""
+    return values[0] if isinstance(values, list | tuple) and values else values
+
+
+def least_cancellation(name: str, *, inside: bool) -> float:
+    """Returns the error up to which cancellation is as good as none, next to ordinary rounding.
+
+    The residual of a regression, outside of the model, is a small difference by its purpose.
+    """
+    is_residual = name in _RESIDUALS or (name == "aten.sub" and not inside)
+    return 0.5 if is_residual else 0.05
+
+
+def without_masked_rows(low: Tensor, high: Tensor, logits: Tensor, dim: int) -> Tensor:
+    """Returns the shadow of a softmax, with the run's own values in rows that are all masked."""
+    masked = logits.amax(dim, keepdim=True) < _MASK if logits.dim() else logits < _MASK
+    return torch.where(masked, low, high)
 
 
 def roundoff(dtype: torch.dtype) -> float:

@@ -13,7 +13,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from apex.debug.overflow import Births, OverflowDetector, OverflowTrace
+from apex.debug.births import Births
+from apex.debug.causes import finding_of
+from apex.debug.overflow import OverflowDetector, OverflowTrace
 from apex.debug.place import Finding, Tracker
 from apex.debug.tracing import Call, Detector, Mode
 
@@ -76,14 +78,16 @@ class ScriptTrace(OverflowTrace):
     @property
     def first(self) -> Finding | None:
         """The first fault that no dynamic loss scale heals; None without one."""
-        return self._births.finding(healing=False)
+        return finding_of(self._births.first(healing=False))
 
     def seen(self) -> Seen:
         """Returns what the trace has seen so far."""
-        births, script, first = self._births, self._script, self._births.first(healing=False)
+        births = self._births
+        script = self._script
+        first = births.first(healing=False)
         steps = script.steps
         return Seen(
-            first=self.first,
+            first=finding_of(first),
             steps_before=bisect.bisect_left(steps, first.time) if first else len(steps),
             certain=births.certain,
             gradients=tuple(births.gradients),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from apex._core.scale import ScaleRule
 from apex._engine.conversion.state import state_of
 from apex._engine.session import Session
 from apex._torch import ranks
+from apex._torch.modules import named_parameters
 from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
 from apex.amp.sessions import new_session
@@ -62,7 +64,8 @@ def suggest_fp32(
     """Returns the fewest modules to keep in fp32 so that bf16 costs no more than one rounding.
 
     Runs copies of a plain fp32 model at O5, forward and backward, and compares their gradients
-    with those in fp32. A module is suggested if :func:`trace_rounding` finds that it
+    with those in fp32. A module is suggested if the model does not run at O5 without it in fp32. A
+    module is suggested if :func:`trace_rounding` finds that it
     loses digits there, and the gradients' error is larger by a tenth without it in fp32. A
     healthy model gets an empty list, although its gradients at a 16-bit level are off by some
     percent.
@@ -118,6 +121,7 @@ def suggest_fp32(
         fewer = _without(modules, name)
         if trials.run(fewer) <= limit:
             modules = fewer
+    modules = list(dict.fromkeys([*trials.required, *modules]))
     return Suggestion(
         modules=modules,
         error_before=before,
@@ -213,7 +217,7 @@ def _checked(model: Any, arguments: object) -> nn.Module:
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
             "fp32 model. Call it before amp.initialize."
         )
-    for name, param in inner.named_parameters():
+    for name, param in named_parameters(inner):
         if dtypes.is_low_precision(param):
             raise ValueError(
                 f"suggest_fp32 got a model whose parameter {name!r} is {param.dtype} on "
@@ -234,6 +238,7 @@ class _Trials:
     Attributes:
         noise: Error of the gradients between two runs in fp32.
         lost, notes: As of the last run with a trace.
+        required: Modules without which in fp32 the model does not run at O5.
     """
 
     def __init__(self, model: nn.Module, arguments: Any, loss_fn: Any) -> None:
@@ -242,6 +247,7 @@ class _Trials:
         self._policy: Policy = to_policy(level_defaults("O5"))
         self.lost: tuple[RoundingRow, ...] = ()
         self.notes: list[str] = []
+        self.required: list[str] = []
         self._reference = self._in_fp32()
         self.noise = self._error(self._in_fp32())
         name = type(model).__name__
@@ -259,8 +265,19 @@ class _Trials:
             )
 
     def run(self, fp32: Sequence[str], *, trace: bool = False) -> float:
-        """Returns the gradients' error with the modules ``fp32`` in fp32."""
-        model = copy.deepcopy(self._model)
+        """Returns the gradients' error with the modules ``fp32``, and those required, in fp32."""
+        while True:
+            model = copy.deepcopy(self._model)
+            names = {module: name for name, module in model.named_modules()}
+            try:
+                return self._run(model, [*fp32, *self.required], trace=trace)
+            except RuntimeError as error:  # such as a product of bf16 and fp32
+                name = _failed_module(error, names)
+                if not name or name in self.required:
+                    raise
+                self.required.append(name)
+
+    def _run(self, model: nn.Module, fp32: Sequence[str], *, trace: bool) -> float:
         with self._prepared(model, fp32) as session:
             found = RoundingTrace(model)
             with found if trace else nullcontext(), preserve_state(model, self._arguments):
@@ -321,9 +338,21 @@ class _Trials:
             session.close()
 
 
+def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:
+    """Returns the innermost named module whose code raised an error; ``""`` if there is none."""
+    found = ""
+    while error.__cause__ is not None:  # amp adds a remedy
+        error = error.__cause__
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            found = names.get(module, found)
+    return found
+
+
 def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Returns gradients in fp32."""
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    params = {name: p for name, p in named_parameters(model) if p.requires_grad}
     with casts_off(), torch.enable_grad():
         grads: Sequence[Tensor | None] = torch.autograd.grad(
             loss.float(), list(params.values()), allow_unused=True

@@ -22,6 +22,8 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import dtypes, tree
+from apex._engine.conversion.state import state_of
+from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing
@@ -180,6 +182,24 @@ class Detector:
         in_closure = torch.is_grad_enabled() or backward_id() != -1
         return self.stepping is not None and not in_closure
 
+    @property
+    def sessions(self) -> list[Session]:
+        """The sessions of the models and of modules inside them."""
+        sessions: dict[Session, None] = {}
+        for model in self.tracker.models:
+            for module in model.modules():
+                state = state_of(module)
+                if state is not None and state.link.session is not None:
+                    sessions[state.link.session] = None
+        return list(sessions)
+
+    @property
+    def way(self) -> str:
+        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
+        for session in self.sessions:
+            return session.policy.opt_level
+        return "autocast" if self.tracker.autocasts else "plain"
+
     def enter_step(self, optimizer: Optimizer) -> None:
         """Called before every step of an optimizer."""
 
@@ -312,6 +332,11 @@ class Values:
     smallest: float
     nonfinite: int
 
+    @property
+    def largest(self) -> float:
+        """Largest finite absolute value."""
+        return max(-self.low, self.high)
+
     def __str__(self) -> str:
         bad = f", {self.nonfinite} not finite" if self.nonfinite else ""
         span = f"from {self.low:.4g} to {self.high:.4g}"
@@ -378,6 +403,11 @@ def kind_of(tensor: Tensor) -> Kind | None:
     if all(map(math.isfinite, found)):
         return None
     return "nan" if any(map(math.isnan, found)) else "inf"
+
+
+def is_negative(tensor: Tensor) -> bool:
+    """Returns whether the values have infinities, all of them negative."""
+    return bool(real(dense(tensor)).amax() < math.inf)  # sync: tracing is a diagnosis
 
 
 def values_of(tensor: Tensor) -> Values:
@@ -457,8 +487,7 @@ def largest_in_double(call: Call) -> float | None:
     found = [*floating(result), *wide.written]
     if any(map(kind_of, found)):
         return math.inf
-    ranges = map(values_of, found)
-    return max((size for each in ranges for size in (-each.low, each.high)), default=0.0)
+    return max((values_of(tensor).largest for tensor in found), default=0.0)
 
 
 def _doubled(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class SubmoduleCalls:
             wrapped: Whether DistributedDataParallel calls the model, replacing its forward by a
                 training step.
         """
-        self._model = weakref.proxy(model)
+        self._model: Any = weakref.proxy(model)
         self._state = state
         self._region = state.region
         self._depth = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -136,7 +137,7 @@ class FusedAdam(FusedOptimizer):
         Raises:
             RuntimeError: If an unsupported argument is given.
         """
-        if any(each is not None for each in (grads, output_params, scale, grad_norms)):
+        if any(value is not None for value in (grads, output_params, scale, grad_norms)):
             raise RuntimeError(
                 "FusedAdam.step no longer takes grads, output_params, scale and grad_norms. Create "
                 "it like torch.optim.AdamW, let amp.scale_loss unscale the gradients, and call "
@@ -147,15 +148,16 @@ class FusedAdam(FusedOptimizer):
     def prepare(self, batches: list[Batch]) -> None:
         """Clips the gradients of each group that has a greatest norm."""
         for index, group in enumerate(self.param_groups):
-            own = [batch for batch in batches if batch.group is group]
+            of_group = [batch for batch in batches if batch.group is group]
             largest = float(group.get("max_grad_norm", 0.0))  # later releases of apex have none
-            if not (own and largest):
+            if not (of_group and largest):
                 continue
-            known = None if self._norms is None else as_tensor(self._norms[index], own[0].device)
-            grads = [grad for batch in own for grad in batch.grads]
-            norm = global_norm(grads) if known is None else known
+            if self._norms is None:
+                norm = global_norm([*chain(*[batch.grads for batch in of_group])])
+            else:
+                norm = as_tensor(self._norms[index], of_group[0].device)
             divisor = ((norm + 1e-6) / largest).clamp(min=1.0)
-            for batch in own:
+            for batch in of_group:
                 wide = [grad.to(math_dtype(grad)) for grad in batch.grads]
                 batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))
 

@@ -72,8 +72,9 @@ class FusedLAMB(FusedOptimizer):
         name = type(self).__name__
         defaults = adam_defaults(name, lr, bias_correction, betas, eps, weight_decay, amsgrad)
         in_range("max_grad_norm", max_grad_norm)
-        own = {"grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm}
-        super().__init__(params, {**defaults, **own}, set_grad_none)
+        defaults["grad_averaging"] = grad_averaging
+        defaults["max_grad_norm"] = max_grad_norm
+        super().__init__(params, defaults, set_grad_none)
         self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
         self.use_nvlamb = flag("use_nvlamb", use_nvlamb)
 
@@ -81,8 +82,9 @@ class FusedLAMB(FusedOptimizer):
         """Takes the global norm of all gradients."""
         largest = self.defaults["max_grad_norm"]
         grads = [grad for batch in batches for grad in batch.grads]
-        clips = grads and largest
-        self._divisor = clip_divisor(global_norm(grads), largest) if clips else 1.0
+        self._divisor = 1.0
+        if grads and largest:
+            self._divisor = clip_divisor(global_norm(grads), largest)
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""

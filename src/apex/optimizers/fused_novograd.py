@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -12,6 +11,7 @@ import amp_C
 from apex._core.arguments import flag
 from apex._core.foreach.norms import stacked
 from apex._core.foreach.novograd import NORMS, NOT_STARTED, novograd_
+from apex._core.foreach.scalars import as_tensor
 from apex._core.foreach.working import store
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
@@ -74,8 +74,10 @@ class FusedNovoGrad(FusedOptimizer):
                 f"FusedNovoGrad got norm_type={norm_type!r}; it must be 2 (2-norm) or 0 "
                 "(largest absolute value)."
             )
-        own = {"grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero}
-        super().__init__(params, {**defaults, **own}, set_grad_none)
+        defaults["grad_averaging"] = grad_averaging
+        defaults["norm_type"] = norm_type
+        defaults["init_zero"] = init_zero
+        super().__init__(params, defaults, set_grad_none)
         self.moment_mode = int(not flag("reg_inside_moment", reg_inside_moment))
 
     def update(self, batch: Batch) -> None:
@@ -83,8 +85,7 @@ class FusedNovoGrad(FusedOptimizer):
         start = 0.0 if batch.group["init_zero"] else NOT_STARTED
         for param in batch.params:
             if NORM not in self.state[param]:
-                new = torch.full((), start, dtype=torch.float32, device=param.device)
-                self.state[param][NORM] = new
+                self.state[param][NORM] = as_tensor(start, param.device)
         running = [self.state[param][NORM] for param in batch.params]
         norms = stacked(running, batch.device)
         novograd_(

@@ -20,7 +20,7 @@ from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.scalars import Scalar, as_scalar, as_tensor, skip_flag
 from apex._core.foreach.working import math_dtype, scale_
 from apex._core.param_groups import params_of, states_in
-from apex._torch.copies import moved
+from apex._torch.copies import capturing, moved
 from apex._torch.grad_scaler import signals
 
 MASTER = "master_param"
@@ -59,8 +59,18 @@ class Batch:
 
     @property
     def step(self) -> Scalar:
-        """The count of this step, from 1."""
+        """The count of this step, from 1.
+
+        Raises:
+            RuntimeError: If a CUDA graph would capture a count on the host.
+        """
         count: Scalar = self.option("step")
+        if not isinstance(count, Tensor) and capturing(self.device):
+            raise RuntimeError(
+                "A CUDA graph captures a step whose count is on the host, so that each replay "
+                "would correct the bias of the same step. Use FusedAdam(..., capturable=True) or "
+                "FusedMixedPrecisionLamb, or call optimizer.step() outside the graph."
+            )
         return count
 
     def adam_rule(self, decoupled: int, **options: Any) -> AdamRule:
@@ -212,21 +222,16 @@ class FusedOptimizer(Optimizer):
                 continue
             device = group["params"][0].device
             step = group.get("step", 0)
-            if isinstance(step, Tensor):
-                step = moved(step, device, torch.int32)
-            elif skip_on(device) is None:
+            if skip_on(device) is None and not isinstance(step, Tensor):
                 group["step"] = step + 1
-                continue
             else:
-                step = torch.full((), int(step), dtype=torch.int32, device=device)
-            group["step"] = step
-            counts.setdefault(device, []).append(step)
+                group["step"] = _count_on(device, step)
+                counts.setdefault(device, []).append(group["step"])
         for device, steps in counts.items():
             skip = skip_on(device)
-            if skip is None:
-                torch._foreach_add_(steps, 1)
-            else:  # with alpha, without which torch takes the tensor for a number, and reads it
-                torch._foreach_add_(steps, (1 - skip).to(torch.int32), alpha=1)
+            taken = 1 - (0 if skip is None else skip)
+            # With alpha, as torch otherwise takes the tensor for a number, and reads it.
+            torch._foreach_add_(steps, _count_on(device, taken), alpha=1)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return param.grad
@@ -258,8 +263,8 @@ class FusedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Returns torch's state and the settings of the constructor, which torch omits."""
         plain = bool | int | torch.dtype
-        own = {name: value for name, value in vars(self).items() if isinstance(value, plain)}
-        return {**super().__getstate__(), **own}
+        settings = {name: value for name, value in vars(self).items() if isinstance(value, plain)}
+        return {**super().__getstate__(), **settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over options and the step count that a state of torch's own class lacks.
@@ -272,16 +277,17 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             if "step" not in group:
                 states = [self.state.get(param, {}) for param in group["params"]]
-                counts = [int(each["step"]) for each in states if "step" in each]  # sync: to load
-                group.update({"step": max(counts)} if counts else {})
+                counts = [state["step"] for state in states if "step" in state]
+                if counts:
+                    group["step"] = int(max(counts))  # sync: to load
             for name, value in self.defaults.items():
                 if name != "differentiable":  # torch's, not of a new optimizer's groups
                     group.setdefault(name, value)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """Refuses shapes with which torch's fused kernels would write outside a tensor's memory."""
-        for param, own in states_in(state["state"]):
-            for key, tensor in own.items():
+        for param, tensors in states_in(state["state"]):
+            for key, tensor in tensors.items():
                 wanted = torch.Size() if key in self.scalar_state else param.shape
                 if isinstance(tensor, Tensor) and tensor.shape != wanted:
                     raise ValueError(
@@ -321,7 +327,14 @@ def put_on_device(group: dict[str, Any]) -> None:
         return
     device = group["params"][0].device
     group["lr"] = as_tensor(group["lr"], device).clone()
-    group["step"] = as_tensor(group.get("step", 0), device).to(torch.int32)
+    group["step"] = _count_on(device, group.get("step", 0))
+
+
+def _count_on(device: torch.device, count: Scalar) -> Tensor:
+    """Returns a number of steps as a tensor, itself if it is one there."""
+    if isinstance(count, Tensor):
+        return moved(count, device, torch.int32)
+    return torch.full((), int(count), dtype=torch.int32, device=device)
 
 
 def adam_defaults(
@@ -340,7 +353,13 @@ def adam_defaults(
         raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
     in_range("betas[0]", betas[0], below=1.0)
     in_range("betas[1]", betas[1], below=1.0)
-    options = {"lr": lr, "eps": eps, "weight_decay": decay}
-    for key, value in options.items():
-        in_range(key, value)
-    return {**options, "betas": betas, "bias_correction": bias_correction}
+    in_range("lr", lr)
+    in_range("eps", eps)
+    in_range("weight_decay", decay)
+    return {
+        "lr": lr,
+        "eps": eps,
+        "weight_decay": decay,
+        "betas": betas,
+        "bias_correction": bias_correction,
+    }

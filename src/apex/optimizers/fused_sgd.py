@@ -62,16 +62,22 @@ class FusedSGD(FusedOptimizer):
             TypeError: If a value is not a number.
             ValueError: If a value is out of range, or Nesterov momentum has no momentum.
         """
-        given = {} if isinstance(lr, type(required)) else {"lr": lr}
-        for name, value in {**given, "momentum": momentum, "weight_decay": weight_decay}.items():
-            in_range(name, value)
+        if not isinstance(lr, type(required)):
+            in_range("lr", lr)
+        in_range("momentum", momentum)
+        in_range("weight_decay", weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
                 f"nesterov=True got momentum={momentum} and dampening={dampening}; it needs a "
                 "momentum above 0 and no dampening."
             )
-        options = (momentum, dampening, weight_decay, nesterov)
-        defaults = {"lr": lr, **dict(zip(_OPTIONS, options, strict=True))}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
         super().__init__(params, defaults, set_grad_none)
         self.wd_after_momentum = flag("wd_after_momentum", wd_after_momentum)
         self.materialize_master_grads = flag("materialize_master_grads", materialize_master_grads)
@@ -93,21 +99,14 @@ class FusedSGD(FusedOptimizer):
             decay_after_momentum=self.wd_after_momentum,
             **{name: batch.group[name] for name in _OPTIONS},
         )
-        if not rule.momentum:
-            sgd_(batch.grads, batch.params, [], rule, batch.skip)
-            return
-        first: list[tuple[Tensor, Tensor]] = []
-        others: list[tuple[Tensor, Tensor]] = []
-        for param, grad in zip(batch.params, batch.grads, strict=True):
+        buffers: list[Tensor] = []
+        first_run = False
+        if rule.momentum:
             # A start from zeros is that of a first run, unless it is dampened.
-            is_first = bool(rule.dampening) and BUFFER not in self.state[param]
-            (first if is_first else others).append((param, grad))
-        # sync: dampening depends on whether a buffer has started; only until all have.
-        if first and batch.skip is not None and bool(batch.skip):
-            return
-        for first_run, chosen in ((True, first), (False, others)):
-            if chosen:
-                params = [param for param, _ in chosen]
-                grads = [grad for _, grad in chosen]
-                momenta = self.buffers(params, BUFFER)
-                sgd_(grads, params, momenta, rule, batch.skip, first_run=first_run)
+            if rule.dampening:
+                first_run = all(BUFFER not in self.state[param] for param in batch.params)
+            # sync: dampening depends on whether a buffer has started; only until all have.
+            if first_run and batch.skip is not None and bool(batch.skip):
+                return
+            buffers = self.buffers(batch.params, BUFFER)
+        sgd_(batch.grads, batch.params, buffers, rule, batch.skip, first_run=first_run)

@@ -11,7 +11,7 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import arguments, dtypes
-from apex._engine.conversion import is_converted
+from apex._engine.conversion.state import is_converted
 from apex.parallel.process_groups import checked_group, syncing_group
 from apex.parallel.sync_batch_norm_function import sync_batch_norm
 

@@ -1,5 +1,6 @@
 """CUDA graphs of whole iterations, of passes alone and of models train as eager steps do."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from apex import amp
+from apex.optimizers import FusedAdam
 from benchmarks.graphs import CAPTURED, difference_of_replays
 from tests.support import loops
 
@@ -48,14 +50,41 @@ def test_an_optimizer_in_python_steps_after_replays_and_skips_overflows(level):
     assert loops.same(after, loops.masters(optimizer))
 
 
-def test_a_step_that_asks_the_host_is_refused_under_capture():
-    model, optimizer = loops.prepared("O2", loops.sgd, loops.net().cuda())
+@pytest.mark.parametrize(
+    ("level", "make_optimizer", "message"),
+    [
+        ("O2", loops.sgd, "step of SGD, which asks on the host"),
+        ("O5", FusedAdam, "a step whose count is on the host"),
+    ],
+)
+def test_a_step_that_asks_the_host_is_refused_under_capture(level, make_optimizer, message):
+    model, optimizer = loops.prepared(level, make_optimizer, loops.net().cuda())
     x, y = (tensor.cuda() for tensor in loops.batch())
     loops.train_step(model, optimizer, x, y)
     loops.backward(model, optimizer, x, y)
     graph = torch.cuda.graph(torch.cuda.CUDAGraph())
-    with pytest.raises(RuntimeError, match="step of SGD, which asks on the host"), graph:
+    with pytest.raises(RuntimeError, match=message), graph:
         optimizer.step()
+
+
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_fused_adam_steps_in_a_graph_as_eagerly(level):
+    weights = []
+    for captured in (True, False):
+        make_optimizer = functools.partial(FusedAdam, lr=1e-2, capturable=True)
+        model, optimizer = loops.prepared(level, make_optimizer, loops.net().cuda())
+        x, y = (tensor.cuda() for tensor in loops.batch())
+        loops.train_step(model, optimizer, x, y)
+        step = functools.partial(loops.train_step, model, optimizer, x, y)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay
+        for _ in range(3):
+            step()
+        weights.append(loops.masters(optimizer))
+    assert loops.same(*weights)
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)

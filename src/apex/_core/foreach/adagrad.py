@@ -39,16 +39,15 @@ def adagrad_(
         decoupled: Whether weight decay acts on the parameter instead of the gradient.
     """
     device = grads[0].device
-    coupled_decay = 0.0 if decoupled else weight_decay
-    own_decay = weight_decay if decoupled else 0.0
-    if not foreach.has_fused("fused_adagrad_", device):
-        with working(grads, params, sums, skip=skip) as (wide_grads, wide_params, wide_sums):
-            decay_(wide_params, lr, own_decay)
-            _plain(wide_grads, wide_params, wide_sums, lr, eps, coupled_decay)
-        return
-    first_step = as_tensor(1.0, device)  # read for a decay of the rate, of which there is none
-    with working(grads, params, sums) as wide:
-        decay_(wide[1], lr, own_decay, skip)
+    fused = foreach.has_fused("fused_adagrad_", device)
+    with working(grads, params, sums, skip=None if fused else skip) as wide:
+        if decoupled:
+            decay_(wide[1], lr, weight_decay, skip)
+            weight_decay = 0.0
+        if not fused:
+            _plain(*wide, lr=lr, eps=eps, weight_decay=weight_decay)
+            return
+        first_step = as_tensor(1.0, device)  # read for a decay of the rate, of which there is none
         for (same_grads, same_params, same_sums), _ in foreach.group(wide).values():
             foreach.fused_adagrad_(
                 same_params,
@@ -57,7 +56,7 @@ def adagrad_(
                 [first_step] * len(same_params),
                 lr=lr,
                 lr_decay=0.0,
-                weight_decay=coupled_decay,
+                weight_decay=weight_decay,
                 eps=eps,
                 maximize=False,
                 grad_scale=None,
@@ -69,6 +68,7 @@ def _plain(
     grads: list[Tensor],
     params: list[Tensor],
     sums: list[Tensor],
+    *,
     lr: Scalar,
     eps: float,
     weight_decay: float,

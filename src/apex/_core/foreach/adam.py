@@ -93,12 +93,12 @@ def adam_(
         step: Count of this step, from 1.
         skip: 0-d flag, 1 to change nothing.
     """
-    if rule.is_fused(grads[0].device):
-        with working(grads, params, exp_avgs, exp_avg_sqs) as wide:
+    fused = rule.is_fused(grads[0].device)
+    with working(grads, params, exp_avgs, exp_avg_sqs, skip=None if fused else skip) as wide:
+        if fused:
             _run_kernel(*wide, rule=rule, step=step, skip=skip)
-        return
-    with working(grads, params, exp_avgs, exp_avg_sqs, skip=skip) as wide:
-        descend_(wide[1], _plain_directions(*wide, rule=rule, step=step), rule.lr)
+        else:
+            descend_(wide[1], directions_(*wide, rule=rule, step=step), rule.lr)
 
 
 def directions_(
@@ -117,18 +117,29 @@ def directions_(
     Only a rule that ``is_fused`` takes a ``skip``, 0-d: where it is set, the averages stay, and the
     directions hold weight decay alone.
     """
-    if not rule.is_fused(grads[0].device):
-        return _plain_directions(grads, params, exp_avgs, exp_avg_sqs, rule=rule, step=step)
     if not rule.decoupled:
         grads = rule.decayed(grads, params)
-    # The kernel steps from 0 at a rate of -1: one launch, where plain operators take eight.
-    updates = [torch.empty_like(param) for param in params]
-    torch._foreach_zero_(updates)
-    plain_rule = replace(rule, lr=-1.0, weight_decay=0.0)
-    _run_kernel(grads, updates, exp_avgs, exp_avg_sqs, rule=plain_rule, step=step, skip=skip)
-    if rule.decoupled and rule.weight_decay:
-        torch._foreach_add_(updates, params, alpha=rule.weight_decay)
-    return updates
+    if rule.is_fused(grads[0].device):
+        # The kernel steps from 0 at a rate of -1: one launch, where plain operators take eight.
+        updates = [torch.empty_like(param) for param in params]
+        torch._foreach_zero_(updates)
+        plain_rule = replace(rule, lr=-1.0, weight_decay=0.0)
+        _run_kernel(grads, updates, exp_avgs, exp_avg_sqs, rule=plain_rule, step=step, skip=skip)
+    else:
+        torch._foreach_mul_(exp_avgs, rule.betas[0])
+        torch._foreach_add_(exp_avgs, grads, alpha=1.0 - rule.betas[0] if rule.averaged else 1.0)
+        torch._foreach_mul_(exp_avg_sqs, rule.betas[1])
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - rule.betas[1])
+        first, second = rule.corrections(step)
+        denominators = list(torch._foreach_div(exp_avg_sqs, second))
+        if rule.eps_inside_sqrt:
+            torch._foreach_add_(denominators, rule.eps)
+        torch._foreach_sqrt_(denominators)
+        if not rule.eps_inside_sqrt:
+            torch._foreach_add_(denominators, rule.eps)
+        updates = list(torch._foreach_div(exp_avgs, first))
+        torch._foreach_div_(updates, denominators)
+    return rule.decayed(updates, params) if rule.decoupled else updates
 
 
 def _run_kernel(*lists: list[Tensor], rule: AdamRule, step: Scalar, skip: Tensor | None) -> None:
@@ -153,30 +164,3 @@ def _run_kernel(*lists: list[Tensor], rule: AdamRule, step: Scalar, skip: Tensor
             grad_scale=None,
             found_inf=skip,
         )
-
-
-def _plain_directions(
-    grads: list[Tensor],
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    rule: AdamRule,
-    step: Scalar,
-) -> list[Tensor]:
-    if not rule.decoupled:
-        grads = rule.decayed(grads, params)
-    torch._foreach_mul_(exp_avgs, rule.betas[0])
-    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - rule.betas[0] if rule.averaged else 1.0)
-    torch._foreach_mul_(exp_avg_sqs, rule.betas[1])
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - rule.betas[1])
-    first, second = rule.corrections(step)
-    denominators = list(torch._foreach_div(exp_avg_sqs, second))
-    if rule.eps_inside_sqrt:
-        torch._foreach_add_(denominators, rule.eps)
-    torch._foreach_sqrt_(denominators)
-    if not rule.eps_inside_sqrt:
-        torch._foreach_add_(denominators, rule.eps)
-    updates = list(torch._foreach_div(exp_avgs, first))
-    torch._foreach_div_(updates, denominators)
-    return rule.decayed(updates, params) if rule.decoupled else updates

@@ -20,43 +20,37 @@ _ONE_CALL = (torch.float32, *LOW_PRECISION)
 
 def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 for fp64 and complex128 tensors)."""
-    one_call = all(tensor.dtype in _ONE_CALL for tensor in tensors)
-    if one_call and not dtensor.any_dtensor(tensors):
-        return _norms_of_pieces([pieces(tensor) for tensor in tensors])
     # One call takes one dtype, and refuses one narrower than a tensor's own. For DTensors torch
-    # 2.14 takes the dtype for a dimension: https://github.com/pytorch/pytorch/pull/194033.
-    return [
-        torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in _ONE_CALL else None)
-        for t in tensors
-    ]
+    # 2.14 takes the dtype for a dimension: https://github.com/pytorch/pytorch/pull/194033. On a CPU
+    # it would hold fp32 copies of all 16-bit tensors at once.
+    one_call = all(tensor.dtype in _ONE_CALL and not tensor.is_cpu for tensor in tensors)
+    if tensors and one_call and not dtensor.any_dtensor(tensors):
+        return list(torch._foreach_norm([*tensors], 2, dtype=torch.float32))
+    return [_norm(tensor, 2.0) for tensor in tensors]
 
 
-def pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Returns a tensor in pieces of which the norm kernel of its device is exact."""
-    cut = tensor.device.type == "cpu" and tensor.numel() > _PIECE
-    if not cut or dtensor.is_dtensor(tensor):
-        return (tensor,)
-    return torch.split(tensor.reshape(-1), _PIECE)
+def _norm(tensor: Tensor, norm_type: float) -> Tensor:
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if not tensor.is_cpu or tensor.numel() <= _PIECE or dtensor.is_dtensor(tensor):
+        norm: Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
+        return norm
+    pieces = torch.split(tensor.reshape(-1), _PIECE)
+    norms = [torch.linalg.vector_norm(piece, norm_type, dtype=dtype) for piece in pieces]
+    return _combined(torch.stack(norms), norm_type)
 
 
-def _norms_of_pieces(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    listed = [piece for parts in tensors for piece in parts]
-    # On a CPU, one call would hold fp32 copies of all 16-bit tensors at once.
-    if any(each.dtype is not torch.float32 and each.device.type == "cpu" for each in listed):
-        norms = iter([torch.linalg.vector_norm(each, dtype=torch.float32) for each in listed])
-    else:
-        norms = iter(torch._foreach_norm(listed, 2, dtype=torch.float32) if listed else ())
-    return [
-        next(norms) if len(parts) == 1 else total(torch.stack([next(norms) for _ in parts]))
-        for parts in tensors
-    ]
+def _combined(norms: Tensor, norm_type: float) -> Tensor:
+    if norm_type == 0.0:
+        return norms.sum()
+    norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return norm
 
 
 def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the largest absolute value of every tensor, 0 if empty: 0-d, in its dtype."""
     full = [tensor for tensor in tensors if tensor.numel()]
-    found = iter(torch._foreach_norm(full, float("inf")) if full else ())
-    return [next(found) if t.numel() else t.new_zeros(()) for t in tensors]
+    norms = iter(torch._foreach_norm(full, float("inf")) if full else ())
+    return [next(norms) if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
 
 
 def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -64,26 +58,22 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     if not norms:
         return torch.zeros(0, dtype=torch.float32, device=device)
     wide = any(norm.dtype is torch.float64 for norm in norms)
-    return torch.stack([moved(n, device, torch.float64 if wide else torch.float32) for n in norms])
+    dtype = torch.float64 if wide else torch.float32
+    return torch.stack([moved(norm, device, dtype) for norm in norms])
 
 
 def total(norms: Tensor) -> Tensor:
     """Returns the 2-norm over all tensors (0-d) from their norms (``[N]``); 0 for none."""
-    norm: Tensor = torch.linalg.vector_norm(norms)
-    return norm
+    return _combined(norms, 2.0)
 
 
 def global_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Returns the norm over all of at least one tensor: 0-d, on the first's device."""
-    device = tensors[0].device
     if norm_type == 2.0:
-        return total(stacked(l2_norms(tensors), device))
-    parts = [part for tensor in tensors for part in pieces(tensor)]
-    wide = [torch.promote_types(part.dtype, torch.float32) for part in parts]
-    found = zip(parts, wide, strict=True)
-    each = stacked([torch.linalg.vector_norm(t, norm_type, dtype=d) for t, d in found], device)
-    norm: Tensor = torch.linalg.vector_norm(each, norm_type) if norm_type else each.sum()
-    return norm
+        norms = l2_norms(tensors)
+    else:
+        norms = [_norm(tensor, norm_type) for tensor in tensors]
+    return _combined(stacked(norms, tensors[0].device), norm_type)
 
 
 def any_non_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -62,13 +62,13 @@ def sgd_(
     """
     changed = [params, buffers] if buffers else [params]
     late = rule.decay_after_momentum and rule.weight_decay
-    fused = foreach.has_fused("fused_sgd_", grads[0].device)
-    if late or not fused or any(map(is_low_precision, buffers)):
-        stored = [buffer.dtype for buffer in buffers]
-        with working(grads, *changed, skip=skip) as wide:
+    has_kernel = foreach.has_fused("fused_sgd_", grads[0].device)
+    fused = has_kernel and not late and not any(map(is_low_precision, buffers))
+    with working(grads, *changed, skip=None if fused else skip) as wide:
+        if not fused:
+            stored = [buffer.dtype for buffer in buffers]
             _plain(*wide, rule=rule, first_run=first_run, stored=stored)
-        return
-    with working(grads, *changed) as wide:
+            return
         for (same_grads, same_params, *momentum), _ in foreach.group(wide).values():
             foreach.fused_sgd_(
                 same_params,

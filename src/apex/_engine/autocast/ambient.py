@@ -17,7 +17,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -48,20 +48,20 @@ def is_off() -> bool:
 
 def devices_on() -> list[str]:
     """Returns the device types whose autocast is on in this thread."""
-    return [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
+    return [*filter(torch.is_autocast_enabled, _DEVICE_TYPES)]
 
 
 class UncastBlock:
     """Turns casts off in this thread, without a trace of dynamo's. Its exit is idempotent."""
 
-    _on: Sequence[str] = ()
+    devices = staticmethod(devices_on)
+    """Returns the device types whose casts are turned off."""
 
-    def __init__(self, devices: Callable[[], Sequence[str]] = devices_on) -> None:
-        self._devices = devices
+    _on: Sequence[str] = ()
 
     @untraced
     def __enter__(self) -> None:
-        self._on = self._devices()
+        self._on = self.devices()
         for device in self._on:
             torch.set_autocast_enabled(device, False)
 
@@ -186,7 +186,11 @@ def end_stale_casts() -> None:
     """Ends this thread's casts of sessions that have ended, and steps that raised."""
     while _here.steps:
         _here.steps.pop().__exit__(None, None, None)
-    if not _here.levels or all(ambient.alive for ambient in _ambients()):
+    stale = False
+    for level in _here.levels.values():
+        for ambient in level.ambients:
+            stale = stale or not ambient.alive
+    if not stale:
         return
     kernels.tag_caches()
     # A pass and dynamo restore the switch at their end.
@@ -217,10 +221,6 @@ def _leave_blocks(depth: int) -> None:
                 break
 
 
-def _ambients() -> list[Ambient]:
-    return [ambient for level in _here.levels.values() for ambient in level.ambients]
-
-
 def _state(device: str) -> State:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
@@ -239,6 +239,7 @@ def _end_in_forks() -> None:
 
 
 def _end_all() -> None:
-    for ambient in _ambients():
-        ambient.alive = False
+    for level in _here.levels.values():
+        for ambient in level.ambients:
+            ambient.alive = False
     end_stale_casts()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -47,8 +47,9 @@ class BackwardAutocast(TorchFunctionMode):
             return self._run_pass(func, "grad_tensors", *args, **kwargs)
         if func is torch.autograd.grad:
             return self._run_pass(func, "grad_outputs", *args, **kwargs)
-        casts = widest(tensors_in(args, kwargs)) is not None or torch.is_grad_enabled()
-        if not casts or not _is_in_pass(*self._start):
+        if not _is_in_pass(*self._start):
+            return func(*args, **kwargs)
+        if not torch.is_grad_enabled() and widest(tensors_in(args, kwargs)) is None:
             return func(*args, **kwargs)
         return under(self._spec.device_types, self._spec.dtype, func, *args, **kwargs)
 
@@ -59,18 +60,32 @@ class BackwardAutocast(TorchFunctionMode):
         ``name`` is that of the argument with the gradients to begin with.
         """
         outputs = [*tensors] if isinstance(tensors, (list, tuple)) else [tensors]
-        given = options.pop(name, None)
-        if given is None:
-            given = [None] * len(outputs)
-        given = [given] if isinstance(given, Tensor) else given
+        gradients = options.pop(name, None)
+        if gradients is None:
+            gradients = [None] * len(outputs)
+        elif isinstance(gradients, Tensor):
+            gradients = [gradients]
         self._start = threading.get_ident(), autocast_depth()
+        with UncastBlock(), ExitStack() as until:
+            options[name] = _EnteringMode(self, until, gradients)
+            return run(outputs, *inputs, **options)
 
-        def grads() -> Iterator[Any]:
-            entered.enter_context(self)  # torch has looked for modes by now
-            yield from given
 
-        with UncastBlock(), ExitStack() as entered:
-            return run(outputs, *inputs, **{name: grads()}, **options)
+class _EnteringMode:
+    """A pass's first gradients, which enter a mode as torch takes them.
+
+    A mode that is on at the call would get the call itself, again and again. torch looks for modes
+    first, then takes the gradients, then starts the pass, so the mode is on in the pass alone.
+    """
+
+    def __init__(self, mode: TorchFunctionMode, until: ExitStack, gradients: Iterable[Any]) -> None:
+        self._mode = mode
+        self._until = until
+        self._gradients = gradients
+
+    def __iter__(self) -> Iterator[Any]:
+        self._until.enter_context(self._mode)
+        return iter(self._gradients)
 
 
 @at_tracing

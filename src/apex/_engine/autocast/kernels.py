@@ -143,7 +143,8 @@ def tag_caches() -> None:
     from torch.compiler import config
 
     rules = "-".join(sorted({digest(live.spec) for live in _live.values()}))
-    config.cache_key_tag = config.cache_key_tag.partition(_TAG)[0] + (_TAG + rules) * bool(rules)
+    others_tag, _, _ = config.cache_key_tag.partition(_TAG)
+    config.cache_key_tag = others_tag + _TAG + rules if rules else others_tag
 
 
 def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
@@ -186,9 +187,12 @@ def _categories(spec: AutocastSpec, device: str) -> Categories:
 
 def _build(op: str, device: str) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type."""
-    call, rules = dispatcher.direct_call(op), rules_for(op, dispatcher.schema(op))
-    fall_through, uncast = _fall_through(op, device), dispatcher.without_autocast(device)
-    native_kernel, native = dispatcher.native_kernel(op, device), native_category(op, device)
+    call = dispatcher.direct_call(op)
+    rules = rules_for(op, dispatcher.schema(op))
+    fall_through = _fall_through(op, device)
+    uncast = dispatcher.without_autocast(device)
+    native_kernel = dispatcher.native_kernel(op, device)
+    native = native_category(op, device)
     sessionless = native if dispatcher.has_autocast(op, device) else None
 
     @untraced
@@ -238,8 +242,10 @@ def _is_left_alone() -> bool:
 
 def _fall_through(op: str, device: str) -> Kernel:
     """Returns what calls an operator below autocast; inner ones of a composite still see it."""
-    redispatch, call = dispatcher.overload(op).redispatch, dispatcher.direct_call(op)
-    uncast, below = dispatcher.without_autocast(device), dispatcher.keys_below_autocast(device)
+    redispatch = dispatcher.overload(op).redispatch
+    call = dispatcher.direct_call(op)
+    uncast = dispatcher.without_autocast(device)
+    below = dispatcher.keys_below_autocast(device)
     # torch takes numbers for the second tensor of some: x.add(1.0).
     types = [str(argument.type) for argument in dispatcher.schema(op).arguments]
     takes_number = types[:2] == ["Tensor", "Tensor"]

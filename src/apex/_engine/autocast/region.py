@@ -103,8 +103,8 @@ class AutocastRegion:
         return args, kwargs
 
     def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
-        tensors = tree.tensors([*args, *kwargs.values()])
-        if any(tensor.dtype is torch.float64 for tensor in tensors):
+        dtypes = [tensor.dtype for tensor in tree.tensors([*args, *kwargs.values()])]
+        if torch.float64 in dtypes:
             self._accept_float64()
 
     @at_tracing

@@ -21,8 +21,9 @@ StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 class UncastStep(ambient.UncastBlock):
     """One step in which casts are off, but for its closure."""
 
+    devices = staticmethod(devices_of_sessions)
+
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(devices_of_sessions)
         self.optimizer = optimizer
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -79,8 +79,9 @@ def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[T
     if kind == "bfloat16":
         dtype = torch.bfloat16
     elif kind == "promote":
-        found = [t.dtype for t in tensors([*args, *kwargs.values()]) if t.dtype in CASTABLE]
-        dtype = functools.reduce(torch.promote_types, found) if found else dtype
+        dtypes = [t.dtype for t in tensors([*args, *kwargs.values()]) if t.dtype in CASTABLE]
+        if dtypes:
+            dtype = functools.reduce(torch.promote_types, dtypes)
     return lambda tensor: cast(tensor, dtype)
 
 
@@ -133,8 +134,8 @@ class UserRegistry:
         with self._lock:
             self._sessions += 1
             try:
-                for each in (*self._registered.values(), *self.listed):
-                    self._replace(*each)
+                for module, name, kind in (*self._registered.values(), *self.listed):
+                    self._replace(module, name, kind)
             except BaseException:
                 self.undo()
                 raise
@@ -153,13 +154,14 @@ class UserRegistry:
                     setattr(module, name, before)
 
     def _replace(self, module: Any, name: str, kind: Kind) -> None:
-        own, function = vars(module).get(name, _ABSENT), getattr(module, name)
+        attribute = vars(module).get(name, _ABSENT)
+        function = getattr(module, name)
         if _kind_of(function) == kind:
             return
         value: Any = cast_function(function, kind)
         # A bound method read from a class is a class method; its replacement must not bind again.
-        bound = inspect.ismethod(function) or isinstance(own, staticmethod)
+        bound = inspect.ismethod(function) or isinstance(attribute, staticmethod)
         if inspect.isclass(module) and bound:
             value = staticmethod(value)
         setattr(module, name, value)
-        self._replaced.append((module, name, own, vars(module)[name]))
+        self._replaced.append((module, name, attribute, vars(module)[name]))

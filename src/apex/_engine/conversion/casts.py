@@ -31,15 +31,11 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     for _, tensor, dtype in planned_dtypes(model, plan):
         if tensor.dtype is not dtype and dtypes.is_castable(tensor):
             set_in_place(tensor, tensor.detach().to(dtype), undo)
-    if plan.casts_down:
-        _attach_hooks(model, state)
     flatten_rnns(model)
-
-
-def _attach_hooks(model: nn.Module, state: ModelState) -> None:
-    """Attaches the hooks to every module that lacks them."""
-    hooks = Fp32Module(state.plan.param_dtype or torch.float32)
-    for module in topmost_fp32_modules(model, state.plan):
+    if not plan.casts_down:
+        return
+    hooks = Fp32Module(plan.param_dtype)
+    for module in topmost_fp32_modules(model, plan):
         attached = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
         if hooks not in attached:
             before = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
@@ -52,7 +48,7 @@ def _attach_hooks(model: nn.Module, state: ModelState) -> None:
 class Fp32Module:
     """The hooks of a module that computes in fp32 in a model that computes in ``dtype``."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
     def before(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
         """Returns the arguments with every floating tensor in fp32."""
@@ -60,7 +56,7 @@ class Fp32Module:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns ``output`` with every floating tensor in the model's dtype."""
-        return tree.cast_tensors(output, self.dtype)
+        return tree.cast_tensors(output, self.dtype or torch.float32)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by its kind; see :mod:`apex._pickle`."""

@@ -103,8 +103,9 @@ class MasterLink:
         """Replaces the entries of the module's own 16-bit tensors by their exact fp32 values."""
         for key, tensor in own_tensors(module):
             entry = entries.get(prefix + key)
-            is_value = isinstance(entry, Tensor) and entry is not tensor  # or with ``keep_vars``
-            if is_value and dtypes.is_low_precision(entry):
+            if not isinstance(entry, Tensor) or entry is tensor:  # with ``keep_vars``
+                continue
+            if dtypes.is_low_precision(entry):
                 entries[prefix + key] = self._saved_value(entries, prefix + key, tensor)
 
     def _saved_value(self, entries: Entries, key: str, tensor: Tensor) -> Tensor:
@@ -112,8 +113,8 @@ class MasterLink:
         master = self.master_of(tensor)
         known_key, known, versions = self._saved.get(id(tensor), (key, _gone, ()))
         exact = known()
-        is_tied = exact is not None and entries.get(known_key) is exact
-        if not is_tied or versions != _versions(tensor, master, exact):
+        is_tied = entries.get(known_key) is exact and versions == _versions(tensor, master, exact)
+        if exact is None or not is_tied:
             exact = exact_value(entries[key], [master])
             versions = _versions(tensor, master, exact)
             self._saved[id(tensor)] = key, weakref.ref(exact), versions

@@ -48,8 +48,16 @@ class Converted(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
+    @staticmethod
+    def _apex_overrides(own: Any) -> dict[str, Any]:
+        """Returns the attributes that the generated class of ``own`` itself has."""
+        names: dict[str, Any] = {"forward": _casting_forward(own)}
+        if issubclass(own, GraphModule):
+            names["recompile"] = _recompile
+        return names
+
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        apply = super()._apply
+        apply: Any = super()._apply
         state = state_of(self)
         if state is not None:
             fn = begin_apply(self, state, fn)
@@ -68,25 +76,23 @@ class Converted(nn.Module):
         for param, version in versions.items():
             if _grad_version(param) not in (None, version):
                 zeroed.append(param)
-        state.link.session.clear_grads(dropped, set_to_none=True)
-        state.link.session.clear_grads(zeroed, set_to_none=False)
+        state.link.session.clear_grads(dropped, zeroed)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
         state = state_of(self)
         with _as_plain(self):
             # The protocol that names the class in a form that pickle accepts for our object, too.
-            reduced = self.__reduce_ex__(1)
+            reduced: Any = self.__reduce_ex__(1)
         if state is None or isinstance(reduced, str):
             return reduced
-        func, args, inner, list_items, dict_items, *_ = (*reduced, None, None, None)
+        func, args, inner, *items = [*reduced, None, None, None][:5]
         args, inner = tuple(map(_unconverted, args)), _unconverted(inner)
         if state.plan.casts_down:
-            set_saved = functools.partial(rebuild, "model")
-            return func, args, (state, inner), list_items, dict_items, set_saved
+            return func, args, (state, inner), *items, functools.partial(rebuild, "model")
         if state.inner_forward and isinstance(inner, dict):
             inner = {"forward": state.inner_forward, **inner}
-        return func, args, inner, list_items, dict_items
+        return func, args, inner, *items
 
     def __copy__(self: Any) -> Any:
         """Returns a converted model that shares parameters, session and masters."""
@@ -108,6 +114,18 @@ class Converted(nn.Module):
 
 class Rounded(Converted):
     """The methods of the class of a 16-bit model, whose public methods are :class:`_Method`."""
+
+    @staticmethod
+    def _apex_overrides(own: Any) -> dict[str, Any]:
+        # By the first two, DataParallel and others get the weights.
+        methods = ["parameters", "named_parameters"]
+        for name in dir(own):
+            function = inspect.getattr_static(own, name)
+            is_plain = isinstance(function, FunctionType) and not name.startswith("_")
+            if is_plain and function is not getattr(nn.Module, name, None):
+                methods.append(name)
+        names = {name: _Method(own, name) for name in methods if name != "zero_grad"}
+        return names | Converted._apex_overrides(own)
 
     def _replicate_for_data_parallel(self: Any) -> Any:
         self.parameters  # noqa: B018 - rounds written masters
@@ -136,7 +154,7 @@ class _Method:
         return MethodType(self._explained or function, model)
 
 
-def _explained(base: type, name: str) -> Callable[..., Any]:
+def _explained(base: type, name: str) -> Any:
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(base, name)
         state = state_of(self)
@@ -157,39 +175,13 @@ def _grad_version(param: Tensor) -> int | None:
     return None if param.grad is None else param.grad._version
 
 
-def generated_class(own: type, plan: ModelPlan) -> Any:
-    """Returns the generated class of a model's own class."""
-    if plan.casts_down:
-        return with_mixin(Rounded, own, _overrides_of_rounded)
-    return with_mixin(Converted, own, _overrides)
-
-
-def _overrides(own: Any) -> dict[str, Any]:
-    names: dict[str, Any] = {"forward": _casting_forward(own)}
-    if issubclass(own, GraphModule):
-        names["recompile"] = _recompile
-    return names
-
-
-def _overrides_of_rounded(own: Any) -> dict[str, Any]:
-    # By the first two, DataParallel and others get the weights.
-    methods = ["parameters", "named_parameters"]
-    for name in dir(own):
-        function = inspect.getattr_static(own, name)
-        is_plain = isinstance(function, FunctionType) and not name.startswith("_")
-        if is_plain and function is not getattr(nn.Module, name, None):
-            methods.append(name)
-    names: dict[str, Any] = {name: _Method(own, name) for name in methods if name != "zero_grad"}
-    return names | _overrides(own)
-
-
 def _recompile(module: Any) -> Any:
     """Compiles a graph anew; torch sets the ``forward`` of the object's class."""
     with _as_plain(module):
         return module.recompile()
 
 
-def _casting_forward(own: Any) -> Callable[..., Any]:
+def _casting_forward(own: Any) -> Any:
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state: ModelState | None = getattr(self, STATE, None)
         if state is None:  # restored, but a script has kept this method
@@ -201,7 +193,7 @@ def _casting_forward(own: Any) -> Callable[..., Any]:
         with ExitStack() as call:
             state.enter_thread(call)
             cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
-            watched = state.plan.casts_down and state.writes.watches
+            watched = state.plan.casts_down and state.writes.left > 0
             if watched:
                 state.writes.begin_forward(self, state.link, call)
             cast_args, cast_kwargs = state.region.enter(call, cast_args, cast_kwargs)
@@ -268,7 +260,8 @@ def convert(
 def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     """Makes a plain model a converted one; ``undo`` receives the inverse of its tensors' casts."""
     model.__dict__[STATE] = state  # first, because undo_convert() needs it
-    swap_class(model, generated_class(plain_class(type(model)), state.plan))
+    mixin = Rounded if state.plan.casts_down else Converted
+    swap_class(model, with_mixin(mixin, plain_class(type(model))))
     # The class's ``forward`` runs, and calls the one that was set on the object. Scripts that
     # replace ``forward`` for a while leave the class's own there.
     inner = model.__dict__.pop("forward", state.inner_forward)
@@ -291,7 +284,7 @@ def hand_over(model: nn.Module, undo: ExitStack) -> None:
 # -- copies and pickles ----------------------------------------------------------------------------
 
 
-def set_saved_state(model: nn.Module, saved: tuple[ModelState, Any]) -> None:
+def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
     """Sets what a file holds of a model whose parameters are cast."""
     state, inner = saved
     if inner is not None:

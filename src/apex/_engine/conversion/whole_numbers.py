@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from apex._core import tree
 from apex._core.dtypes import is_low_precision
 from apex._engine.conversion.plan import WIDE
+
+_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 _LARGEST = 2.0**23
 """From here on, every fp32 value is a whole number."""
@@ -38,7 +41,7 @@ class WholeNumbers:
         return None
 
     def _may_read(self, name: str, tensor: Tensor) -> bool:
-        if torch.jit.is_tracing() or tensor.layout is not torch.strided or tensor.numel() == 0:
+        if _is_tracing() or tensor.layout is not torch.strided or tensor.numel() == 0:
             return False
         if tensor.device.type == "cpu":
             return True
@@ -65,4 +68,6 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> float:
     are_codes = whole.any(0) & (2 * whole.sum(0) >= changed.sum(0))
     codes = whole & are_codes
     example = torch.where(codes, columns, 0.0).flatten()
-    return example[example.abs().argmax()].item()  # sync: on a device, once per argument
+    largest = example.abs().argmax(0, keepdim=True)
+    (number,) = example[largest].tolist()  # sync: on a device, once per argument
+    return float(number)

@@ -31,7 +31,7 @@ _COPIED = " of a deep copy"
 
 
 class Writes:
-    """What a model wrote in its forward passes so far.
+    """What a model wrote in its forward passes so far; ``left`` of them are watched.
 
     A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing; averages and
     counters do. So buffers that two passes in a row have written are watched in the next one, by
@@ -40,7 +40,7 @@ class Writes:
     """
 
     def __init__(self) -> None:
-        self._left = _FORWARDS
+        self.left = _FORWARDS
         self._versions: dict[str, tuple[int, int, int]] = {}
         self._changed: set[str] = set()
         self._judged: set[str] = set()
@@ -52,16 +52,11 @@ class Writes:
     def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
         self._copies[copied] = link
-        self._left = _FORWARDS
-
-    @property
-    def watches(self) -> bool:
-        """Whether the next forward pass is watched."""
-        return self._left > 0
+        self.left = _FORWARDS
 
     def begin_forward(self, model: nn.Module, link: MasterLink, until: ExitStack) -> None:
         """Names what is written between forward passes, twice in a row; watches buffers."""
-        self._left -= 16 if model.training else 1
+        self.left -= 16 if model.training else 1
         changed: set[str] = set()
         averages: list[str] = []
         buffers: dict[str, Tensor] = {}
@@ -150,12 +145,9 @@ class Writes:
 
         Those that an optimizer trains are left out.
         """
-        watched: list[tuple[str, Tensor, MasterLink]] = []
-        for name, param in named_parameters(model):
-            if not param.requires_grad:
-                watched.append((name, param, link))
-        if model.training:
-            watched += [(name, buffer, link) for name, buffer in _buffers(model)]
+        tensors: list[tuple[str, Tensor]] = [*_buffers(model)] if model.training else []
+        tensors += [(n, param) for n, param in named_parameters(model) if not param.requires_grad]
+        watched = [(name, tensor, link) for name, tensor in tensors]
         for copied, its_link in [*self._copies.items()]:
             copies = named_parameters(copied)
             watched += [(name + _COPIED, param, its_link) for name, param in copies]

@@ -382,9 +382,11 @@ class PreparedOptimizer:
     def shared_pairs(self) -> set[int]:
         """Returns the ids of pairs that other optimizers step, too."""
         shared: set[int] = set()
-        if self.session is not None and self.session.has_several_optimizers:
-            for sharer in self.session.sharers_of(self):
-                shared.update(map(id, sharer.pairs))
+        if self.session is None:
+            return shared
+        sharing, _ = self.session.with_sharers([self])
+        for other in sharing[1:]:
+            shared.update(map(id, other.pairs))
         return shared
 
     # -- CUDA graphs -------------------------------------------------------------------------

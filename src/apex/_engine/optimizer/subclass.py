@@ -1,4 +1,4 @@
-"""The generated subclass of a bound optimizer, which overrides the methods that amp adds to."""
+"""The generated subclass of a prepared optimizer, which overrides the methods that amp adds to."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ class AmpOptimizer(Optimizer):
         prepared = prepared_state(self)
         if prepared is None:
             # Made by ``type(optimizer)(...)``, or an LR scheduler from before amp.restore calls.
-            own = cast(Callable[..., Any], own_class(type(self)).step)
-            return own(self, *(() if closure is None else (closure,)), **kwargs)
+            plain_step = cast(Callable[..., Any], own_class(type(self)).step)
+            arguments = () if closure is None else (closure,)
+            return plain_step(self, *arguments, **kwargs)
         # LR schedulers read this to check that the optimizer stepped before them.
         self._opt_called = True
-        own_step = prepared.inner_step if prepared.optimizer is self else None
-        run = own_step or super().step
+        run: Callable[..., Any] = super().step
+        if prepared.inner_step is not None and prepared.optimizer is self:
+            run = prepared.inner_step
         if kwargs:
             run = functools.partial(run, **kwargs)
         if prepared.stepping:  # an optimizer inside another: the step has begun
@@ -166,13 +168,13 @@ def _set_to_none(set_to_none: bool = True) -> bool:
 
 
 def prepared_state(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """Returns the prepared of an optimizer, or ``None`` for a plain one."""
+    """Returns the state of a prepared optimizer, or ``None`` for a plain one."""
     prepared: PreparedOptimizer | None = optimizer.__dict__.get(PREPARED)
     return prepared
 
 
 def prepare_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
-    """Gives ``optimizer``, and those that it holds, their generated class and one prepared.
+    """Gives ``optimizer``, and those that it holds, their generated class and one state.
 
     A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
     """
@@ -211,7 +213,7 @@ def own_class(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def rebuild_optimizer(function: Callable[..., Any], arguments: Any) -> Any:
-    """Rebuilds a pickled bound optimizer; its state, with the prepared, is set afterwards."""
+    """Rebuilds a pickled prepared optimizer; its state is set afterwards."""
     optimizer = function(*arguments)
     # In a fresh process, the own class's step may not be wrapped with hooks yet.
     optimizer._patch_step_function()

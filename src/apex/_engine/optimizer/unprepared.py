@@ -1,4 +1,4 @@
-"""Steps of optimizers that amp has not prepared, seen by one hook in the process."""
+"""Steps of optimizers that amp has not prepared, seen by two hooks in the process."""
 
 from __future__ import annotations
 
@@ -33,18 +33,23 @@ _Versions = weakref.WeakKeyDictionary[nn.Module, dict[int, int]]
 def _look_after(session: Session, versions: _Versions, optimizer: Optimizer) -> None:
     """Rounds masters that an optimizer stepped; warns if it steps 16-bit weights itself."""
     stepped = params_of(optimizer)
-    own = {id(param) for param in stepped if isinstance(param, Master)}
-    if own:  # fused kernels do not count their writes
-        mark_written(pair for pair in session.masters.pairs() if id(pair.master) in own)
-    update_model_from_written_masters(session.masters.pairs())
-    low = [param for param in stepped if dtypes.is_low_precision(param)]
-    if low:
-        fused = any(group.get("fused") for group in optimizer.param_groups)
-        before = {key: old for each in versions.values() for key, old in each.items()}
-        versions.clear()  # later, steps of ours change weights, too
-        if any(id(p) in before and (fused or before[id(p)] != p._version) for p in low):
+    stepped_masters = {id(param) for param in stepped if isinstance(param, Master)}
+    pairs = [*session.masters.pairs()]
+    if stepped_masters:  # fused kernels do not count their writes
+        mark_written(pair for pair in pairs if id(pair.master) in stepped_masters)
+    update_model_from_written_masters(pairs)
+    weights = [param for param in stepped if dtypes.is_low_precision(param)]
+    if not weights:
+        return
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    before: dict[int, int] = {}
+    for converted in versions.values():
+        before.update(converted)
+    versions.clear()  # later, steps of ours change weights, too
+    for weight in weights:
+        if id(weight) in before and (is_fused or before[id(weight)] != weight._version):
             session.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
-        increment_version([p for p in low if session.masters.pair_of(p) is not None])
+    increment_version([weight for weight in weights if session.masters.pair_of(weight)])
 
 
 class _Hooks:

@@ -53,7 +53,6 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):
             RuntimeError: For ``amsgrad``.
             ValueError: For a value out of range.
         """
-        own = {"max_grad_norm": max_grad_norm, "eps_inside_sqrt": eps_inside_sqrt}
         super().__init__(
             params,
             lr,
@@ -63,7 +62,8 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):
             weight_decay=weight_decay,
             amsgrad=amsgrad,
             amp_scale_adjustment=amp_scale_adjustment,
-            **own,  # type: ignore[arg-type]
+            max_grad_norm=max_grad_norm,
+            eps_inside_sqrt=eps_inside_sqrt,
         )
 
     def rule(self, batch: Batch) -> AdamRule:

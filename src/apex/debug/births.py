@@ -1,0 +1,335 @@
+"""Where non-finite values were born, what became of them, and which of them is the fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils.weak import WeakIdKeyDictionary
+
+from apex.debug import tracing
+from apex.debug.place import Place
+from apex.debug.tracing import Values
+
+Kind = Literal["inf", "nan", "scaled"]
+Cause = Literal[
+    "loss scale",
+    "range",
+    "division by zero",
+    "domain",
+    "derivative",
+    "constant",
+    "data",
+    "weights",
+    "optimizer state",
+    "gradients",
+    "another rank",
+    "update",
+    "scaled gradients",
+]
+
+_DIVIDES = set(
+    """div divide reciprocal rsqrt pow remainder fmod mean var std var_mean std_mean addcdiv
+    nll_loss_forward nll_loss2d_forward native_batch_norm native_batch_norm_legit
+    batch_norm_with_update cudnn_batch_norm miopen_batch_norm native_layer_norm
+    native_group_norm fused_rms_norm weight_norm_interface""".split()  # noqa: SIM905
+)
+_POWERS = {"pow", "rsqrt", "sqrt"}
+_DEFINED_EVERYWHERE = set(
+    """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
+    convolution""".split()  # noqa: SIM905
+)
+
+
+_MOST_NEXT = 3
+"""Lines that are listed which overflow next."""
+
+
+@dataclass(eq=False)
+class Birth:
+    """The call that first produced a non-finite value, and what has become of it.
+
+    Attributes:
+        place, op, kind, dtype: As of its finding.
+        time: Number of operators traced before it.
+        way: How the model trains: ``"plain"``, ``"autocast"``, or amp's level.
+        device: Type of the device.
+        given: The cause, where it is no matter of the values: where they came from.
+        deliberate: Whether the value is intended, as a constant or a mask.
+        number: The inf or NaN that the script wrote there; None if it computed it.
+        numbers: Python numbers among the arguments.
+        inputs: Ranges of the inputs, at most four.
+        true: Largest absolute result in float64: ``inf`` if infinite or undefined there, too; None
+            if unknown.
+        node: In a backward pass, the autograd node, such as ``"Sqrt"``.
+        formula: Whether autograd's own formula of a derivative ran, not user code.
+        names: The parameters or buffers that held the values.
+        unwritten: Whether nothing has written them since ``torch.empty``.
+        by_numpy: Whether the script uses numpy, which may have made the values.
+        eps: The optimizer's eps, in its step; None without one.
+        weighs: Whether an input is a parameter, or its cast.
+        feeds_softmax: Whether a softmax has read the values.
+        negative: Whether all infinities are negative.
+        scale: Multiplier on the loss; None while unknown.
+        dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, unscaled the gradients.
+        stepped: Whether values reached the loss or weights.
+        masked: Whether values were masked out.
+        masked_again: Whether their derivative was not finite, after they were masked out.
+        absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
+        spoils: Whether values reached weights or buffers, but no gradient and no loss.
+        passes: Backward passes in which values reached a gradient.
+        next: Lines that overflow, too, once the values are clamped, with the largest result.
+    """
+
+    place: Place
+    op: str
+    kind: Kind
+    dtype: torch.dtype
+    time: int = 0
+    way: str = "plain"
+    device: str = "cpu"
+    given: Cause | Literal[""] = ""
+    deliberate: bool = False
+    number: float | None = None
+    numbers: tuple[float, ...] = ()
+    inputs: tuple[Values, ...] = ()
+    true: float | None = None
+    node: str = ""
+    formula: bool = False
+    names: str = ""
+    unwritten: bool = False
+    by_numpy: bool = False
+    eps: float | None = None
+    weighs: bool = False
+    feeds_softmax: bool = False
+    negative: bool = False
+    scale: float | None = None
+    dynamic: bool = False
+    stepped: bool = False
+    masked: bool = False
+    masked_again: bool = False
+    absorbed: bool = False
+    spoils: bool = False
+    passes: set[int] = field(default_factory=set)
+    next: dict[Place, float] = field(default_factory=dict)
+
+    @property
+    def backward(self) -> bool:
+        """Whether it happened in a backward pass."""
+        return self.place.direction == "backward"
+
+    @property
+    def name(self) -> str:
+        """The operator without namespace and underscores."""
+        return operator_name(self.op)
+
+    @property
+    def lowest(self) -> float:
+        """The least finite input."""
+        return min((values.low for values in self.inputs), default=0.0)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite absolute value of the inputs."""
+        return max((values.largest for values in self.inputs), default=0.0)
+
+    def reads(self, dtype: str) -> bool:
+        """Returns whether the first input has the named dtype."""
+        return bool(self.inputs) and self.inputs[0].dtype == dtype
+
+    @property
+    def fits_fp32(self) -> bool:
+        """Whether what exceeds fp16 is, as far as known, in the range of fp32 and bf16."""
+        return self.dtype is torch.float16 and (self.true or 0.0) <= torch.finfo(torch.float32).max
+
+    @property
+    def cause(self) -> Cause:
+        """Why the result was not finite."""
+        if self.given:
+            return self.given
+        # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
+        true = 0.0 if self.true is None else self.true
+        finite = math.isfinite(true)
+        if self.kind == "inf" and self.name in _DEFINED_EVERYWHERE:  # too large for float64, too
+            finite = True
+        elif self.true is None:  # overflow rarely produces NaN
+            finite = self.kind == "inf" and self.name not in _DIVIDES
+        if not finite:
+            if self.formula:
+                return "derivative"
+            # A power of 0 is inf at most; NaN is that of a negative number.
+            divides = self.name in _DIVIDES and not (self.kind == "nan" and self.name in _POWERS)
+            return "division by zero" if divides else "domain"
+        scale = self.scale or 1.0
+        unscaled = true / scale if math.isfinite(true) else 0.0
+        fits = unscaled <= torch.finfo(self.dtype).max
+        return "loss scale" if self.backward and scale > 1.0 and fits else "range"
+
+    @property
+    def heals(self) -> bool:
+        """Whether a dynamic loss scale backs off from it, as it does to find its value."""
+        return self.cause == "loss scale" and self.dynamic and not self.stepped
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether fp16 lost a value that no softmax or exp has mapped to the right result."""
+        return self.cause == "range" and self.dtype is torch.float16 and not self.absorbed
+
+    def note_next(self, place: Place, largest: float | None) -> None:
+        """Records a line of a forward that overflows, too, once the values are clamped."""
+        known = {self.place.location, *(earlier.location for earlier in self.next)}
+        if not place.inside or place.direction == "backward" or place.location in known:
+            return
+        limit = 1.001 * torch.finfo(self.dtype).max
+        if largest is not None and limit < largest < math.inf and len(self.next) < _MOST_NEXT:
+            self.next[place] = largest
+
+    @property
+    def site(self) -> tuple[str, str]:
+        """The operator and its line."""
+        return self.op, self.place.location
+
+    def rank(self) -> tuple[bool, bool, bool, bool, int]:
+        """Returns what sorts births, the most severe first."""
+        stale = self.given == "gradients"  # left by an earlier step
+        return self.deliberate, self.spoils, stale, self.masked, self.time
+
+
+def operator_name(op: str) -> str:
+    """Returns an operator's name without namespace and underscores."""
+    return op.rpartition(".")[2].strip("_").removeprefix("foreach_")
+
+
+class Births:
+    """The births of all live non-finite values, by the memory that holds them.
+
+    Note [When a birth is a fault]
+        Infinities can be deliberate (masks), and NaNs can be produced and masked out again: torch's
+        own formula for the derivative of a norm divides 0 by 0 and replaces the result. So a birth
+        counts as a fault only once its values reach a gradient, the loss or a weight. If a backward
+        pass completes with finite gradients, all earlier births were harmless, with one exception:
+        a value beyond fp16's range is lost even if a later function (a clamp, a sigmoid) maps the
+        infinity to a finite value. Only softmax and exp return the right result for -inf. Where
+        several meet, those whose values were masked out come last, behind them those that got no
+        further than weights and buffers, such as a running mean in training. When a trace ends,
+        births that no backward pass has judged count unless they were masked out, or were harmless
+        before at the same operator and line (a metric).
+
+    Note [Loss scales]
+        A dynamic scale finds its value by overflows, after which it skips the step: such births
+        heal. The scale of an amp session is known, that of a ``GradScaler`` shows itself where it
+        multiplies the loss; see Note [Scaled gradients].
+
+    Note [Long traces]
+        A trace may last as long as a training. So births are discarded once they are harmless, one
+        lost value is kept per line of code, and only the latest autograd nodes are remembered.
+
+    Attributes:
+        time: Number of operators traced.
+        passes: Number of backward passes that reached a gradient.
+        gradients: Names of parameters that a fault reached.
+        certain: Whether values of a fault that no scale heals got that far.
+    """
+
+    def __init__(self) -> None:
+        self.time = 0
+        self.passes = 0
+        self.gradients: list[str] = []
+        self.certain = False
+        self._backward = -1
+        self._pending: list[Birth] = []
+        self._lost: dict[tuple[str, str], Birth] = {}
+        self._reached: dict[Birth, None] = {}
+        self._harmless: set[tuple[str, str]] = set()
+        self._by_memory: MutableMapping[UntypedStorage, Birth] = WeakIdKeyDictionary()
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def of(self, tensor: Tensor) -> Birth | None:
+        """Returns the birth of a tensor's non-finite values; None if they came from outside."""
+        return self._by_memory.get(tracing.storage(tensor))
+
+    def mark(self, tensor: Tensor, birth: Birth) -> None:
+        """Records the birth of the non-finite values of a tensor."""
+        self._by_memory[tracing.storage(tensor)] = birth
+
+    def clear(self, tensor: Tensor) -> None:
+        """Records that a tensor was written and is finite."""
+        if self._by_memory and tracing.covers_storage(tensor):
+            self._by_memory.pop(tracing.storage(tensor), None)
+
+    def close(self) -> None:
+        """Releases all values, once tracing has ended."""
+        self._by_memory.clear()
+
+    # -- births ----------------------------------------------------------------------------------
+
+    def add(self, birth: Birth) -> Birth:
+        """Adds a birth at the current operator, and returns it."""
+        if not birth.deliberate:
+            self._pending.append(birth)
+            if birth.is_lost:
+                for earlier in self._lost.values():
+                    earlier.note_next(birth.place, birth.true)
+                self._lost.setdefault(birth.site, birth)
+        return birth
+
+    def reach(self, birth: Birth, *, spoils: bool = False, certain: bool = True) -> None:
+        """Records that values reached the loss or, if ``spoils``, a weight or a buffer."""
+        self._reach(birth, spoils=spoils)
+        birth.stepped = True
+        self.certain |= certain
+
+    def reach_gradient(self, name: str, birth: Birth | None, *, backward: int) -> None:
+        """Records that backward pass number ``backward`` adds to the gradient of a parameter.
+
+        ``birth`` is that of its non-finite values; None if it is finite, when ``name`` is not read.
+        """
+        if backward != self._backward:
+            self.passes += 1
+        self._backward = backward
+        if birth is None:
+            judged = [b for b in self._pending if b not in self._reached and not b.heals]
+            self._harmless |= {judged_birth.site for judged_birth in judged}
+            self._pending.clear()
+            return
+        if name not in self.gradients:
+            self.gradients.append(name)
+        self._reach(birth)
+        birth.passes.add(backward)
+        self.certain |= not birth.heals
+
+    def _reach(self, birth: Birth, *, spoils: bool = False) -> None:
+        birth.spoils = spoils and (birth.spoils or birth not in self._reached)
+        self._reached.setdefault(birth)
+
+    # -- results -----------------------------------------------------------------------------------
+
+    @property
+    def healed(self) -> int:
+        """Number of backward passes after which a dynamic loss scale backed off."""
+        healed: set[int] = set()
+        for birth in self._reached:
+            if birth.heals:
+                healed |= birth.passes
+        return len(healed)
+
+    def first(self, *, healing: bool = True) -> Birth | None:
+        """Returns the first birth that is a fault; see Note [When a birth is a fault].
+
+        With ``healing``, an overflow from which a dynamic loss scale backs off counts as one, if
+        there is no other.
+        """
+        lost = [birth for birth in self._lost.values() if birth.is_lost]
+        certain = [*(birth for birth in self._reached if not birth.heals), *lost]
+        if certain:
+            return min(certain, key=Birth.rank)
+        if healing and self._reached:
+            return min(self._reached, key=Birth.rank)
+        unjudged = [b for b in self._pending if not b.masked and b.site not in self._harmless]
+        pending = [birth for birth in unjudged if healing or not birth.heals]
+        return min(pending, key=Birth.rank, default=None)

@@ -1,0 +1,228 @@
+"""Every remedy that a report prints is applied as written to a failing script, and cures it."""
+
+import gc
+import itertools
+
+import pytest
+
+from apex.debug.causes import data
+from apex.tools.script import Script
+from apex.tools.trace import measure, trace
+
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from apex import amp
+torch.manual_seed(0)
+
+def formula(x):
+    return {formula}
+
+class Inner(nn.Module):
+    def forward(self, x):
+        y = formula(x)
+        y = y.float()
+        return x + (y / y.detach().abs().amax().clamp_min(1.0)).mean().to(x.dtype)
+
+def batch():
+    return torch.linspace(0.1, 1.0, 16).view(4, 4)
+
+def criterion(output):
+    return output.float().mean()
+
+model = nn.Sequential(nn.Linear(4, 4), Inner(), nn.Linear(4, 2))
+nn.init.eye_(model[0].weight)
+nn.init.zeros_(model[0].bias)
+"""
+OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=1e-3)"
+LOOP = """\
+for step in range(3):
+    optimizer.zero_grad()
+    x = batch()
+    {forward}
+    loss = criterion(output)
+    {backward}
+"""
+BACKWARD = "loss.backward()\n    optimizer.step()"
+SCALED = "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()"
+BLOCK = "with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()\n    "
+AUTOCAST = 'with torch.autocast("cpu", torch.float16): output = model(x)'
+INITIALIZE = (
+    'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}"{scale}, verbosity=0)'
+)
+
+
+def script(way, formula="x", optimizer=OPTIMIZER, loop=LOOP, scale=""):
+    """Returns a training script for one way of training."""
+    setup, forward, backward = "", "output = model(x)", BACKWARD
+    if way in ("half", "bfloat16"):
+        optimizer = optimizer.replace("model.p", f"model.{way}().p")
+        forward = f"output = model(x.{way}())"
+    if way.startswith("autocast"):
+        forward = AUTOCAST
+    if way == "autocast, scaler":
+        setup = "scaler = torch.amp.GradScaler('cpu', init_scale=256.0)\n"
+        backward = SCALED
+    if way in LEVELS:
+        setup = INITIALIZE.format(level=way, scale=scale) + "\n"
+        backward = BLOCK + "optimizer.step()"
+    head = HEAD.replace("{formula}", formula)
+    rest = loop.replace("{forward}", forward).replace("{backward}", backward)
+    return f"{head}optimizer = {optimizer}\nscaler = None\n{setup}{rest}"
+
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+WAYS = ("fp32", "half", "bfloat16", "autocast", "autocast, scaler", *LEVELS)
+
+
+@pytest.fixture
+def first_of(tmp_path):
+    """Traces a script, and returns the first fault; of digits or updates, the worst."""
+    count = itertools.count()
+
+    def run(text, look="nan"):
+        gc.collect()  # ends the session of the script before
+        path = tmp_path / f"train{next(count)}.py"
+        path.write_text(text)
+        if look == "nan":
+            result = trace(Script(str(path)))
+            assert not result.ending.error, text
+            return result.seen.first
+        result = measure(Script(str(path)), digits=look == "digits", keep_going=False)
+        assert not result.ending.error, text
+        return result.measure.worst
+
+    return run
+
+
+def changed(text, changes):
+    for change in changes:
+        old, _, new = change.partition(" => ")
+        text = text.replace(old, new)
+    return text
+
+
+def is_of(finding, section):
+    why = data()[section].get("why")
+    known = finding.pattern == section
+    return known or (not finding.pattern and why and finding.why[:9] == why[:9])
+
+
+def cures(first_of, section, scripts, look="nan"):
+    """Checks all remedies at all ways at which the scripts fail; returns these ways."""
+    failed = []
+    for way, text in scripts.items():
+        first = first_of(text, look)
+        if first is None or not is_of(first, section):
+            continue
+        failed.append(way)
+        assert 0 < len(first.remedies) <= 3
+        for remedy in first.remedies:
+            if remedy.changes:
+                better = changed(text, remedy.changes)
+                assert better != text, (way, remedy)
+                assert first_of(better, look) is None, (way, remedy, better)
+    return failed
+
+
+FORMULAS = [section for section, row in data().items() if "fails" in row]
+DIGITS = ("cancellation", "an early rounding", "chain")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(6))
+def test_every_remedy_for_a_formula_cures_it_at_each_way_of_training(first_of, part):
+    for section in FORMULAS[part::6]:
+        scripts = {way: script(way, data()[section]["fails"]) for way in WAYS}
+        look = "digits" if section in DIGITS else "nan"
+        assert cures(first_of, section, scripts, look), section
+
+
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+READ = "norms = [param.grad.norm().item() for param in model.parameters()]"
+BIG = LOOP.replace("criterion(output)", "(output.float() * 7e4).sum()")
+LARGE = LOOP.replace("x = batch()", "x = batch() * 1e6")
+STEEP = LOOP.replace("criterion(output)", "(output.float() * 1e20).mean()")
+STEEP16 = LOOP.replace("criterion(output)", "(output.float() * 1e2).mean()")
+LONG = LOOP.replace("range(3)", "range(9)")
+ONE = LOOP.replace("x = batch()", "x = batch() * torch.eye(4)[0]")
+"""With one input alone, so that most gradients are 0."""
+STATIC = ", loss_scale=2.0**24"
+
+
+def scaled(way, line, *, steps=True):
+    """Returns a script that does something to gradients before they are unscaled."""
+    text = script(way, scale=", loss_scale=1024.0" if way == "O3" else "")
+    if way in LEVELS:
+        return text.replace("scaled.backward()", f"scaled.backward()\n        {line}")
+    return text.replace("    scaler.step(", f"    {line}\n    scaler.step(")
+
+
+def sgd(lr):
+    return OPTIMIZER.replace("1e-3", lr)
+
+
+def adam(lr="1e-3", eps=""):
+    return f"torch.optim.Adam(model.parameters(), lr={lr}{eps})"
+
+
+SCALERS = ("autocast, scaler", "O1", "O2", "O3")
+LOOPS = {
+    "a clip of scaled gradients": {way: scaled(way, CLIP) for way in SCALERS},
+    "a reading of scaled gradients": {way: scaled(way, READ) for way in SCALERS},
+    "a step on scaled gradients": {
+        "autocast, scaler": script("autocast, scaler").replace(
+            "scaler.step(optimizer)\n    scaler.update()", "optimizer.step()"
+        ),
+        "O1": scaled("O1", "plain.step()").replace("scaler = None", f"plain = {OPTIMIZER}"),
+    },
+    "a static loss scale": {way: script(way, scale=STATIC) for way in ("O1", "O2")},
+    "a gradient in fp16": {
+        way: script(way, loop=BIG, optimizer=sgd("1e-9")) for way in ("half", "autocast", "O3")
+    },
+    "a cast to fp16": {way: script(way, loop=LARGE) for way in ("half", "autocast", "O2", "O3")},
+    "growth": {way: script(way, optimizer=sgd("1e9"), loop=LONG) for way in ("fp32", "O5")},
+    "update": {"fp32": script("fp32", optimizer=sgd("1e30"), loop=STEEP)},
+    "an update in fp16": {
+        way: script(way, optimizer=sgd("6e4"), loop=STEEP16) for way in ("half", "O3")
+    },
+    "an eps that is 0 in fp16": {
+        way: script(way, optimizer=adam(), loop=ONE) for way in ("half", "O3")
+    },
+    "a learning rate": {"fp32": script("fp32", optimizer=adam('float("inf")'))},
+    "an undefined update": {"fp32": script("fp32", optimizer=adam(eps=", eps=0.0"), loop=ONE)},
+}
+
+
+TINY = LOOP.replace("criterion(output)", "(output.float() * 1e-9).mean()")
+COUNT = LOOP.replace(
+    "for step", "count = torch.full((), 512.0, dtype=torch.bfloat16)\nfor step"
+).replace("x = batch()", "x = batch() * count.add_(1).item()")
+MEASURED = {
+    "lost update": ("digits", {way: script(way, loop=COUNT) for way in ("fp32", "O4", "bfloat16")}),
+    "underflow": (
+        "digits",
+        {
+            "autocast": script("autocast", loop=TINY),
+            **{way: script(way, loop=TINY, scale=", loss_scale=1.0") for way in ("O1", "O2", "O3")},
+        },
+    ),
+    "frozen": (
+        "updates",
+        {way: script(way, optimizer=sgd("1e-5")) for way in ("bfloat16", "O3")},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("section", MEASURED)
+def test_every_remedy_for_lost_digits_and_updates_cures_it(first_of, section):
+    look, scripts = MEASURED[section]
+    assert cures(first_of, section, scripts, look) == list(scripts)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("section", LOOPS)
+def test_every_remedy_for_a_training_loop_cures_it(first_of, section):
+    assert cures(first_of, section, LOOPS[section]) == list(LOOPS[section])

@@ -1,0 +1,95 @@
+"""Gradients that a script uses before they are unscaled are named, and right uses are not."""
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex.debug.overflow import trace_overflow
+
+UNSCALED_FIRST = {
+    "unscale_ first": lambda scaler, optimizer, grads: (
+        scaler.unscale_(optimizer),
+        nn.utils.clip_grad_norm_([p for p, _ in grads], 1.0),
+        grads[0][1].norm().item(),
+    ),
+    "a check for inf": lambda scaler, optimizer, grads: [
+        bool(torch.isfinite(grad).all()) or grad.isnan().any().item() for _, grad in grads
+    ],
+    "a mean over ranks": lambda scaler, optimizer, grads: [grad.div_(2) for _, grad in grads],
+    "a sum": lambda scaler, optimizer, grads: [grad.add_(grad.clone()) for _, grad in grads],
+    "by the inverse scale": lambda scaler, optimizer, grads: [
+        (grad / scaler.get_scale()).norm().item() for _, grad in grads
+    ],
+    "zeros": lambda scaler, optimizer, grads: [grad.zero_() for _, grad in grads],
+}
+
+
+def step(use, *, way):
+    """Runs one iteration, with something done to the gradients before the step."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if way == "O1":
+        options = {"opt_level": "O1", "loss_scale": 1024.0, "verbosity": 0}
+        net, optimizer = amp.initialize(net, optimizer, **options)
+    with trace_overflow(net) as trace:
+        with torch.autocast("cpu", torch.float16, enabled=way == "autocast"):
+            loss = net(torch.ones(2, 4)).float().mean()
+        if way == "O1":
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            use(scaler, optimizer, [(p, p.grad) for p in net.parameters()])
+            optimizer.step()
+        else:
+            scaler.scale(loss / 2).backward()
+            use(scaler, optimizer, [(p, p.grad) for p in net.parameters()])
+            scaler.step(optimizer)
+            scaler.update()
+    return trace
+
+
+@pytest.mark.parametrize("use", UNSCALED_FIRST)
+def test_what_is_right_with_scaled_gradients_is_no_fault(use):
+    trace = step(UNSCALED_FIRST[use], way="autocast")
+    assert trace.first is None, str(trace)
+
+
+def test_gradients_behind_the_block_of_amp_are_unscaled():
+    def use(_, optimizer, grads):
+        nn.utils.clip_grad_norm_([p for p, _ in grads], 1.0)
+        grads[0][1].norm().item()
+
+    assert step(use, way="O1").first is None
+
+
+WRONG = {
+    "clip_grad_value_": lambda _, optimizer, grads: nn.utils.clip_grad_value_(
+        [p for p, _ in grads], 0.1
+    ),
+    "clamp_": lambda _, optimizer, grads: grads[0][1].clamp_(-0.1, 0.1),
+    "noise": lambda _, optimizer, grads: grads[0][1].add_(torch.ones(2, 4)),
+    "a clip by hand": lambda _, optimizer, grads: grads[0][1].mul_(1.0 / grads[0][1].norm()),
+    "a log": lambda _, optimizer, grads: float(grads[0][1].abs().mean()),
+    "a step": lambda _, optimizer, grads: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("use", WRONG)
+def test_what_is_wrong_is_named_at_its_line(use):
+    first = step(WRONG[use], way="autocast").first
+    assert (first.kind, first.cause) == ("scaled", "scaled gradients")
+    assert first.location.startswith(__file__)
+    assert "1024" in first.why
+    assert ("scaler.step(optimizer)" if use == "a step" else "unscale_(optimizer)") in first.remedy
+
+
+def test_a_number_that_is_read_hides_no_fault_behind_it():
+    net = nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with trace_overflow(net) as trace:
+        scaler.scale(net(torch.ones(2, 4)).mean()).backward()
+        net.weight.grad.norm().item()
+        (net(torch.ones(2, 4)) * 0).log().mean().backward()
+    assert (trace.first.op, trace.first.cause) == ("aten.log", "domain")
