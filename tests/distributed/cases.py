@@ -57,7 +57,6 @@ def train_steps(model, optimizer, batches):
 def assert_trained_alike(ranks_state, optimizer, level, eps=4):
     """Masters of the ranks and of one process agree within some roundings of the level's dtype."""
     tolerance = eps * EPS[level]
-    for ours, alone in zip(ranks_state["masters"], masters(optimizer), strict=True):
-        torch.testing.assert_close(
-            torch.tensor(ours), alone.float(), rtol=tolerance, atol=tolerance
-        )
+    found = [*map(torch.tensor, ranks_state["masters"])]
+    expected = [master.float() for master in masters(optimizer)]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

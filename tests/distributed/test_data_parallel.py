@@ -26,9 +26,7 @@ pytestmark = pytest.mark.distributed
 WRAPPERS = {
     "torch": DistributedDataParallel,
     "apex": apex.parallel.DistributedDataParallel,
-    "apex delayed": lambda model: apex.parallel.DistributedDataParallel(
-        model, delay_allreduce=True
-    ),
+    "apex delayed": lambda m: apex.parallel.DistributedDataParallel(m, delay_allreduce=True),
     "torch views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
     "torch static": lambda model: DistributedDataParallel(model, static_graph=True),
 }

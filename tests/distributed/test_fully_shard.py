@@ -1,5 +1,7 @@
 """Sharded models (FSDP2) train under amp as under plain FSDP2; what is refused names the way."""
 
+import copy
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -54,8 +56,8 @@ def plain(rank, policy, dtype=None):
     return whole(model)
 
 
-def prepared(level, policy, **options):
-    return amp.initialize(*sharded(policy), opt_level=level, verbosity=0, **options)
+def prepared(level, policy, seed=0, **options):
+    return amp.initialize(*sharded(policy, seed), opt_level=level, verbosity=0, **options)
 
 
 def train(model, optimizer, rank, steps, overflow_at=None):
@@ -70,8 +72,8 @@ def train(model, optimizer, rank, steps, overflow_at=None):
     return whole(model)
 
 
-def trained(rank, level, policy, overflow_at=None, **options):
-    model, optimizer = prepared(level, policy, **options)
+def trained(rank, level, policy, options=None, overflow_at=None):
+    model, optimizer = prepared(level, policy, **(options or {}))
     weights = train(model, optimizer, rank, range(STEPS), overflow_at)
     return weights, dict(amp.state_dict()["loss_scaler0"])
 
@@ -94,22 +96,17 @@ def test_o4_computes_as_fsdp2_under_autocast(on_two_ranks):
 def test_a_dynamic_scale_trains_within_fp16_of_fp32(on_two_ranks, level, policy):
     options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
     expected = on_two_ranks(plain, "fp32")
-    results = on_two_ranks(scaled, level, policy, options)
+    results = on_two_ranks(trained, level, policy, options)
     for (weights, scale), alone in zip(results, expected, strict=True):
         assert scale == {"loss_scale": 2.0**8, "unskipped": STEPS}
         for ours, theirs in zip(weights, alone, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=8e-3)
 
 
-def scaled(rank, level, policy, options, overflow_at=None):
-    return trained(rank, level, policy, overflow_at, **options)
-
-
 @pytest.mark.parametrize(("level", "policy"), [("O0", "fp16"), ("O1", "fp32")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on_two_ranks, level, policy):
     options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
-    last = STEPS - 1
-    skipped = on_two_ranks(scaled, level, policy, options, last)
+    skipped = on_two_ranks(trained, level, policy, options, STEPS - 1)
     stopped = on_two_ranks(without_the_last_step, level, policy, options)
     for (weights, scale), before in zip(skipped, stopped, strict=True):
         assert scale == {"loss_scale": 2.0**7, "unskipped": 0}
@@ -134,23 +131,13 @@ def interrupted(rank, level, policy):
     model, optimizer = prepared(level, policy, **options)
     train(model, optimizer, rank, range(2))
     files = (*get_state_dict(model, optimizer), amp.state_dict())
-    copies = [{k: clone(v) for k, v in file.items()} for file in files]
+    copies = copy.deepcopy(files)
     expected = train(model, optimizer, rank, range(2, STEPS))
     del model, optimizer
-    model, optimizer = amp.initialize(
-        *sharded(policy, seed=1), opt_level=level, verbosity=0, **options
-    )
+    model, optimizer = prepared(level, policy, seed=1, **options)
     set_state_dict(model, optimizer, model_state_dict=copies[0], optim_state_dict=copies[1])
     amp.load_state_dict(copies[2])
     return expected, train(model, optimizer, rank, range(2, STEPS))
-
-
-def clone(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: clone(item) for key, item in value.items()}
-    return [*map(clone, value)] if isinstance(value, list) else value
 
 
 def refusals(rank):

@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,14 +12,13 @@ from apex.parallel import Reducer, SyncBatchNorm, convert_syncbn_model
 from tests.distributed.cases import (
     EPS,
     assert_trained_alike,
-    backward,
     batch,
     initialized,
     joined,
     state,
     train_steps,
 )
-from tests.support.loops import LEVELS_SHORT, WITH_MASTERS
+from tests.support.loops import LEVELS_SHORT, WITH_MASTERS, loss_of, net
 
 pytestmark = pytest.mark.distributed
 
@@ -38,17 +36,14 @@ class Branches(nn.Module):
         self.step = 0
 
     def forward(self, x):
+        self.step += 1
         return (self.first if self.step % 2 else self.second)(x)
 
 
 def train_branches(rank, level):
     model, optimizer = initialized(level, Branches())
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    for step in range(4):
-        model.step = step
-        optimizer.zero_grad()
-        backward(parallel, optimizer, *batch(rank, step))
-        optimizer.step()
+    train_steps(parallel, optimizer, (batch(rank, step) for step in range(4)))
     return state(parallel, optimizer)
 
 
@@ -57,11 +52,7 @@ def test_unused_parameters_are_found(on_two_ranks, level):
     first, second = on_two_ranks(train_branches, level)
     assert first == second
     model, optimizer = initialized(level, Branches())
-    for step in range(4):
-        model.step = step
-        optimizer.zero_grad()
-        backward(model, optimizer, *joined(step))
-        optimizer.step()
+    train_steps(model, optimizer, map(joined, range(4)))
     assert_trained_alike(first, optimizer, level)
 
 
@@ -109,7 +100,7 @@ def train_with_reducer(rank, level):
     reducer = Reducer(model)
     for step in range(3):
         optimizer.zero_grad()
-        loss = F.mse_loss(model(batch(rank, step)[0]).float(), batch(rank, step)[1])
+        loss = loss_of(model, *batch(rank, step))
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
             reducer.reduce()
@@ -135,8 +126,7 @@ def sharded_adam(params):
 
 
 def train_with_sharded_state(rank, level):
-    torch.manual_seed(3 + rank)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = net(3 + rank)
     optimizer = sharded_adam(model.parameters())
     try:
         model, optimizer = initialized(level, model, optimizer)
@@ -151,8 +141,7 @@ def train_with_sharded_state(rank, level):
 def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_ranks, level):
     first, second = on_two_ranks(train_with_sharded_state, level)
     assert first == second
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = net(3)
     model, optimizer = initialized(level, model, torch.optim.Adam(model.parameters(), lr=1e-2))
     train_steps(model, optimizer, map(joined, range(3)))
     assert_trained_alike(first, optimizer, level, eps=32)

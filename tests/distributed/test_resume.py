@@ -36,9 +36,7 @@ def run(rank, level, wraps, has_block, saved=None):
     for index in (0, 1) if saved is None else (2, 3):
         step(parallel, optimizer, *batch(rank, index), has_block=has_block)
     if saved is None:
-        state = loops.saved_and_loaded(
-            [model.state_dict(), optimizer.state_dict(), amp.state_dict()]
-        )
+        state = loops.saved_and_loaded([part.state_dict() for part in (model, optimizer, amp)])
         for index in (2, 3):
             step(parallel, optimizer, *batch(rank, index), has_block=has_block)
         return state, loops.masters(optimizer)
@@ -63,9 +61,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(on_two_ranks, level,
 def one_weight(rank, level):
     """Two passes without a clear, clipped and discarded: the gradients after each."""
     weight = torch.nn.Linear(2, 1, bias=False)
-    model, optimizer = loops.prepared(
-        level, model=weight, loss_scale=None if level == "O5" else 8.0
-    )
+    scale = None if level == "O5" else 8.0
+    model, optimizer = loops.prepared(level, model=weight, loss_scale=scale)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     found = []
     for factor in (1.0, 2.0):

@@ -30,7 +30,7 @@ def accumulate(rank, parallel, optimizer, model, updates=3):
 # -- compiled --------------------------------------------------------------------------------
 
 COMPILED = {
-    "the wrapper": lambda model: torch.compile(DistributedDataParallel(model), backend="aot_eager"),
+    "around": lambda model: torch.compile(DistributedDataParallel(model), backend="aot_eager"),
     "inside": lambda model: DistributedDataParallel(torch.compile(model, backend="aot_eager")),
 }
 
@@ -48,17 +48,13 @@ def accumulate_eager(rank, level):
     return accumulate(rank, DistributedDataParallel(model), optimizer, model)
 
 
-@pytest.mark.parametrize(
-    ("level", "where"), [("O1", "the wrapper"), ("O5", "the wrapper"), ("O5", "inside")]
-)
+@pytest.mark.parametrize(("level", "where"), [("O1", "around"), ("O5", "around"), ("O5", "inside")])
 def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, level, where):
     first, second = on_two_ranks(accumulate_compiled, level, where)
     assert first == second
     eager = on_two_ranks(accumulate_eager, level)[0]
-    for ours, theirs in zip(first["masters"], eager["masters"], strict=True):
-        torch.testing.assert_close(
-            torch.tensor(ours), torch.tensor(theirs), rtol=2.0**-7, atol=2.0**-7
-        )
+    for found in zip(first["masters"], eager["masters"], strict=True):
+        torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-7, atol=2.0**-7)
 
 
 def accumulate_in_copies(rank, level):

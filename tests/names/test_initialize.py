@@ -96,9 +96,8 @@ def test_a_level_as_third_argument_is_a_truthy_enabled_and_runs_at_o1():
     assert caught[0].filename == __file__
     assert amp._amp_state.opt_properties.opt_level == "O1"
     other = loops.Net()
-    amp.initialize(
-        other, loops.sgd(other.parameters()), "O1", verbosity=0
-    )  # as MadryLab's robustness passes it
+    # As MadryLab's robustness passes it.
+    amp.initialize(other, loops.sgd(other.parameters()), "O1", verbosity=0)
 
 
 # -- what comes back -------------------------------------------------------------------------
@@ -131,10 +130,8 @@ class Locked(list):
 def test_an_error_in_the_midst_of_it_leaves_everything_as_it_was(level):
     model = loops.Net()
     loops.small_loss(model).backward()  # gradients are there already
-    optimizers = [
-        loops.sgd(model.first.parameters(), momentum=0.9),
-        loops.sgd(model.last.parameters()),
-    ]
+    parts = model.first, model.last
+    optimizers = [loops.sgd(part.parameters(), momentum=0.9) for part in parts]
     optimizers[0].step()
     if level == "O4":
         amp.register_half_function(str, "upper")  # str takes no attributes
@@ -149,10 +146,7 @@ def test_an_error_in_the_midst_of_it_leaves_everything_as_it_was(level):
     after = [model.state_dict(), *(opt.state_dict() for opt in optimizers)]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert all(map(torch.equal, (p.grad for p in model.parameters()), grads))
-    optimizer = loops.sgd(model.parameters())
-    loops.train(
-        *amp.initialize(model, optimizer, opt_level="O5", verbosity=0), data=loops.small_batches(3)
-    )
+    loops.train(*loops.prepared("O5", model=model), data=loops.small_batches(3))
 
 
 # -- levels ----------------------------------------------------------------------------------
@@ -167,9 +161,8 @@ def test_each_level_has_its_column_of_the_option_table(level):
     norm = COLUMNS[level][0] if level == "O3" else FP32
     assert model.first.weight.dtype is (COLUMNS[level][0] or FP32)
     assert model.norm.weight.dtype is model.norm.running_mean.dtype is norm
-    assert model(torch.randn(3, 4)).dtype is (
-        loops.LEVELS[level].compute if level in ("O1", "O4") else FP32
-    )
+    out = loops.LEVELS[level].compute if level in ("O1", "O4") else FP32
+    assert model(torch.randn(3, 4)).dtype is out
     stepped = next(amp.master_params(optimizer))
     assert stepped.dtype is (FP16 if level == "O3" else FP32)
     assert (stepped is model.first.weight) is (level not in ("O2", "O5"))
@@ -266,10 +259,8 @@ def test_16_bit_parameters_stay_where_scripts_allow_models_that_are_not_fp32(lev
 
 def refused(error, words, models, optimizers=None, *, level="O5", **kwargs):
     """Fails unless ``initialize`` raises ``error`` with these words and changes nothing."""
-    given = [
-        each for part in (models, optimizers) for each in (part if type(part) is list else [part])
-    ]
-    with loops.nothing_changes(*given), pytest.raises(error, match=words) as e:
+    parts = [part if type(part) is list else [part] for part in (models, optimizers)]
+    with loops.nothing_changes(*parts[0], *parts[1]), pytest.raises(error, match=words) as e:
         amp.initialize(models, optimizers, opt_level=level, **kwargs)
     assert type(e.value) is error
 
@@ -347,21 +338,16 @@ def test_bad_models_are_refused(level):
     with torch.inference_mode():
         refused(RuntimeError, "inference_mode.*before the block", loops.Net(), level=level)
     with torch.backends.cudnn.flags(enabled=False):
-        refused(
-            RuntimeError, r"needs torch\.backends\.cudnn\.enabled = True", loops.Net(), level=level
-        )
+        words = r"needs torch\.backends\.cudnn\.enabled = True"
+        refused(RuntimeError, words, loops.Net(), level=level)
 
 
 def test_a_distributed_data_parallel_model_is_refused():
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(loops.Net())
-        refused(
-            RuntimeError,
-            "wrapped in DistributedDataParallel.*then wrap",
-            model,
-            loops.sgd(model.parameters()),
-        )
+        words = "wrapped in DistributedDataParallel.*then wrap"
+        refused(RuntimeError, words, model, loops.sgd(model.parameters()))
     finally:
         torch.distributed.destroy_process_group()
 

@@ -52,9 +52,8 @@ def test_an_mlp_is_linear_layers_with_activations(activation, bias):
     torchs = nn.Sequential()
     for index, (before, after) in enumerate(itertools.pairwise(SIZES)):
         layer = nn.Linear(before, after, bias)
-        layer.load_state_dict(
-            {n: getattr(model, f"{n}_{index}") for n, _ in layer.named_parameters()}
-        )
+        state = {name: getattr(model, f"{name}_{index}") for name in layer.state_dict()}
+        layer.load_state_dict(state)
         torchs.extend([layer, ACTIVATIONS[activation]()])
     x = torch.randn(2, 7, 6, requires_grad=True)
     weights, biases = ([getattr(torchs[2 * i], n) for i in range(3)] for n in ("weight", "bias"))

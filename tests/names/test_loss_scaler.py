@@ -55,9 +55,7 @@ def test_bounds_and_window_can_be_set():
     loops.train(model, optimizer, data=loops.small_batches(3))
     scaler()._scale_seq_len = 2.0  # NVIDIA's GNMT parses it as a float
     scaler()._max_loss_scale = 2.0**17
-    loops.train(
-        model, optimizer, data=loops.small_batches(1)
-    )  # the count is past the window: grows at once
+    loops.train(model, optimizer, data=loops.small_batches(1))  # past the window: grows at once
     assert (loops.scale(), loops.unskipped()) == (2.0**17, 0)
     loops.train(model, optimizer, data=loops.small_batches(2))
     assert loops.scale() == 2.0**17

@@ -109,9 +109,7 @@ def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
         others = [loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
         cases.run(optimizer, params, 3, first=2)
         for other in others:
-            assert [{*group} for group in other.param_groups] == [
-                {*group} for group in optimizer.param_groups
-            ]
+            assert [*map(set, other.param_groups)] == [*map(set, optimizer.param_groups)]
             own = [p for group in other.param_groups for p in group["params"]]
             other.found_inf = flag
             cases.run(other, own, 3, first=2)
@@ -154,9 +152,8 @@ def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes,
     cases.run(other, params, 1)
     optimizer = cases.MAKERS[name](cases.parameters(shapes=[(3, 4)]))
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(
-        ValueError, match=rf"{name} got the state of another model or optimizer: {message}"
-    ):
+    words = f"{name} got the state of another model or optimizer: {message}"
+    with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.state_dict() == before
 

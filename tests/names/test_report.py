@@ -11,6 +11,7 @@ from apex import amp
 from apex._torch.devices import cpu_features
 from tests.support.loops import LEVELS, Net, overflow, prepared, scaled_backward, small_loss
 
+NAN = torch.nan
 LINE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
 
 
@@ -78,9 +79,7 @@ def skip(optimizer, model, value, times):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("level", "value"), [("O1", torch.inf), ("O1", torch.nan), ("O2", torch.nan)]
-)
+@pytest.mark.parametrize(("level", "value"), [("O1", torch.inf), ("O1", NAN), ("O2", NAN)])
 def test_50_skips_in_a_row_give_one_warning_that_names_a_gradient_and_the_command(level, value):
     model, optimizer = prepared(level, model=Net())
     for _ in range(2):
@@ -127,9 +126,6 @@ def test_levels_without_fp16_do_not_warn_and_an_error_changes_nothing():
         prepared("O1", model=Net(), enabled=False)
         prepared("O1", model=Net(), patch_torch_functions=False)
         prepared("O2", model=Net(), cast_model_type=torch.bfloat16)
-
-
-NAN = torch.nan
 
 
 @pytest.mark.parametrize("values", [[1.0, NAN, torch.inf, NAN], [1.0] * 40 + [NAN] * 32])

@@ -96,9 +96,8 @@ class Doubled(Reparameterization):
     """As apex's users write them: names, parameters, and the weight that they give."""
 
     def compute_weight(self, module=None, name=None):
-        module, name = Reparameterization.get_module_and_name(
-            module or self.module, name or self.name
-        )
+        names = module or self.module, name or self.name
+        module, name = Reparameterization.get_module_and_name(*names)
         return getattr(module, name + "_half") * 2 + 0 * module.in_features
 
     def reparameterize(self, name, weight, dim):

@@ -1,5 +1,7 @@
 """Parameters, gradients, and one of each optimizer."""
 
+from functools import partial
+
 import torch
 
 from apex import optimizers
@@ -8,33 +10,28 @@ from apex.contrib import optimizers as contrib
 SHAPES = [(3, 4), (5,), (2, 3, 2), ()]
 
 MAKERS = {
-    "FusedAdam": lambda p, **k: optimizers.FusedAdam(p, **{"lr": 0.05, "weight_decay": 0.1, **k}),
-    "FusedAdam-plain": lambda p, **k: optimizers.FusedAdam(
-        p, **{"lr": 0.05, "bias_correction": False, "adam_w_mode": False, "weight_decay": 0.1, **k}
+    "FusedAdam": partial(optimizers.FusedAdam, lr=0.05, weight_decay=0.1),
+    "FusedAdam-plain": partial(
+        optimizers.FusedAdam, lr=0.05, bias_correction=False, adam_w_mode=False, weight_decay=0.1
     ),
-    "FusedAdam-capturable": lambda p, **k: optimizers.FusedAdam(p, lr=0.05, capturable=True, **k),
-    "FusedSGD": lambda p, **k: optimizers.FusedSGD(
-        p, **{"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, **k}
+    "FusedAdam-capturable": partial(optimizers.FusedAdam, lr=0.05, capturable=True),
+    "FusedSGD": partial(optimizers.FusedSGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "FusedSGD-dampened": partial(optimizers.FusedSGD, lr=0.05, momentum=0.9, dampening=0.5),
+    "FusedSGD-after": partial(
+        optimizers.FusedSGD, lr=0.05, momentum=0.9, weight_decay=0.1, wd_after_momentum=True
     ),
-    "FusedSGD-dampened": lambda p, **k: optimizers.FusedSGD(
-        p, lr=0.05, momentum=0.9, dampening=0.5, **k
+    "FusedLAMB": partial(optimizers.FusedLAMB, lr=0.05),
+    "FusedNovoGrad": partial(optimizers.FusedNovoGrad, lr=0.05),
+    "FusedNovoGrad-inside": partial(
+        optimizers.FusedNovoGrad, lr=0.05, weight_decay=0.1, reg_inside_moment=True, norm_type=0,
+        init_zero=True,
     ),
-    "FusedSGD-after": lambda p, **k: optimizers.FusedSGD(
-        p, lr=0.05, momentum=0.9, weight_decay=0.1, wd_after_momentum=True, **k
+    "FusedAdagrad": partial(
+        optimizers.FusedAdagrad, lr=0.05, weight_decay=0.1, adagrad_w_mode=True
     ),
-    "FusedLAMB": lambda p, **k: optimizers.FusedLAMB(p, **{"lr": 0.05, **k}),
-    "FusedNovoGrad": lambda p, **k: optimizers.FusedNovoGrad(p, **{"lr": 0.05, **k}),
-    "FusedNovoGrad-inside": lambda p, **k: optimizers.FusedNovoGrad(
-        p, lr=0.05, weight_decay=0.1, reg_inside_moment=True, norm_type=0, init_zero=True, **k
-    ),
-    "FusedAdagrad": lambda p, **k: optimizers.FusedAdagrad(
-        p, **{"lr": 0.05, "weight_decay": 0.1, "adagrad_w_mode": True, **k}
-    ),
-    "FusedMixedPrecisionLamb": lambda p, **k: optimizers.FusedMixedPrecisionLamb(p, lr=0.05, **k),
-    "contrib.FusedAdam": lambda p, **k: contrib.FusedAdam(
-        p, lr=0.05, weight_decay=0.1, max_grad_norm=1.0, **k
-    ),
-}
+    "FusedMixedPrecisionLamb": partial(optimizers.FusedMixedPrecisionLamb, lr=0.05),
+    "contrib.FusedAdam": partial(contrib.FusedAdam, lr=0.05, weight_decay=0.1, max_grad_norm=1.0),
+}  # fmt: skip
 
 
 def parameters(dtype=torch.float32, shapes=SHAPES):

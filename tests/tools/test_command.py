@@ -150,11 +150,8 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(apex, tmp_path
         (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
         (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--levels NAMES]"),
         (["trace", "--keepgoing", "x.py"], "apex trace: error: unrecognized arguments: --keepg"),
-        (
-            ["compare", "lab.ipynb"],
-            "lab.ipynb is a notebook. Convert it to a script first: jupyter",
-        ),
-        (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jupyter"),
+        (["compare", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
+        (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
         (["compare", "old.py"], "line 1. This is Python 2. Convert it first: 2to3 -w FILE"),
         (["no-such-command"], "invalid choice"),
         ([], "apex: name a COMMAND: trace, compare, migrate, doctor"),

@@ -206,10 +206,7 @@ model, optimizer = amp.initialize(model, FusedNovoGrad(model.parameters()))
 USE = b"from apex import amp\n"
 UNREADABLE = {
     "broken.py": (b"import apex\nx = = 1\n", "line 2: not valid Python 3 syntax."),
-    "old.py": (
-        b"import apex\nprint 'apex'\n",
-        "line 2: not valid Python 3 syntax. This is Python 2",
-    ),
+    "old.py": (b"import apex\nprint 1\n", "line 2: not valid Python 3 syntax. This is Python 2"),
     "latin.py": (b"# apex \xe9\n", "cannot be decoded: invalid or missing encoding declaration."),
     "rot13.py": (b"# coding: rot13\n" + USE, "cannot be decoded: 'rot13' is not a text encoding"),
     "sum.py": (USE + b"x = " + b"+".join([b"1"] * 20_000), "nested too deeply to be read."),

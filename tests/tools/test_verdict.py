@@ -13,6 +13,7 @@ from apex.tools.compare.timing import CONFIDENCE, Load, Timing, median_interval,
 from tests.tools.cases import comparison_of, result_of
 
 IDLE = Load()
+WAITED = "this process waited for a core"
 SOUND_LOSSES = tuple(1.0 / step for step in range(1, 26))
 SLOW_LOSSES = tuple(2.0 / step for step in range(1, 26))
 
@@ -82,18 +83,14 @@ def test_a_quiet_machine_decides(ratio, level):
     ("load", "told"),
     [
         (Load(8.0, 2), "load 8 on 2 cores"),
-        (
-            Load(1.2, 2, waiting=0.31),
-            "load 1.2 on 2 cores; this process waited for a core 31% of the time",
-        ),
-        (Load(None, 4, waiting=0.5), "4 cores; this process waited for a core 50% of the time"),
+        (Load(1.2, 2, waiting=0.31), f"load 1.2 on 2 cores; {WAITED} 31% of the time"),
+        (Load(None, 4, waiting=0.5), f"4 cores; {WAITED} 50% of the time"),
     ],
 )
 def test_a_busy_machine_gives_no_verdict_on_speed_whatever_it_measured(load, told):
     found = judged(1.8, noisy=False, load=load).recommendation
-    assert found.text == (
-        f"No verdict on speed: this machine is busy ({told}). Run again when it is idle."
-    )
+    why = f"this machine is busy ({told}). Run again when it is idle."
+    assert found.text == f"No verdict on speed: {why}"
     assert found.level is None
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
     assert whys(found)["O4"] == "trains as well as fp32; no speed, as the machine is busy"
@@ -151,9 +148,8 @@ def test_ties_are_named_and_the_simplest_level_wins(names, ties):
 
 @pytest.mark.parametrize(("size", "level"), [(10**9, "O4"), (10**6, "O0")])
 def test_much_less_memory_at_the_same_speed_is_a_gain(size, level):
-    found = comparison_of(
-        result_of("O0", saved=size), result_of("O4", saved=size // 2)
-    ).recommendation
+    results = result_of("O0", saved=size), result_of("O4", saved=size // 2)
+    found = comparison_of(*results).recommendation
     assert found.level == level
     assert bool(re.search(r"50% less memory \(500 MB\), 1\.00x", found.text)) == (level == "O4")
 

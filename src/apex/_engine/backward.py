@@ -24,6 +24,7 @@ from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import MasterPair, fp32_copies, move_grads_to_masters
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake, Mistakes
 from apex._engine.scaler import Scaler, ScaleUpdate
+from apex._torch import foreach
 from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -359,5 +360,4 @@ def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         else:
             totals.append(total)
             added.append(grad)
-    if totals:
-        torch._foreach_add_(finite.dense_values(totals), finite.dense_values(added))
+    foreach.add_(finite.dense_values(totals), finite.dense_values(added))

@@ -37,15 +37,25 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inverse: Tensor) 
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, in its dtype; autograd records nothing.
+    """Copies each source into its target, in its dtype; autograd records nothing."""
+    _by_dtype(torch._foreach_copy_, targets, sources)
 
-    One call takes targets of one dtype, as CUDA's kernel in torch 2.6 to 2.10 writes past others
-    (https://github.com/pytorch/pytorch/pull/173531), and sources of one, as that kernel is for.
+
+def add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Adds each source to its target, in its dtype."""
+    _by_dtype(torch._foreach_add_, targets, sources)
+
+
+def _by_dtype(
+    kernel: Callable[..., Any], targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> None:
+    """Calls ``kernel`` for targets of one dtype and sources of one at a time.
+
+    CUDA's copy in torch 2.6 to 2.10 writes past targets of several
+    (https://github.com/pytorch/pytorch/pull/173531), and its kernels are for sources of one.
     """
-    if not targets:
-        return
     if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
-        torch._foreach_copy_(list(targets), list(sources))
+        kernel(list(targets), list(sources))
         return
     lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -53,7 +63,7 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         same_targets.append(target)
         same_sources.append(source)
     for same_targets, same_sources in lists.values():
-        torch._foreach_copy_(same_targets, same_sources)
+        kernel(same_targets, same_sources)
 
 
 def assign_(targets: list[Tensor], sources: list[Tensor]) -> None:

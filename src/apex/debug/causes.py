@@ -139,7 +139,7 @@ def _has_grown(birth: Birth) -> bool:
 
 def _loses_eps(birth: Birth) -> bool:
     in_fp16 = birth.dtype is torch.float16 and birth.eps is not None
-    return in_fp16 and torch.tensor(birth.eps, dtype=torch.float16).item() == 0.0
+    return in_fp16 and torch.tensor(birth.eps, dtype=torch.float16, device="cpu").item() == 0.0
 
 
 def _is_cast(birth: Birth) -> bool:

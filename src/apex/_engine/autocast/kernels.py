@@ -272,4 +272,5 @@ def _of_constants(kernel: Kernel) -> Kernel:
 def _as_tensor(constant: Any) -> Tensor:
     if isinstance(constant, Tensor):
         return constant
-    return torch.tensor(constant, dtype=torch.float64 if isinstance(constant, float) else None)
+    dtype = torch.float64 if isinstance(constant, float) else None
+    return torch.tensor(constant, dtype=dtype, device="cpu")
