@@ -324,12 +324,17 @@ class PreparedOptimizer:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
         before = [(param, _version_of(grad_of(param))) for param in self.params()]
         clear()
+        cleared: list[Tensor] = []
+        for param, version in before:
+            grad = grad_of(param)
+            if grad is None or grad._version != version:
+                cleared.append(param)
+        masters = {*map(id, cleared)}
+        for pair in self.pairs:
+            if id(pair.master) in masters:
+                pair.model.grad = None
         if self.session is not None:
-            self.session.drop_cleared(
-                param
-                for param, version in before
-                if grad_of(param) is None or _version_of(grad_of(param)) != version
-            )
+            self.session.drop_cleared(cleared)
 
     def drop_overflowed(self) -> None:
         """Drops gradients that no step may use, for a script that goes on without amp."""
