@@ -50,6 +50,15 @@ def test_the_newest_live_session_s_casts_are_on(levels, first):
         assert product() is (LOW[names[-1]] if names else torch.float32)
 
 
+@pytest.mark.parametrize("ends", [lambda held: amp.restore(*held), list.clear])
+def test_a_session_that_ends_inside_disable_casts_leaves_no_casts(ends):
+    held = [*session("O4")]
+    with amp.disable_casts():
+        ends(held)
+        gc.collect()
+    assert product() is torch.float32
+
+
 @pytest.mark.parametrize("inner", ["O1", "O4"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_session_that_began_in_a_block_leaves_the_others_as_they_are(block, inner):

@@ -162,10 +162,16 @@ class AmbientRegion:
 @contextmanager
 def casts_off() -> Iterator[None]:
     """A context or decorator in which nothing is cast, in regions inside, too."""
-    if not _is_compiling():
-        end_stale_casts()
-    with _off(devices_on()):
-        yield
+    if _is_compiling():
+        with _off(devices_on()):
+            yield
+        return
+    end_stale_casts()
+    try:
+        with _off(devices_on()):
+            yield
+    finally:
+        end_stale_casts()  # of sessions that ended in the block, whose casts it has brought back
 
 
 @contextmanager
