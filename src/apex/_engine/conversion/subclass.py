@@ -267,7 +267,8 @@ def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     # The class's ``forward`` runs, and calls the one that was set on the object. Scripts that
     # replace ``forward`` for a while leave the class's own there.
     inner = model.__dict__.pop("forward", state.inner_forward)
-    is_class_own = getattr(inner, "__func__", None) is inspect.getattr_static(model, "forward")
+    generated = type.__getattribute__(type(model), "forward")
+    is_class_own = getattr(inner, "__func__", None) is generated
     state.inner_forward = None if is_class_own else inner
     cast_parts(model, state, undo)
 
