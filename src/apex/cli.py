@@ -209,7 +209,6 @@ def _add_compare(subparsers: Any) -> None:
     add("--levels", metavar="NAMES", help="comma-separated, such as O0,O4,O5 (default: all)")
     add("--steps", type=count, default=100, metavar="N", help="training steps (default: 100)")
     add("--rounds", type=count, default=20, metavar="N", help="timed steps a level (default: 20)")
-    add("--emulated", action="store_true", help="also train emulated levels, for 10 steps")
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
     _add_device(parser)
     add("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
@@ -239,7 +238,6 @@ def _compare(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),
-        emulated=args.emulated,
     )
     check_file(args.output)
     check_json(args.json)

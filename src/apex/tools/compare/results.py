@@ -146,18 +146,14 @@ class Result:
 
     Attributes:
         level: The level.
-        supported: Whether this machine computes in its dtype at all.
-        emulated: Whether it does so by emulation.
-        skipped: Whether the level was not trained for either reason.
+        skipped: Why the level was not trained, such as its dtype being emulated; empty if it was.
         training: Record of the training.
         timing: Time per step.
         errors: Messages of what failed.
     """
 
     level: Level
-    supported: bool = True
-    emulated: bool = False
-    skipped: bool = False
+    skipped: str = ""
     training: Training | None = None
     timing: Timing | None = None
     errors: tuple[str, ...] = ()
@@ -219,7 +215,7 @@ class Comparison:
     Attributes:
         target: As named by the user.
         machine: Description of the machine.
-        steps: Training steps of a level that is not emulated.
+        steps: Training steps of each level.
         seed: Seed of all random numbers.
         results: In display order, the fp32 baseline first.
         notes: Remarks for the reader.
@@ -258,7 +254,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
     data = {name: value for name, value in asdict(comparison).items() if name != "results"}
     levels = [_result_data(result, comparison) for result in comparison.results]
-    return {"format": "apex-compare/3", **json_types(data), "levels": json_types(levels)}
+    return {"format": "apex-compare/4", **json_types(data), "levels": json_types(levels)}
 
 
 def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:

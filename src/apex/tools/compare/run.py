@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,9 +32,6 @@ from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
 from apex.tools.errors import TargetError, format_error
 
-EMULATED_STEPS = 10
-"""Training steps of a level whose dtype the machine emulates."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -45,7 +43,6 @@ class Options:
         rounds: Timed steps of each level.
         seed: Seed of all random numbers.
         device: Device to train on.
-        emulated: Whether to train levels whose dtype the machine emulates, for a few steps.
     """
 
     levels: tuple[Level, ...]
@@ -53,7 +50,6 @@ class Options:
     rounds: int
     seed: int
     device: torch.device
-    emulated: bool = False
 
 
 Tell = Callable[[str], object]
@@ -106,14 +102,10 @@ class _Run:
         self.load = Load()
         self._options, self._build, self._stage = options, build, stage
         self.batches = self._draw(build())
-        self.results = {level.name: self._untrained(level) for level in options.levels}
-
-    def _untrained(self, level: Level) -> Result:
-        ratio = slowdown(level.dtype, self._options.device)
-        emulated = ratio > EMULATION_RATIO
-        supported = ratio < float("inf")
-        skipped = not supported or (emulated and not self._options.emulated)
-        return Result(level, supported, emulated, skipped)
+        self.results = {
+            level.name: Result(level, _why_skipped(level, options.device))
+            for level in options.levels
+        }
 
     # -- the phases ----------------------------------------------------------------------
 
@@ -121,15 +113,14 @@ class _Run:
         """Trains at each level, one after another."""
         for name, result in list(self.results.items()):
             if not result.skipped:
-                self._stage(f"train {name}" + " (emulated)" * result.emulated)
+                self._stage(f"train {name}")
                 with self._recording_errors(name, "training"):
                     self._train_one(name)
 
     def _train_one(self, name: str) -> None:
         result = self.results[name]
         experiment, trainer = self._fresh(result)
-        steps = EMULATED_STEPS if result.emulated else len(self.batches)
-        record = training.train(trainer, self.batches[:steps], self._options.device)
+        record = training.train(trainer, self.batches, self._options.device)
         if name == BASELINE:
             self._note_unmoved(experiment.model)
         self._put(name, training=record)
@@ -139,7 +130,7 @@ class _Run:
     def time(self) -> None:
         """Times the levels, which take turns, as long as a verdict on speed can come."""
         baseline = self.results[BASELINE]
-        timed = [r for r in self.results.values() if r.training is not None and not r.emulated]
+        timed = [r for r in self.results.values() if r.training is not None]
         if all(result is baseline or fault(result, baseline) for result in timed):
             return
         meter = LoadMeter()
@@ -224,6 +215,16 @@ class _Run:
                 raise TargetError(text) from error
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
+
+
+def _why_skipped(level: Level, device: torch.device) -> str:
+    """Returns why a level is not worth training on a device; empty if it is."""
+    ratio = slowdown(level.dtype, device)
+    if math.isinf(ratio):
+        return f"{level.short_dtype} is not supported by this machine"
+    if ratio > EMULATION_RATIO:
+        return f"{level.short_dtype} is emulated on this machine"
+    return ""
 
 
 def _cycle(experiment: Experiment) -> Iterator[Any]:

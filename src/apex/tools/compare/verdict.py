@@ -112,7 +112,7 @@ def recommendation(comparison: Comparison) -> Recommendation:
         return Recommendation(None, _FP32_NOT_FINITE, base.errors)
     if len(comparison.results) == 1:
         return Recommendation(None, "Nothing to compare: only fp32 was trained.")
-    refusals = {result.name: _refusal(result, comparison) for result in comparison.results}
+    refusals = {r.name: r.skipped or fault(r, base) for r in comparison.results}
     timed = {}
     for result in comparison.results:
         speed = comparison.speed(result)
@@ -131,17 +131,6 @@ def recommendation(comparison: Comparison) -> Recommendation:
     if judged.level is None and sound and comparison.steps >= LEAST_STEPS:
         reasons.append(f"Trains as well as fp32: {', '.join(sound)}.")
     return Recommendation(judged.level, judged.text, tuple(reasons), tuple(verdicts))
-
-
-def _refusal(result: Result, comparison: Comparison) -> str:
-    """Returns why a level is ruled out; empty if it is not."""
-    name = result.level.short_dtype
-    if not result.supported:
-        return f"{name} is not supported by this machine"
-    if result.skipped:
-        return f"{name} is emulated on this machine; --emulated trains it for a few steps"
-    reasons = [f"{name} is emulated on this machine"] if result.emulated else []
-    return "; ".join(filter(None, [*reasons, fault(result, comparison.baseline)]))
 
 
 @dataclass(frozen=True)
