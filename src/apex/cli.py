@@ -124,10 +124,10 @@ def _add_trace(subparsers: Any) -> None:
 def _trace(args: argparse.Namespace) -> int:
     """Runs a training script and names the first operator that made inf or NaN.
 
-    It may be forward or backward, with or without amp. The report has its module, its line of
-    code, the values that went in, the cause and remedies. The script stops there. Overflows by
-    which a dynamic loss scale finds its value do not stop it, nor do masks of -inf that reach no
-    gradient. Compiled code runs uncompiled.
+    Works with and without amp, in forward and backward passes. The report shows the module, the
+    source line, the input values, the cause and possible fixes. The script stops at the first
+    fault. Overflows that make a dynamic loss scale back off do not stop it, and neither do -inf
+    masks that reach no gradient. Code under torch.compile runs in eager mode.
     """
     from apex.tools.script import Script
     from apex.tools.trace import measure, rank_file, trace
@@ -139,7 +139,6 @@ def _trace(args: argparse.Namespace) -> int:
     out, err = sys.stdout, sys.stderr  # the script may replace these
     stream = err if file == "-" else out
     notify = functools.partial(_show, stream) if args.keep_going else None
-    tracing: Any
     if args.digits or args.updates:
         tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
     else:
@@ -153,10 +152,10 @@ def _trace(args: argparse.Namespace) -> int:
     if out.closed:  # by the script
         sys.stdout = stream = err
     with _until_written():
-        _show(stream, f"\n{tracing}")
+        _show(stream, f"\n{tracing.report}")
         if file == "-" and out.closed:
             raise NotWrittenError("the JSON could not be written: the script closed its output")
-        write_json(file, tracing.to_dict())
+        write_json(file, tracing.data)
     if tracing.ending.interrupted:
         return INTERRUPTED
     return NOT_FINITE if tracing.found else tracing.ending.status
@@ -274,7 +273,8 @@ def _add_migrate(subparsers: Any) -> None:
         "path",
         metavar="PATH",
         type=Path,
-        help="a file, or a folder: all *.py under it but in hidden folders, environments, build",
+        help="a file, or a folder to search for *.py files (hidden, build and virtual environment "
+        "folders are skipped)",
     )
     _add_json(parser)
 
@@ -300,16 +300,19 @@ def _migrate(args: argparse.Namespace) -> int:
 
 def _add_doctor(subparsers: Any) -> None:
     parser = _command(
-        subparsers, "doctor", _doctor, "say whose apex is whose, and which dtypes are fast here"
+        subparsers,
+        "doctor",
+        _doctor,
+        "show which package provides apex, and which dtypes are fast on this machine",
     )
     _add_device(parser)
     _add_json(parser)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """Reports whose apex is whose, and which dtypes are fast here.
+    """Shows which package provides apex, and which dtypes are fast on this machine.
 
-    Says which level to start with. Takes a few seconds.
+    Recommends a level to start with. Takes a few seconds.
     """
     from apex.tools.devices import parse_device
     from apex.tools.doctor import examine
