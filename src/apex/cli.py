@@ -243,13 +243,10 @@ def _compare(args: argparse.Namespace) -> int:
     comparison = compare(args.target, options, _show_stage, _warn)
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(comparison))
+    write_json(args.json, to_json(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
-    if args.json != "-":
-        write_json(args.json, to_json(comparison))
     print("\n" + comparison_text(comparison, wide=args.wide), file=stream)
     print(f"report: {args.output}", file=stream)
-    if args.json == "-":
-        write_json("-", to_json(comparison))
     return FAILED if comparison.failed else OK
 
 

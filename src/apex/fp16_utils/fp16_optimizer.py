@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import checked_static
-from apex.fp16_utils.host_scale import HostScale
+from apex.fp16_utils.loss_scaler import DynamicLossScaler
 from apex.fp16_utils.master_wrapper import MasterWrapper
 
 _NAMES = "_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter"
 """What the loss scalers of apex's files hold."""
 
 
-class _Scale(HostScale):
+class _Scale(DynamicLossScaler):
     """The loss scale under the names that ``apex.amp`` uses."""
 
-    def loss_scale(self) -> float:
+    def loss_scale(self) -> float:  # type: ignore[override] # amp's form
         """Returns the current scale (multiplier)."""
         return self.cur_scale
 
@@ -47,11 +47,11 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     clip_grad_norm = staticmethod(nn.utils.clip_grad_norm_)
     first_closure_call_this_step = True
-    _with_frozen: ClassVar[bool] = False
-    _checks_static: ClassVar[bool] = False
-    _masters_key: ClassVar[str] = "fp32_from_fp16"
-    _keys: ClassVar[tuple[str, ...]] = ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict")
-    _scale_type: ClassVar[type[HostScale]] = _Scale
+    _with_frozen = False
+    _checks_static = False
+    _masters_key = "fp32_from_fp16"
+    _keys = ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict")
+    _scale_type = _Scale
     _scale_options: ClassVar[dict[str, Any]] = {
         "init_scale": 2.0**16,
         "scale_factor": 2.0,

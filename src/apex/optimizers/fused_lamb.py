@@ -12,11 +12,7 @@ from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.norms import global_norm
 from apex._core.foreach.scalars import Scalar, as_tensor
 from apex._core.foreach.working import store
-from apex.optimizers.fused_optimizer import (
-    Batch,
-    FusedOptimizer,
-    adam_defaults,
-)
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 
 class FusedLAMB(FusedOptimizer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: Has no effect; kept for compatibility.
     """
 
-    gradients_in_kernels: ClassVar[bool] = True
+    gradients_in_kernels = True
 
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
 

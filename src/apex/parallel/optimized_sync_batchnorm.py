@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class SyncBatchNorm(_BatchNorm):
         TypeError: If ``process_group`` is not a process group that contains this process.
     """
 
-    warned: ClassVar[bool] = False
+    warned = False
 
     def __init__(
         self,

@@ -26,9 +26,8 @@ class Level:
         meaning: Short description.
         autocast: Whether it trains with ``torch.autocast``, in fp16 with a ``GradScaler``, instead
             of ``amp.initialize``.
-        casts: Whether operators cast their inputs.
+        casts: Whether operators cast their inputs, and the weights stay fp32.
         options: Arguments of ``amp.initialize`` beside the name.
-        fp32_weights: Whether the model's weights stay fp32.
         advised: Whether it may be recommended; the others are only compared with.
     """
 
@@ -38,7 +37,6 @@ class Level:
     autocast: bool = False
     casts: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    fp32_weights: bool = True
     advised: bool = True
 
     @property
@@ -51,21 +49,19 @@ BASELINE = "O0"
 _HALF, _BF16 = torch.float16, torch.bfloat16
 _PLAIN = {"opt_level": "O5", "master_weights": False, "keep_batchnorm_fp32": False}
 _TORCH: Any = {"autocast": True, "casts": True}
-_LOW: Any = {"fp32_weights": False}
-_BARE: Any = {"fp32_weights": False, "advised": False}
 
 LEVELS: Mapping[str, Level] = {
     level.name: level
     for level in (
         Level(BASELINE, torch.float32, "fp32 throughout", advised=False),
         Level("O1", _HALF, "fp16 where it is safe, fp32 weights", casts=True),
-        Level("O2", _HALF, "fp16 model, fp32 batch norm and masters", **_LOW),
-        Level("O3", _HALF, "fp16 throughout, no masters", **_BARE),
+        Level("O2", _HALF, "fp16 model, fp32 batch norm and masters"),
+        Level("O3", _HALF, "fp16 throughout, no masters", advised=False),
         Level("O4", _BF16, "bf16 where it is safe, fp32 weights", casts=True),
-        Level("O5", _BF16, "bf16 model, fp32 batch norm and masters", **_LOW),
+        Level("O5", _BF16, "bf16 model, fp32 batch norm and masters"),
         Level("autocast-fp16", _HALF, "torch.autocast and GradScaler", **_TORCH),
         Level("autocast-bf16", _BF16, "torch.autocast", **_TORCH),
-        Level("bf16", _BF16, "bf16 throughout, no masters", options=_PLAIN, **_BARE),
+        Level("bf16", _BF16, "bf16 throughout, no masters", options=_PLAIN, advised=False),
     )
 }
 """By name, in display order."""

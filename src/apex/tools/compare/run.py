@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -186,16 +187,19 @@ class _Run:
     def _draw(self, experiment: Experiment) -> list[Any]:
         """Returns the batch of every step; adds a note if there are fewer."""
         batches: list[Any] = []
-        endless, wanted = _cycle(experiment), self._options.steps
+        wanted = self._options.steps
+        has_more = True
         try:
-            while len(batches) < wanted:
-                batches.append(next(endless))
-        except StopIteration:
-            self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
+            while has_more:
+                drawn = list(itertools.islice(experiment.batches, wanted - len(batches)))
+                batches += drawn
+                has_more = bool(drawn)  # an iterable that can be iterated again starts over
         except Exception as error:
             raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
             raise TargetError("The target gives no batches.")
+        if len(batches) < wanted:
+            self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
         return batches
 
     def _put(self, name: str, **parts: Any) -> None:
@@ -225,13 +229,3 @@ def _why_skipped(level: Level, device: torch.device) -> str:
     if ratio > EMULATION_RATIO:
         return f"{level.short_dtype} is emulated on this machine"
     return ""
-
-
-def _cycle(experiment: Experiment) -> Iterator[Any]:
-    """Yields the batches, starting over if they can be iterated again."""
-    has_batches = True
-    while has_batches:
-        has_batches = False
-        for batch in experiment.batches:
-            has_batches = True
-            yield batch

@@ -100,7 +100,7 @@ class _Timed:
     @property
     def preference(self) -> tuple[bool, bool]:
         """A key that sorts the simplest of equally fast levels first."""
-        return not self.result.level.fp32_weights, self.result.level.dtype is torch.float16
+        return not self.result.level.casts, self.result.level.dtype is torch.float16
 
 
 def recommendation(comparison: Comparison) -> Recommendation:
