@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -319,7 +320,7 @@ def _doctor(args: argparse.Namespace) -> int:
     health = examine(device)
     if args.json != "-":
         print(health)
-    write_json(args.json, health.to_dict())
+    write_json(args.json, dataclasses.asdict(health))
     return OK
 
 

@@ -6,10 +6,9 @@ import importlib.util
 import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -64,10 +63,6 @@ class Health:
     load: Load
     opt_level: str | None
     advice: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data, as ``apex doctor --json`` writes it."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """Returns the text that ``apex doctor`` prints."""

@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -71,8 +70,7 @@ def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Compariso
     Raises:
         TargetError: If the target cannot be used at any level.
     """
-    with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
+    with open_target(target, seed=options.seed) as build:
         load = current_load(options.device)
         if load.busy:
             warn(
