@@ -41,7 +41,7 @@ class _LiveSpec:
     """By device type."""
 
 
-_MODULES = (__name__, dynamo.__name__, torch._ops.__name__)
+_MODULES = (__name__, dynamo.__name__, "torch._ops")
 """Those whose functions are between the caller of an operator and :func:`_is_left_alone`."""
 
 _live: dict[int, _LiveSpec] = {}  # oldest first
