@@ -248,13 +248,11 @@ class Comparison:
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
-    data = {name: value for name, value in asdict(comparison).items() if name != "results"}
-    levels = [_result_data(result, comparison) for result in comparison.results]
+    data = asdict(comparison)
+    levels = data.pop("results")
+    for result, values in zip(comparison.results, levels, strict=True):
+        level = result.level
+        speed = comparison.speed(result)
+        values["speed"] = None if speed is None else asdict(speed)
+        values.update(level=level.name, meaning=level.meaning, dtype=level.dtype)
     return {"format": "apex-compare/4", **json_types(data), "levels": json_types(levels)}
-
-
-def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:
-    level, speed = result.level, comparison.speed(result)
-    data = {name: value for name, value in asdict(result).items() if name != "level"}
-    data["speed"] = None if speed is None else asdict(speed)
-    return {"level": level.name, "meaning": level.meaning, "dtype": level.dtype, **data}

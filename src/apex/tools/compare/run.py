@@ -27,7 +27,7 @@ from apex.tools.compare.timing import (
     slowdown,
     time_interleaved,
 )
-from apex.tools.compare.training import Trainer, prepare
+from apex.tools.compare.training import Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
 from apex.tools.errors import TargetError, format_error
@@ -178,7 +178,7 @@ class _Run:
         """Returns an experiment with the first weights, prepared at the result's level."""
         gc.collect()  # memory of the previous level would count
         experiment = self._build()
-        trainer = prepare(result.level, experiment, self._options.device)
+        trainer = Trainer(result.level, experiment, self._options.device)
         seed_all(self._options.seed)
         return experiment, trainer
 
