@@ -16,10 +16,7 @@ from apex._core.param_groups import exchange, params_in
 from apex._core.scale import checked_static
 from apex._engine.masters import make_master
 from apex._engine.optimizer.subclass import prepared_state
-from apex.fp16_utils.fp16util import (
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-)
+from apex.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
 from apex.fp16_utils.loss_scaler import DynamicLossScaler
 
 _log = logging.getLogger("apex")

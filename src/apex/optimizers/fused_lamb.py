@@ -78,7 +78,7 @@ class FusedLAMB(FusedOptimizer):
         """Takes the global norm of all gradients."""
         largest = self.defaults["max_grad_norm"]
         grads = [grad for batch in batches for grad in batch.grads]
-        self._divisor = 1.0
+        self._divisor: Scalar = 1.0
         if grads and largest:
             self._divisor = clip_divisor(global_norm(grads), largest)
 
@@ -97,5 +97,3 @@ class FusedLAMB(FusedOptimizer):
             nvlamb=self.use_nvlamb,
         )
         store(batch.params, targets)
-
-    _divisor: Scalar = 1.0

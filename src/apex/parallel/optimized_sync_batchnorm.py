@@ -62,9 +62,8 @@ class SyncBatchNorm(_BatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        group = checked_group(process_group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self.process_group = group
+        self.process_group = checked_group(process_group)
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 

@@ -18,14 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from apex.debug.common import counted
-from apex.tools.compare.results import (
-    BASELINE,
-    Comparison,
-    Recommendation,
-    Result,
-    Verdict,
-    Word,
-)
+from apex.tools.compare.results import BASELINE, Comparison, Recommendation, Result, Verdict, Word
 from apex.tools.compare.soundness import LEAST_STEPS, excess, fault
 from apex.tools.compare.timing import LEAST_ROUNDS, Interval
 from apex.tools.compare.training import end_loss
