@@ -389,8 +389,8 @@ def check_file(path: Path) -> None:
 
 def check_json(file: str | None) -> None:
     """Raises if the target of ``--json``, see :func:`write_json`, cannot be written."""
-    if file not in (None, "-"):
-        check_file(Path(str(file)))
+    if file is not None and file != "-":
+        check_file(Path(file))
 
 
 def write(path: Path, text: str) -> None:

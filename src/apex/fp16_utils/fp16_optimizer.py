@@ -154,16 +154,12 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         if not isinstance(saved, dict):  # files of apex hold the scaler of `apex.amp`, or an older
             saved = {name: getattr(saved, name) for name in _NAMES if hasattr(saved, name)}
         scale = saved.get("_loss_scale") or saved.get("cur_scale")
-        updates = saved.get("cur_iter", 0)
-        last_overflow = saved.get("last_overflow_iter", -1)
-        if "_unskipped" in saved:
-            updates = saved["_unskipped"]
-            last_overflow = -1
+        updates = saved.get("_unskipped", saved.get("cur_iter", 0))
         return {
             "dynamic": bool(state["dynamic_loss_scale"]),
             "cur_scale": checked_static(scale, "loss_scaler"),
             "cur_iter": int(updates),
-            "last_overflow_iter": int(last_overflow),
+            "last_overflow_iter": int(saved.get("last_overflow_iter", -1)),
         }
 
     def _saved_groups(self) -> list[list[nn.Parameter]]:
