@@ -20,6 +20,7 @@ from apex._engine.conversion.state import state_of
 from apex._engine.optimizer.subclass import prepared_state
 from apex._torch import ddp
 from apex._torch.errors import mixes_dtypes
+from apex.amp import scaler_states
 from apex.amp.properties import level_defaults
 from apex.integrations import scales
 from apex.integrations.submodule_calls import SubmoduleCalls
@@ -242,7 +243,7 @@ class ApexPrecision(_Precision):
         Raises:
             RuntimeError: If a value is invalid; nothing changes in this case.
         """
-        scales.check_state_dict(state_dict)
+        scaler_states.parsed(state_dict)  # raises unless these are scales
         if self._optimizers:
             scales.load_state_dict(self._optimizers[0], state_dict)
         else:
