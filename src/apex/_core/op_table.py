@@ -123,6 +123,14 @@ class OpTable:
         """Returns the one table of apex's lists and newer operators."""
         return cls({op: category for category, ops in _ROWS.items() for op in ops.split()})
 
+    def row(self, op: str, device: str) -> str | None:
+        """Returns the category of an operator on a device type."""
+        category = self.rows.get(op)
+        limit = op_rows.DEVICE_LIMITS.get(device, {}).get(op)
+        if limit is not None and category == OpTable.default().rows.get(op):
+            return limit
+        return category
+
     def for_dtype(self, dtype: torch.dtype) -> OpTable:
         """Returns the table without the rows that the region's dtype does not need."""
         if dtype is not torch.bfloat16:
@@ -189,3 +197,23 @@ class AutocastSpec:
     device_types: tuple[str, ...]
     table: OpTable
     allow_banned: bool = False
+
+    @functools.cached_property
+    def categories(self) -> Mapping[str, Mapping[str, str | None]]:
+        """By device type, each operator's category, which holds for any arguments of a call."""
+        return {device: self._categories(device) for device in self.device_types}
+
+    def _categories(self, device: str) -> dict[str, str | None]:
+        categories: dict[str, str | None] = {}
+        for op in op_rows.FLOAT64_BESIDE_WEIGHTS:
+            categories[op] = "fp32_beside_float64"
+        for op in self.table.rows:
+            category = self.table.row(op, device)
+            if category in ("banned", "banned_16bit") and self.allow_banned:
+                category = "fp32"
+            # cuDNN's inner row casts a whole RNN's weights into one piece; it knows fp16 only.
+            has_inner_row = device == "cuda" and torch.version.hip is None
+            if category == "recurrent" and has_inner_row and self.dtype is torch.float16:
+                category = None
+            categories[op] = category
+        return categories
