@@ -31,7 +31,7 @@ Kernel = Callable[..., Any]
 _PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
 
 
-_MODULES = (__name__, dynamo.__name__, torch._ops.__name__)
+_MODULES = (__name__, dynamo.__name__, "torch._ops")
 """Those whose functions are between the caller of an operator and :func:`_is_left_alone`."""
 
 _live: dict[int, AutocastSpec] = {}  # oldest first
