@@ -32,7 +32,7 @@ Category = Literal[
 ``fp32``: all to fp32; a ``dtype=`` argument is kept.
 Both leave calls of float64 alone as they are.
 ``promote``: all to the widest floating-point dtype among them.
-``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
+``banned``: as ``fp32``, but fp16 raises NotImplementedError.
 ``banned_16bit``: as ``banned``, and bf16 raises, too.
 ``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
 ``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
@@ -146,12 +146,12 @@ class OpTable:
         removed = operators(namespace, name)
         return OpTable({op: category for op, category in self.rows.items() if op not in removed})
 
-    def with_bans_in_bf16(self) -> OpTable:
-        """Returns the table with banned operators that refuse bf16, too."""
+    def with_bans(self, category: Category) -> OpTable:
+        """Returns the table with banned operators in ``category``."""
         rows = dict(self.rows)
-        for op, category in self.rows.items():
-            if category == "banned":
-                rows[op] = "banned_16bit"
+        for op in self.rows:
+            if self.rows[op] == "banned":
+                rows[op] = category
         return OpTable(rows)
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
@@ -190,13 +190,11 @@ class AutocastSpec:
         dtype: The low precision, float16 (O1) or bfloat16 (O4).
         device_types: Device types of the prepared models, such as ``("cpu",)``.
         table: The op table, with the user's changes.
-        allow_banned: Whether banned operators run in fp32 on fp16 input instead of raising.
     """
 
     dtype: torch.dtype
     device_types: tuple[str, ...]
     table: OpTable
-    allow_banned: bool = False
 
     @functools.cached_property
     def categories(self) -> Mapping[str, Mapping[str, str | None]]:
@@ -209,8 +207,6 @@ class AutocastSpec:
             categories[op] = "fp32_beside_float64"
         for op in self.table.rows:
             category = self.table.row(op, device)
-            if category in ("banned", "banned_16bit") and self.allow_banned:
-                category = "fp32"
             # cuDNN's inner row casts a whole RNN's weights into one piece; it knows fp16 only.
             has_inner_row = device == "cuda" and torch.version.hip is None
             if category == "recurrent" and has_inner_row and self.dtype is torch.float16:

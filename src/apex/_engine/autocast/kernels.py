@@ -113,7 +113,7 @@ _TAG = "-apex-"
 @functools.cache
 def digest(spec: AutocastSpec) -> str:
     """Returns a digest of the rows of a spec."""
-    rules = repr((sorted(spec.table.rows.items()), spec.allow_banned))
+    rules = repr(sorted(spec.table.rows.items()))
     return hashlib.sha256(rules.encode()).hexdigest()[:16]
 
 
