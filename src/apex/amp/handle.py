@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import AmbientRegion, NoAutocastRegion, casts_off
+from apex._engine.autocast.region import NoAutocastRegion, Region, casts_off
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -209,7 +209,7 @@ class AmpHandle:
             return
         self._session.close()
         for model in self._session.models:
-            set_region(model, AmbientRegion())
+            set_region(model, Region())
         for model in self._models:
             set_region(model, NoAutocastRegion())
         self._models = ()

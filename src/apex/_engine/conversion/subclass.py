@@ -198,7 +198,7 @@ def _casting_forward(own: Any) -> Any:
             watched = state.plan.casts_down and state.writes.left > 0
             if watched:
                 state.writes.begin_forward(self, state.link, call)
-            cast_args, cast_kwargs = state.region.enter(call, cast_args, cast_kwargs)
+            state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
