@@ -388,7 +388,8 @@ def test_torch_s_grad_scaler_is_refused_where_it_would_not_unscale_masters(name,
 def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(level, make_optimizer):
     stepped = []
     for enabled in (False, True):
-        model, optimizer = loops.prepared(level, make_optimizer, max_loss_scale=2.0)
+        scale = {"loss_scale": "dynamic", "max_loss_scale": 2.0}
+        model, optimizer = loops.prepared(level, make_optimizer, **scale)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
         with amp.scale_loss(
             scaler.scale(loops.loss_of(model, *loops.batch())), optimizer
