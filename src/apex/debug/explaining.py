@@ -27,8 +27,8 @@ from apex.debug.common import (
     floating_outputs,
     preserve_state,
 )
-from apex.debug.place import Direction, Tracker
-from apex.debug.tracing import Call, Detector, Mode, floating
+from apex.debug.place import Direction
+from apex.debug.tracing import Call, Trace, floating
 
 aten = torch.ops.aten
 
@@ -98,14 +98,13 @@ def explain(
     device = next((t.device for t in every if t.device.type != "cpu"), torch.device("cpu"))
 
     def run() -> _Costs:
-        with preserve_state(inner, given), torch.set_grad_enabled(backward), Tracker(inner) as at:
-            costs = _Costs(at, device)
-            with Mode(costs):
-                loss = inner(*inputs, **keywords)
-                if loss_fn is not None or backward:
-                    loss = (loss_fn or _mean_of)(loss)
-                if backward:
-                    _differentiate(inner, given, loss)
+        costs = _Costs(inner, device)
+        with preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
+            loss = inner(*inputs, **keywords)
+            if loss_fn is not None or backward:
+                loss = (loss_fn or _mean_of)(loss)
+            if backward:
+                _differentiate(inner, given, loss)
         return costs
 
     run()
@@ -268,11 +267,11 @@ class _Stats:
     cast_bytes: int = 0
 
 
-class _Costs(Detector):
+class _Costs(Trace):
     """Times every operator on floating-point tensors that computes; views do not."""
 
-    def __init__(self, tracker: Tracker, device: torch.device) -> None:
-        super().__init__(tracker)
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model)
         self._device = device
         self._stats: defaultdict[OpRow, _Stats] = defaultdict(_Stats)
 
@@ -280,11 +279,11 @@ class _Costs(Detector):
         on_device = self._device.type in ("cuda", "xpu")
         return record(self._device, timing=True) if on_device else time.perf_counter()
 
-    def before(self, call: Call) -> Any:
+    def _before(self, call: Call) -> Any:
         """Returns when the call began."""
         return self._now()
 
-    def after(self, call: Call, before: Any, result: Any) -> None:
+    def _after(self, call: Call, before: Any, result: Any) -> None:
         """Records the call."""
         span = before, self._now()
         if call.traits.view or call.func._overloadpacket in _SHARING:
@@ -298,8 +297,8 @@ class _Costs(Detector):
         if casts and inputs[0].dtype is not outputs[0].dtype:
             moved = inputs[0].numel() * (inputs[0].itemsize + outputs[0].itemsize)
         row = OpRow(
-            *self.tracker.module,
-            self.tracker.direction,
+            *self._tracker.module,
+            self._tracker.direction,
             _CAST if moved else call.name,
             tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs)),
             dtypes.name(outputs[0].dtype) if outputs else "",

@@ -14,7 +14,7 @@ from apex._core.param_groups import params_of
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.births import operator_name
-from apex.debug.place import Tracker, runs_in_scaler
+from apex.debug.place import runs_in_scaler
 from apex.debug.tracing import Call, floating
 
 Misuse = Literal["change", "reading"]
@@ -36,8 +36,7 @@ class ScaledGradients:
         loss_scale: The scale of the last backward pass, None without one, and whether it adapts.
     """
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+    def __init__(self) -> None:
         self.loss_scale: tuple[float | None, bool] = (None, False)
         self._losses: MutableMapping[UntypedStorage, tuple[float, bool]] = WeakIdKeyDictionary()
         self._scales: MutableMapping[UntypedStorage, float] = WeakIdKeyDictionary()

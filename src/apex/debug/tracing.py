@@ -1,4 +1,4 @@
-"""A trace: one dispatch mode, which shows every operator of this thread to a detector."""
+"""A trace: one dispatch mode, which shows every operator of this thread."""
 
 from __future__ import annotations
 
@@ -164,72 +164,15 @@ def traits(func: Any) -> Traits:
     return Traits(f"{namespace}.{name}", view, places, reads, exchanges, uninitialized)
 
 
-class Detector:
-    """What looks at every call of an operator, before and after it runs.
-
-    Attributes:
-        tracker: Knows the running module, direction and line.
-        stepping: The optimizer whose ``step`` is running; None outside of one.
-    """
-
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-        self.stepping: Optimizer | None = None
-
-    @property
-    def in_step(self) -> bool:
-        """Whether an optimizer computes: its closure, a forward pass, enables gradients."""
-        in_closure = torch.is_grad_enabled() or backward_id() != -1
-        return self.stepping is not None and not in_closure
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The sessions of the models and of modules inside them."""
-        sessions: dict[Session, None] = {}
-        for model in self.tracker.models:
-            for module in model.modules():
-                state = state_of(module)
-                if state is not None and state.link.session is not None:
-                    sessions[state.link.session] = None
-        return list(sessions)
-
-    @property
-    def way(self) -> str:
-        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
-        for session in self.sessions:
-            return session.policy.opt_level
-        return "autocast" if self.tracker.autocasts else "plain"
-
-    def enter_step(self, optimizer: Optimizer) -> None:
-        """Called before every step of an optimizer."""
-
-    def leave_step(self, optimizer: Optimizer) -> None:
-        """Called after it."""
-
-    def before(self, call: Call) -> Any:
-        """Returns what ``after`` needs of the time before the call."""
-
-    def after(self, call: Call, before: Any, result: Any) -> None:
-        """Looks at the result."""
-
-    def _pre_hook(self, optimizer: Optimizer, *_: Any) -> None:
-        self.enter_step(optimizer)
-        self.stepping = optimizer
-
-    def _post_hook(self, optimizer: Optimizer, *_: Any) -> None:
-        self.stepping = None
-        self.leave_step(optimizer)
-
-
 class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows operators on plain tensors to a detector, in the process that entered it."""
+    """Shows operators on plain tensors to a trace, in the process that entered it."""
 
     # Their bodies consist of operators, which are traced.
     supports_higher_order_operators = True
 
-    def __init__(self, detector: Detector) -> None:
+    def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._detector = detector
+        self._trace = trace
         self._process = os.getpid()
 
     def __torch_dispatch__(
@@ -243,17 +186,19 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        detector = self._detector
-        detector.tracker.record_site()
+        trace = self._trace
+        trace._tracker.record_site()
         call = Call(func, traits(func), args, kwargs)
-        before = detector.before(call)
+        before = trace._before(call)
         result = func(*args, **kwargs)
-        detector.after(call, before, result)
+        trace._after(call, before, result)
         return result
 
 
 class Trace:
     """A context that traces every operator of this thread, and of its backward passes.
+
+    A subclass looks at each call of an operator, before and after it runs, and at optimizer steps.
 
     Attributes:
         mode: The active dispatch mode; None before and after the trace.
@@ -274,13 +219,10 @@ class Trace:
                     "by one, and a GradScaler as scaler=."
                 )
         self._tracker = Tracker(*models)
+        self._stepping: Optimizer | None = None  # whose step is running
         self._entered = False
         self._hooks = ExitStack()
         self.mode: TorchDispatchMode | None = None
-
-    def _detector(self) -> Detector:
-        """Returns what looks at the operators."""
-        raise NotImplementedError
 
     def __enter__(self: SomeTrace) -> SomeTrace:
         """Starts tracing this thread.
@@ -293,20 +235,64 @@ class Trace:
                 f"This trace was entered before, and a trace traces once. Call {self._NAME} again."
             )
         self._entered = True
-        detector = self._detector()
         with ExitStack() as hooks:
             hooks.enter_context(self._tracker)
-            hooks.callback(register_optimizer_step_pre_hook(detector._pre_hook).remove)
-            hooks.callback(register_optimizer_step_post_hook(detector._post_hook).remove)
+            hooks.callback(register_optimizer_step_pre_hook(self._pre_hook).remove)
+            hooks.callback(register_optimizer_step_post_hook(self._post_hook).remove)
             hooks.enter_context(eager())
-            self.mode = hooks.enter_context(Mode(detector))
+            self.mode = hooks.enter_context(Mode(self))
             self._hooks = hooks.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models."""
         self.mode = None
+        self._stepping = None
         self._hooks.close()
+
+    def _before(self, call: Call) -> Any:
+        """Returns what ``_after`` needs of the time before the call."""
+
+    def _after(self, call: Call, before: Any, result: Any) -> None:
+        """Looks at the result."""
+
+    def _enter_step(self, optimizer: Optimizer) -> None:
+        """Called before every step of an optimizer."""
+
+    def _leave_step(self, optimizer: Optimizer) -> None:
+        """Called after it."""
+
+    def _pre_hook(self, optimizer: Optimizer, *_: Any) -> None:
+        self._enter_step(optimizer)
+        self._stepping = optimizer
+
+    def _post_hook(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepping = None
+        self._leave_step(optimizer)
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether an optimizer computes: its closure, a forward pass, enables gradients."""
+        in_closure = torch.is_grad_enabled() or backward_id() != -1
+        return self._stepping is not None and not in_closure
+
+    @property
+    def _sessions(self) -> list[Session]:
+        """The sessions of the models and of modules inside them."""
+        sessions: dict[Session, None] = {}
+        for model in self._tracker.models:
+            for module in model.modules():
+                state = state_of(module)
+                if state is not None and state.link.session is not None:
+                    sessions[state.link.session] = None
+        return list(sessions)
+
+    @property
+    def _way(self) -> str:
+        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
+        for session in self._sessions:
+            return session.policy.opt_level
+        return "autocast" if self._tracker.autocasts else "plain"
 
 
 # -- values ----------------------------------------------------------------------------------------
