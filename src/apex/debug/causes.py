@@ -63,6 +63,9 @@ def finding_of(birth: Birth | None) -> Finding | None:
     section = _section(birth)
     row = data()[section]
     why = row.get("why") or data()[birth.cause]["why"]
+    notes = []
+    for place, largest in birth.next.items():
+        notes.append(("next", f"once that is clamped, {largest:.3g} here\n{place.shown}"))
     return Finding(
         place=birth.place,
         op=birth.op,
@@ -82,7 +85,7 @@ def finding_of(birth: Birth | None) -> Finding | None:
         inputs=birth.inputs,
         pattern=section if "ops" in row else "",
         heals=birth.heals,
-        notes=tuple(("next", _next(*item)) for item in birth.next.items()),
+        notes=tuple(notes),
     )
 
 
@@ -96,10 +99,6 @@ def _remedies_of(birth: Birth, section: str) -> list[Remedy]:
         ways = line if section == "range" else ways + line
     in_bf16 = remedies("in bf16", birth.way)
     return ways[: _MOST_REMEDIES - len(in_bf16)] + in_bf16
-
-
-def _next(place: Place, largest: float) -> str:
-    return f"once that is clamped, {largest:.3g} here\n{place.shown}"
 
 
 def _what(birth: Birth) -> str:
@@ -152,8 +151,8 @@ def _has_grown(birth: Birth) -> bool:
 
 
 def _loses_eps(birth: Birth) -> bool:
-    in_fp16 = birth.dtype is torch.float16 and birth.eps is not None
-    return in_fp16 and torch.tensor(birth.eps, dtype=torch.float16, device="cpu").item() == 0.0
+    in_fp16 = birth.dtype is torch.float16
+    return in_fp16 and birth.eps is not None and birth.eps <= 2.0**-25  # rounds to 0
 
 
 def _is_below_fp16(birth: Birth) -> bool:

@@ -8,7 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +30,9 @@ from apex.debug.common import (
 from apex.debug.place import Direction
 from apex.debug.tracing import Call, Trace, floating
 
-aten = torch.ops.aten
-
 LOW = ("float16", "bfloat16")
 _CAST = "aten._to_copy"
-_CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other}
-
-# Views whose schema does not say so.
-_SHARING = {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk}
+_CASTS = {_CAST, "aten.to"}
 
 
 def explain(
@@ -259,21 +254,14 @@ def _share(part: float, whole: float) -> str:
 # -- what was measured -----------------------------------------------------------------------------
 
 
-@dataclass
-class _Stats:
-    """What one record accumulates: the beginning and end of each call, and the bytes of casts."""
-
-    spans: list[tuple[Any, Any]] = field(default_factory=list)
-    cast_bytes: int = 0
-
-
 class _Costs(Trace):
     """Times every operator on floating-point tensors that computes; views do not."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model)
         self._device = device
-        self._stats: defaultdict[OpRow, _Stats] = defaultdict(_Stats)
+        # Of each call, its beginning, its end, and the bytes that it moved as a cast.
+        self._calls: defaultdict[OpRow, list[tuple[Any, Any, int]]] = defaultdict(list)
 
     def _now(self) -> Any:
         on_device = self._device.type in ("cuda", "xpu")
@@ -285,14 +273,14 @@ class _Costs(Trace):
 
     def _after(self, call: Call, before: Any, result: Any) -> None:
         """Records the call."""
-        span = before, self._now()
-        if call.traits.view or call.func._overloadpacket in _SHARING:
+        end = self._now()
+        if call.traits.view:
             return
-        inputs = list(filter(is_castable, floating([call.args, call.kwargs])))
+        inputs = list(filter(is_castable, floating(call.arguments)))
         outputs = list(filter(is_castable, floating(result)))
         if not inputs and not outputs:
             return
-        casts = call.func in _CASTS and inputs and outputs
+        casts = call.name in _CASTS and inputs and outputs
         moved = 0
         if casts and inputs[0].dtype is not outputs[0].dtype:
             moved = inputs[0].numel() * (inputs[0].itemsize + outputs[0].itemsize)
@@ -303,23 +291,18 @@ class _Costs(Trace):
             tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs)),
             dtypes.name(outputs[0].dtype) if outputs else "",
         )
-        stats = self._stats[row]
-        stats.spans.append(span)
-        stats.cast_bytes += moved
+        self._calls[row].append((before, end, moved))
 
     def rows(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use; waits for the device."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # sync: a report, after the run
-        return tuple(
-            replace(
-                row,
-                calls=len(stats.spans),
-                seconds=math.fsum(_seconds(*span) for span in stats.spans),
-                cast_bytes=stats.cast_bytes,
-            )
-            for row, stats in self._stats.items()
-        )
+        rows = []
+        for row, calls in self._calls.items():
+            seconds = math.fsum(_seconds(start, end) for start, end, _ in calls)
+            moved = sum(call[2] for call in calls)
+            rows.append(replace(row, calls=len(calls), seconds=seconds, cast_bytes=moved))
+        return tuple(rows)
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,10 +20,10 @@ from apex._torch.modules import named_parameters
 from apex.debug import tracing
 from apex.debug.births import Birth, Births, Cause, operator_name
 from apex.debug.causes import finding_of
-from apex.debug.common import check_scaler, listed
+from apex.debug.common import listed
 from apex.debug.place import Finding, current_node, imports_numpy, node_name, owner_of
 from apex.debug.scaled import ScaledGradients
-from apex.debug.tracing import Call, Kind, Trace, floating, keys, kind_of
+from apex.debug.tracing import ByMemory, Call, Kind, Trace, floating, keys, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
@@ -94,25 +94,25 @@ class _Inputs:
     def __init__(self, call: Call, *, copies: bool) -> None:
         reads_written = call.traits.reads_written
         changed = call.written if reads_written else []
-        self._kinds = {id(tensor): kind_of(tensor) for tensor in changed}
-        self._copied: dict[int, Tensor] = {}
         self.known = not changed or (copies and tracing.elements(changed) <= _MAX_COPIED)
-        if self.known:
-            self._copied = {id(tensor): tensor.detach().clone() for tensor in changed}
-        self.call = call.mapped(self._values) if self._copied else call
+        self._changed: dict[int, _Input] = {}
+        for tensor in changed:
+            values = tensor.detach().clone() if self.known else tensor
+            self._changed[id(tensor)] = _Input(tensor, values, kind_of(tensor))
+        self.call = call.mapped(self._values) if changed else call
         unread = set() if reads_written else set(map(id, call.written))
-        self._read = [t for t in floating([call.args, call.kwargs]) if id(t) not in unread]
+        self._read = [t for t in floating(call.arguments) if id(t) not in unread]
 
     def _values(self, tensor: Tensor) -> Tensor:
-        return self._copied.get(id(tensor), tensor)
+        known = self._changed.get(id(tensor))
+        return tensor if known is None else known.values
 
     @functools.cached_property
     def inputs(self) -> list[_Input]:
         inputs = []
         for tensor in self._read:
-            known = id(tensor) in self._kinds
-            kind = self._kinds[id(tensor)] if known else kind_of(tensor)
-            inputs.append(_Input(tensor, self._values(tensor), kind))
+            known = self._changed.get(id(tensor))
+            inputs.append(known or _Input(tensor, tensor, kind_of(tensor)))
         return inputs
 
 
@@ -122,7 +122,11 @@ class OverflowTrace(Trace):
     _NAME = "trace_overflow"
 
     def __init__(self, *models: nn.Module, scaler: Any = None) -> None:
-        check_scaler("trace_overflow", scaler)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(
+                f"amp.debug.trace_overflow got {type(scaler).__name__} as the scaler; it takes the "
+                "torch.amp.GradScaler that scales the losses."
+            )
         super().__init__(*models)
         self._births = Births()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -131,9 +135,10 @@ class OverflowTrace(Trace):
         self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()
         # Memory: of weights cast, of what nothing has written yet, and of gradients that were
         # already non-finite when tracing started.
-        self._casts: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
-        self._unwritten: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
-        self._stale: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
+        self._casts: ByMemory[bool] = ByMemory()
+        self._unwritten: ByMemory[bool] = ByMemory()
+        self._stale: ByMemory[bool] = ByMemory()
+        self._born: ByMemory[Birth] = ByMemory()
 
     def __enter__(self) -> OverflowTrace:
         """Starts tracing this thread.
@@ -143,14 +148,14 @@ class OverflowTrace(Trace):
         """
         for grad in floating([param.grad for param in self._tracker.parameters]):
             if kind_of(grad):
-                self._stale[tracing.storage(grad)] = None
+                self._stale.note(grad, True)
         return super().__enter__()
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models, the scaler and all values."""
         super().__exit__(*exc_info)
         self._scaler = None
-        self._births.close()
+        self._born = ByMemory()
 
     @property
     def first(self) -> Finding | None:
@@ -175,20 +180,18 @@ class OverflowTrace(Trace):
     def __str__(self) -> str:
         first = self.first
         if not self._births.time:
-            return (
-                "Nothing traced: no operator ran inside. Write `with "
-                "amp.debug.trace_overflow(model) as trace:` around a whole iteration."
-            )
+            return self._nothing
         if first is None:
             return f"No overflow: {self._births.time} operators traced, no fault."
         return "\n".join([headed(first), *hit_lines(self.gradients)])
 
-    def _enter_step(self, optimizer: Optimizer) -> None:
+    def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
         self._optimizers[optimizer] = None
         scale = self._scaled.scale_in_step(optimizer)
         if scale != 1.0:
             self._add_misuse("step", scale)
+        super()._enter_step(optimizer)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -211,14 +214,14 @@ class OverflowTrace(Trace):
         if not self._in_step:
             misuse = self._scaled.misuse(call, result)
             if misuse is not None:
-                scale = self._scaled.scale_of([call.args, call.kwargs])
+                scale = self._scaled.scale_of(call.arguments)
                 self._add_misuse(call.name, scale, reads=misuse == "reading")
         target = self._tracker.accumulating
         if target is None:
             return
         for grad in floating(result):
             self._scaled.arrive(grad)
-            birth = self._births.of(grad) if kind_of(grad) else None
+            birth = self._born.of(grad) if kind_of(grad) else None
             name = self._tracker.parameters.get(target, "(a tensor of no model)")
             self._births.reach_gradient(name, birth, backward=backward_id())
 
@@ -226,12 +229,12 @@ class OverflowTrace(Trace):
         """Records which memory is a weight's cast, and which nothing has written yet."""
         if call.traits.uninitialized and "empty" in call.name:
             for tensor in floating(result):
-                self._unwritten[tracing.storage(tensor)] = None
-        elif self._unwritten:
+                self._unwritten.note(tensor, True)
+        else:
             for tensor in call.written:
-                self._unwritten.pop(tracing.storage(tensor), None)
+                self._unwritten.discard(tensor)
         if call.name == "aten._to_copy" and call.args[0] in self._tracker.parameters:
-            self._casts[tracing.storage(result)] = None
+            self._casts.note(result, True)
 
     def _check(self, call: Call, before: _Inputs, result: Any) -> None:
         saves = call.name.rpartition(".")[2].startswith(tracing.SAVES_INFINITIES)
@@ -239,20 +242,20 @@ class OverflowTrace(Trace):
             kind = kind_of(tensor)
             if kind is not None:
                 birth = self._birth(call, before, kind, [tensor], "constant", deliberate=True)
-                self._births.mark(tensor, birth)
+                self._born.note(tensor, birth)
         bad: list[Tensor] = []
-        kinds: set[Kind] = set()
+        worst: Kind = "inf"
         for tensor in _outputs(call, result[:1] if saves else result):
             kind = kind_of(tensor)
             if kind is not None:
                 bad.append(tensor)
-                kinds.add(kind)
-                continue
-            self._births.clear(tensor)
-            if self._stale and tracing.covers_storage(tensor):
-                self._stale.pop(tracing.storage(tensor), None)
+                if kind == "nan":
+                    worst = kind
+            elif tracing.covers_storage(tensor):
+                self._born.discard(tensor)
+                self._stale.discard(tensor)
         if bad:
-            self._mark_bad(call, before, bad, "nan" if "nan" in kinds else "inf")
+            self._mark_bad(call, before, bad, worst)
         self._mark_fate(call, before, is_finite=not bad)
 
     def _mark_fate(self, call: Call, before: _Inputs, *, is_finite: bool) -> None:
@@ -273,7 +276,7 @@ class OverflowTrace(Trace):
     def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> None:
         birth = self._origin(call, before, bad, kind)
         for tensor in bad:
-            self._births.mark(tensor, birth)
+            self._born.note(tensor, birth)
         is_mask = birth.deliberate and birth.cause != "update"
         spoiled = [tensor for tensor in bad if not self._is_mask_buffer(tensor)]
         # Batch norms in eval mode leave their statistics alone.
@@ -340,7 +343,7 @@ class OverflowTrace(Trace):
     def _input_birth(self, read: _Input, call: Call, before: _Inputs) -> Birth:
         """Returns a non-finite input's birth: this operator if the values are from outside."""
         argument = read.argument
-        birth = self._births.of(argument)
+        birth = self._born.of(argument)
         if birth is None:
             cause = self._source(argument, call)
             is_mask = _number(call) is not None or tracing.is_mask(read.values)
@@ -349,7 +352,7 @@ class OverflowTrace(Trace):
                 cause = "constant"
             kind = read.kind or "nan"
             birth = self._birth(call, before, kind, [argument], cause, deliberate=deliberate)
-            self._births.mark(argument, birth)
+            self._born.note(argument, birth)
             return birth
         is_weight = tracing.storage_key(argument) in keys(self._params())
         if is_weight and not birth.deliberate and not tracing.is_mask(read.values):
@@ -357,15 +360,15 @@ class OverflowTrace(Trace):
         return birth
 
     def _source(self, tensor: Tensor, call: Call) -> Cause:
-        if tracing.storage(tensor) in self._stale:
+        if self._stale.of(tensor):
             return "gradients"
         key = tracing.storage_key(tensor)
         in_backward = self._tracker.direction == "backward"
-        exchanged = in_backward or key in tracing.gradients(self._params())
+        exchanged = in_backward or key in keys([param.grad for param in self._params()])
         if ranks.world_size() > 1 and exchanged:
             return "another rank"
         if self._stepping is not None:
-            if key in tracing.gradients(params_of(self._stepping)):
+            if key in keys([param.grad for param in params_of(self._stepping)]):
                 return "gradients"
             if key in keys([list(state.values()) for _, state in states_in(self._stepping.state)]):
                 return "optimizer state"
@@ -427,7 +430,7 @@ class OverflowTrace(Trace):
             birth.names = ", ".join(self._names_of(keys(bad)))
         if birth.given not in ("", "weights"):
             return
-        unwritten = [param for param in self._params() if tracing.storage(param) in self._unwritten]
+        unwritten = [param for param in self._params() if self._unwritten.of(param)]
         own = [n for n in self._names_of(keys(unwritten)) if owner_of(n) == birth.place.module]
         if own:
             birth.given = "weights"
@@ -452,7 +455,7 @@ class OverflowTrace(Trace):
     def _weighs(self, call: Call) -> bool:
         """Returns whether an argument of a call is a parameter, or its cast."""
         read = list(floating(call.arguments))
-        if any(tracing.storage(tensor) in self._casts for tensor in read):
+        if any(map(self._casts.of, read)):
             return True
         return not keys(read).isdisjoint(keys(self._params()))
 

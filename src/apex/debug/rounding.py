@@ -115,50 +115,6 @@ _CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
 """What a line has that casts by itself, and not because autocast or the model's dtype does."""
 
 
-def _row(
-    place: Place,
-    call: _ShadowCall,
-    way: str,
-    dtype: str,
-    error: float,
-    tolerance: float,
-    kind: Kind,
-) -> RoundingRow:
-    """Returns what happened, why, and what to do."""
-    inherited = call.inherited
-    origin = call.origin if kind == "cancellation" else None
-    is_early = origin is not None and origin.op in _ROUND and _CASTS.search(origin.place.source)
-    section = "an early rounding" if is_early else kind
-    ways = remedies(section, way, origin="" if origin is None else origin.place.location)
-    if kind == "rounding":
-        ways = [*in_fp32(place, way), *ways]
-    if kind == "cancellation" and section == kind:
-        modules = [remedy for remedy in in_fp32(place, way) if "fp32_modules" in remedy]
-        ways = [*modules, *ways]
-    notes = []
-    if origin is not None and origin.place.location != place.location:
-        text = f"{origin.op}, where the error enters ({origin.error:.2g})\n{origin.place.shown}"
-        notes = [("from", text)]
-    return RoundingRow(
-        place,
-        call.name,
-        kind,
-        dtype,
-        what=f"{call.name} {place}, {place.direction}, in {dtype}: error {error:.2g}, explained "
-        f"{tolerance:.2g}, inherited {inherited:.2g}",
-        cause=kind,
-        why=data()[section]["why"].format(
-            dtype=dtype,
-            times=f"{error / inherited:.0f} times" if inherited else "from none",
-        ),
-        remedies=tuple(ways[:3]),
-        notes=tuple(notes),
-        error=error,
-        tolerance=tolerance,
-        inherited=inherited,
-    )
-
-
 @dataclass(frozen=True)
 class Skipped:
     """An operator without a verdict.
@@ -260,10 +216,7 @@ class RoundingTrace(Trace):
         if self.worst is not None:
             return f"Digits first lost: {self.worst}"
         if not self._seen:
-            return (
-                "Nothing traced: no operator ran inside. Write `with "
-                "amp.debug.trace_rounding(model) as trace:` around a whole iteration."
-            )
+            return self._nothing
         if not self.operators and not self.skipped:
             return f"Nothing to judge: none of {self._seen} operators computed in 16 bits."
         rest = f"; {len(self.skipped)} without a verdict" if self.skipped else ""
@@ -281,8 +234,9 @@ class RoundingTrace(Trace):
 
     # -- operators -------------------------------------------------------------------------------
 
-    def _leave_step(self, optimizer: Optimizer) -> None:
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
+        super()._leave_step(optimizer)
         own = [list(dict(named_parameters(model)).values()) for model in self._tracker.models]
         state = [list(each.values()) for _, each in states_in(optimizer.state)]
         for tensor in floating([own, params_of(optimizer), state]):
@@ -376,28 +330,63 @@ class RoundingTrace(Trace):
             if found is None:
                 return False
             error, tolerance = found
+            kind: Kind = "lost update"
+            least = 0.0
             if error > tolerance:
                 kind = self._kind(call, result, index, error)
-                if kind != "cancellation" or error > rules.least_cancellation(
-                    call.name, inside=self._tracker.module[1]
-                ):
-                    self._lose(call, low, error, tolerance, kind)
-                continue
-            lost = self._lost_change(call, result)
-            if lost > rules.LOST_CHANGE:
-                self._lose(call, low, lost, rules.LOST_CHANGE, "lost update")
+                if kind == "cancellation":
+                    inside = self._tracker.module[1]
+                    least = rules.least_cancellation(call.name, inside=inside)
+            else:
+                error = self._lost_change(call, result)
+                tolerance = rules.LOST_CHANGE
+            if error > max(tolerance, least):
+                self._lose(call, dtypes.name(low.dtype), error, tolerance, kind)
         return True
 
     def _lose(
-        self, call: _ShadowCall, low: Tensor, error: float, tolerance: float, kind: Kind
+        self, call: _ShadowCall, dtype: str, error: float, tolerance: float, kind: Kind
     ) -> None:
-        """Logs a result beyond its tolerance."""
-        name = dtypes.name(low.dtype)
-        key = *self._tracker.module, self._tracker.direction, call.name, name
+        """Logs a result beyond its tolerance: what happened, why, and what to do."""
+        place = self._tracker.place
+        inherited = call.inherited
+        key = place.module, place.inside, place.direction, call.name, dtype
         known = self._lost.get(key)
-        if known is None or error / tolerance > known.error / known.tolerance:
-            row = _row(self._tracker.place, call, self._way, name, error, tolerance, kind)
-            self._lost[key] = row
+        if known is not None and error / tolerance <= known.error / known.tolerance:
+            return
+        origin = call.origin if kind == "cancellation" else None
+        section: str = kind
+        notes = []
+        entered = ""
+        if origin is not None:
+            entered = origin.place.location
+            if origin.op in _ROUND and _CASTS.search(origin.place.source):
+                section = "an early rounding"
+            if entered != place.location:
+                text = f"{origin.op}, where the error enters ({origin.error:.2g})"
+                notes.append(("from", f"{text}\n{origin.place.shown}"))
+        ways = remedies(section, self._way, origin=entered)
+        line = in_fp32(place, self._way)
+        if section == "rounding":
+            ways = [*line, *ways]
+        if section == "cancellation":
+            ways = [*(remedy for remedy in line if "fp32_modules" in remedy), *ways]
+        times = f"{error / inherited:.0f} times" if inherited else "from none"
+        self._lost[key] = RoundingRow(
+            place,
+            call.name,
+            kind,
+            dtype,
+            what=f"{call.name} {place}, {place.direction}, in {dtype}: error {error:.2g}, "
+            f"explained {tolerance:.2g}, inherited {inherited:.2g}",
+            cause=kind,
+            why=data()[section]["why"].format(dtype=dtype, times=times),
+            remedies=tuple(ways[:3]),
+            notes=tuple(notes),
+            error=error,
+            tolerance=tolerance,
+            inherited=inherited,
+        )
 
     def _error(
         self, call: _ShadowCall, low: Tensor, high: Tensor, index: int
@@ -503,7 +492,7 @@ def _apart() -> Iterator[None]:
 
 def _outputs(call: Call, result: Any) -> list[Tensor]:
     """Returns the tensors that a call wrote or created; not views of its arguments."""
-    given = filter(_can_shadow, floating([call.args, call.kwargs]))
+    given = filter(_can_shadow, floating(call.arguments))
     known = {id(tensor.untyped_storage()) for tensor in given}
     returned = filter(_can_shadow, floating(result))
     return [*call.written, *(t for t in returned if id(t.untyped_storage()) not in known)]

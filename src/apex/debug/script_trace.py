@@ -95,7 +95,8 @@ class ScriptTrace(OverflowTrace):
             seconds=time.perf_counter() - self._started if self._started else 0.0,
         )
 
-    def _leave_step(self, optimizer: Optimizer) -> None:
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+        super()._leave_step(optimizer)
         self._steps.append(self._births.time)
 
     def _before(self, call: Call) -> Any:

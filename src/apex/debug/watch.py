@@ -188,9 +188,9 @@ class History:
             prefix: Prefix of the tags ``loss_scale/0``, ``overflow/0`` and ``grad_norm/0``.
         """
         for item in self.passes:
-            writer.add_scalar(f"{prefix}/loss_scale/{item.loss_id}", item.loss_scale, item.index)
-            writer.add_scalar(f"{prefix}/overflow/{item.loss_id}", int(item.overflow), item.index)
-            writer.add_scalar(f"{prefix}/grad_norm/{item.loss_id}", item.grad_norm, item.index)
+            for name in ("loss_scale", "overflow", "grad_norm"):
+                value = float(getattr(item, name))
+                writer.add_scalar(f"{prefix}/{name}/{item.loss_id}", value, item.index)
 
     def plot(self) -> Figure:
         """Returns a matplotlib figure of loss scales, overflows and gradient norms.
