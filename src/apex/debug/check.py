@@ -122,22 +122,22 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
         weight (parameter, float32): 1 nan of 2
     """
     arguments.module("amp.debug.check_numerics", model)
-    held = [
-        (name, role, finite.summed_values(dtensor.local(tensor.detach())))
-        for name, role, tensor in _named(model, optimizer)
-        if tracing.is_checked(tensor)
-    ]
-    counts = [torch.stack([v.isinf().sum(), v.isnan().sum()]) for *_, v in held]
-    return [
-        NonfiniteTensor(name, role, dtypes.name(values.dtype), inf, nan, values.numel())
-        for (name, role, values), (inf, nan) in zip(
-            held,
-            (each.tolist() for each in counts),  # sync: a diagnosis, asked for
-            strict=True,
-        )
-        if (inf or nan)
-        and not (role == "buffer" and inf < values.numel() and tracing.is_mask(values))
-    ]
+    counted_values = []
+    for name, role, tensor in _named(model, optimizer):
+        if tracing.is_checked(tensor):
+            values = finite.summed_values(dtensor.local(tensor.detach()))
+            counts = torch.stack([values.isinf().sum(), values.isnan().sum()])
+            counted_values.append((name, role, values, counts))
+    nonfinite = []
+    for name, role, values, counts in counted_values:
+        inf, nan = counts.tolist()  # sync: a diagnosis, asked for
+        if not inf and not nan:
+            continue
+        if role == "buffer" and inf < values.numel() and tracing.is_mask(values):
+            continue
+        dtype = dtypes.name(values.dtype)
+        nonfinite.append(NonfiniteTensor(name, role, dtype, inf, nan, values.numel()))
+    return nonfinite
 
 
 def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:

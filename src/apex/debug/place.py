@@ -214,9 +214,8 @@ class Tracker:
         # Not catch_warnings: what the script changes meanwhile stays.
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
         self._hooks.callback(_forget, warnings.filters[0])
-        before = register_module_forward_pre_hook(self._enter_module)
+        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
         after = register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks.callback(before.remove)
         self._hooks.callback(after.remove)
         return self
 
