@@ -51,7 +51,7 @@ class Birth:
 
     Attributes:
         place, op, kind, dtype: As of its finding.
-        time: Number of operators traced before it.
+        time: Number of operators traced before it, set when it is added.
         way: How the model trains: ``"plain"``, ``"autocast"``, or amp's level.
         device: Type of the device.
         given: The cause, where it is no matter of the values: where they came from.
@@ -246,6 +246,7 @@ class Births:
 
     def add(self, birth: Birth) -> Birth:
         """Adds a birth at the current operator, and returns it."""
+        birth.time = self.time
         if not birth.deliberate:
             self._pending.append(birth)
             if birth.is_lost:

@@ -33,8 +33,16 @@ def inner(optimizer: Any) -> Optimizer:
     return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
 
 
-def checked_model(caller: str, model: Any, given: object) -> nn.Module:
-    """Returns the model inside wrappers; raises unless it and the arguments given can be run."""
+def checked_model(caller: str, model: Any, given: object, loss_fn: object) -> nn.Module:
+    """Returns the model inside wrappers; raises unless it can be run on the arguments given.
+
+    ``loss_fn`` is None or a function; a class is none.
+    """
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise TypeError(
+            f"{caller} got {arguments.kind(loss_fn)} as loss_fn; it takes a function of the "
+            "model's output that returns the loss."
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{caller} got {type(model).__name__} as the model; it takes a torch.nn.Module, "
@@ -64,15 +72,6 @@ def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[
             f"tensor, so it cannot derive a loss. Pass loss_fn=...{instead}."
         )
     return floating
-
-
-def check_loss_fn(caller: str, loss_fn: object) -> None:
-    """Raises TypeError if ``loss_fn`` is neither None nor a function; a class is none."""
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise TypeError(
-            f"{caller} got {arguments.kind(loss_fn)} as loss_fn; it takes a function of the "
-            "model's output that returns the loss."
-        )
 
 
 def check_loss(caller: str, loss: object, *, instead: str = "") -> None:

@@ -22,7 +22,6 @@ from apex.debug import common
 from apex.debug.common import (
     casts_off,
     check_loss,
-    check_loss_fn,
     checked_model,
     floating_outputs,
     preserve_state,
@@ -86,9 +85,8 @@ def explain(
         >>> found.total.casts, found.total.cast_bytes
         (4, 360)
     """
-    check_loss_fn("explain", loss_fn)
     given = inputs, keywords
-    inner = checked_model("explain", model, given)
+    inner = checked_model("explain", model, given, loss_fn)
     every = (*named_tensors(inner).values(), *tree.tensors(given))
     device = next((t.device for t in every if t.device.type != "cpu"), torch.device("cpu"))
 

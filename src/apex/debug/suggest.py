@@ -35,7 +35,6 @@ from apex.debug import common
 from apex.debug.common import (
     casts_off,
     check_loss,
-    check_loss_fn,
     checked_model,
     floating_outputs,
     preserve_state,
@@ -110,8 +109,7 @@ def suggest_fp32(
         >>> found.setting
         "amp.initialize(model, optimizer, opt_level='O5', fp32_modules=['1'])"
     """
-    check_loss_fn("suggest_fp32", loss_fn)
-    inner = _checked(model, (inputs, keywords))
+    inner = _checked(model, (inputs, keywords), loss_fn)
     trials = _Trials(inner, (inputs, keywords), loss_fn)
     before = trials.run([], trace=True)
     found, notes = _faulty(inner, trials)
@@ -210,8 +208,8 @@ def _without(names: Sequence[str], name: str) -> list[str]:
     return [each for each in names if each != name]
 
 
-def _checked(model: Any, arguments: object) -> nn.Module:
-    inner = checked_model("suggest_fp32", model, arguments)
+def _checked(model: Any, arguments: object, loss_fn: object) -> nn.Module:
+    inner = checked_model("suggest_fp32", model, arguments, loss_fn)
     if any(state_of(module) is not None for module in inner.modules()):
         raise ValueError(
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
