@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from apex.debug.check import UpdateTrace
+from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.place import Finding
@@ -58,13 +58,13 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing | None
 
     def count(*_: object) -> None:
         nonlocal steps
-        if isinstance(measuring, UpdateTrace) and measuring.busy:
+        if isinstance(measuring, FrozenUpdates) and measuring.busy:
             return
         steps += 1
         if steps == _STEPS and not keep_going:
             raise FaultFound
 
-    measuring = RoundingTrace() if digits else UpdateTrace()
+    measuring = RoundingTrace() if digits else FrozenUpdates()
     with measuring:
         hook = register_optimizer_step_post_hook(count)
         try:
