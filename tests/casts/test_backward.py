@@ -1,7 +1,6 @@
 """Backward passes: mixed dtypes in user code are resolved, all else stays as it is."""
 
 import contextlib
-import threading
 
 import pytest
 import torch
@@ -283,9 +282,7 @@ def test_a_block_mixes_dtypes_by_the_casts_of_its_own_session_in_any_thread():
     for level, low in (("O1", torch.float16), ("O4", BF16)):
         found = []
         product_in_pass(*made[level], found)
-        thread = threading.Thread(target=product_in_pass, args=(*made[level], found))
-        thread.start()
-        thread.join()
+        loops.in_a_thread(lambda pair=made[level], found=found: product_in_pass(*pair, found))
         assert found == [low, low]
 
 

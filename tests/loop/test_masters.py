@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 
 import pytest
 import torch
@@ -283,10 +282,7 @@ def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(leve
     (model, optimizer), plain = (loops.prepared(level, loops.OPTIMIZERS[name]) for _ in range(2))
 
     def run(*_):
-        thread = threading.Thread(target=forward, args=(model,))
-        (thread.start if in_thread else thread.run)()
-        if in_thread:
-            thread.join()
+        loops.in_a_thread(lambda: forward(model)) if in_thread else forward(model)
 
     optimizer.register_step_pre_hook(run)
     for x, y in loops.batches(2):

@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import threading
 import weakref
 
 import pytest
@@ -137,10 +136,7 @@ def test_inside_the_block_casts_are_those_around_it(level, in_thread):
             scaled_loss.backward()
             dtypes.append((model(x).dtype, (x @ x.t()).dtype))
 
-    thread = threading.Thread(target=work)
-    (thread.start if in_thread else work)()
-    if in_thread:
-        thread.join()
+    loops.in_a_thread(work) if in_thread else work()
     assert dtypes == [(low, torch.float32 if in_thread else low)] * 2
 
 
