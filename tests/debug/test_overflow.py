@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
+from tests.debug.bodies import Body
 from tests.support import loops
 from tests.support.loops import scaled_backward
 from tests.support.memory import new_memory_holds_nan
@@ -117,15 +118,10 @@ def test_gradients_from_before_the_trace_are_not_data_and_come_last():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_fault_inside_a_checkpoint_is_found_in_its_module(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Exp()
+    def checkpointed(self, x):
+        return checkpoint(self.inner, x, use_reentrant=reentrant)
 
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    net = nn.Sequential(nn.Linear(2, 2), Checkpointed())
+    net = nn.Sequential(nn.Linear(2, 2), Body(checkpointed, inner=Exp()))
     nn.init.constant_(net[0].weight, 60.0)
     first = trace_of(net).first
     assert (first.op, first.module, first.direction) == ("aten.exp", "1.inner", "forward")
