@@ -189,6 +189,12 @@ def masters(optimizer):
     return values(amp.master_params(optimizer))
 
 
+def agree(model, optimizer):
+    """Whether every weight of the model is its rounded master."""
+    pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+    return all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
+
+
 def grads(params):
     return [None if param.grad is None else param.grad.clone() for param in params]
 
