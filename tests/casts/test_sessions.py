@@ -10,14 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
+from tests.support.loops import prepared
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 
 
 def session(level, model=None):
-    model = nn.Linear(2, 2) if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return prepared(level, model=model or nn.Linear(2, 2))
 
 
 def product():

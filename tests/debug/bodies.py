@@ -1,4 +1,4 @@
-"""A module made of a function, for tests that plant one line in a model."""
+"""Modules for tests that plant one line in a model."""
 
 from torch import nn
 
@@ -14,3 +14,14 @@ class Body(nn.Module):
 
     def forward(self, x):
         return self.function(self, x)
+
+
+class Exp(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+
+def overflowing_net():
+    net = nn.Sequential(nn.Linear(2, 2), Exp())
+    nn.init.constant_(net[0].weight, 60.0)
+    return net

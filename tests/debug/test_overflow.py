@@ -10,24 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
-from tests.debug.bodies import Body
+from tests.debug import bodies
 from tests.support import loops
 from tests.support.loops import scaled_backward
 from tests.support.memory import new_memory_holds_nan
 
-
-class Exp(nn.Module):
-    def forward(self, x):
-        return x.exp()
-
-
-EXP = f"{__file__}:{Exp.forward.__code__.co_firstlineno + 1}"
-
-
-def overflowing_net():
-    net = nn.Sequential(nn.Linear(2, 2), Exp())
-    nn.init.constant_(net[0].weight, 60.0)
-    return net
+EXP = f"{bodies.__file__}:{bodies.Exp.forward.__code__.co_firstlineno + 1}"
 
 
 def trace_of(net, x=None):
@@ -37,7 +25,7 @@ def trace_of(net, x=None):
 
 
 def test_the_report_names_module_line_cause_and_remedy():
-    trace = trace_of(overflowing_net())
+    trace = trace_of(bodies.overflowing_net())
     lines = str(trace).splitlines()
     assert lines[0].startswith("First overflow: aten.exp in 1, forward, returned inf in float32")
     assert lines[1] == f"  at     {EXP}"
@@ -61,8 +49,7 @@ def test_a_trace_in_which_nothing_ran_is_no_clean_one():
 
 
 def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
-    net = nn.Linear(2, 2)
-    net, optimizer = amp.initialize(net, loops.sgd(net.parameters()), opt_level="O1", verbosity=0)
+    net, optimizer = loops.prepared("O1", model=nn.Linear(2, 2))
     with trace_overflow(net) as trace:
         scaled_backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
         assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
@@ -76,7 +63,7 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
 
 
 def test_models_are_found_as_they_are_called_and_several_are_distinguished():
-    first, second = nn.Sequential(nn.Linear(2, 2)), overflowing_net()
+    first, second = nn.Sequential(nn.Linear(2, 2)), bodies.overflowing_net()
     with trace_overflow() as found:
         second(torch.ones(1, 2)).sum().backward()
     assert (found.first.module, found.gradients) == ("1", ["0.bias", "0.weight"])
@@ -117,7 +104,7 @@ def test_a_fault_inside_a_checkpoint_is_found_in_its_module(reentrant):
     def checkpointed(self, x):
         return checkpoint(self.inner, x, use_reentrant=reentrant)
 
-    net = nn.Sequential(nn.Linear(2, 2), Body(checkpointed, inner=Exp()))
+    net = nn.Sequential(nn.Linear(2, 2), bodies.Body(checkpointed, inner=bodies.Exp()))
     nn.init.constant_(net[0].weight, 60.0)
     first = trace_of(net).first
     assert (first.op, first.module, first.direction) == ("aten.exp", "1.inner", "forward")

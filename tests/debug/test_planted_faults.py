@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex import amp
 from apex.debug.overflow import trace_overflow
 from tests.debug.bodies import Body
 from tests.support.loops import prepared, scaled_backward
@@ -100,10 +99,7 @@ def accumulation_of_fp16_gradients():
 
 @planted("mm", "inf", "loss scale", module="layers.0", direction="backward", dtype="float16")
 def loss_scale_too_high():
-    net = Net(nn.Identity())
-    net, optimizer = amp.initialize(
-        net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O1", verbosity=0
-    )
+    net, optimizer = prepared("O1", model=Net(nn.Identity()))
     with trace_overflow(net) as trace:
         scaled_backward(net(torch.ones(2, 3)).float().sum() / 2, optimizer)
     return trace
