@@ -103,6 +103,46 @@ def test_masters_that_a_script_writes_reach_compiled_code_by_apexs_call(level, o
         assert all(torch.equal(weight, own.to(weight.dtype)) for weight, own in pairs)
 
 
+class CallsItself(nn.Linear):
+    """Calls its own methods and reads its own class."""
+
+    factor = 2.0
+
+    def forward(self, x):
+        count = len(list(self.parameters()))
+        return {"y": next(self.halves(x)) * count * self.__class__.factor}
+
+    def halves(self, x):
+        yield super().forward(x).chunk(2)[0]
+
+    def encode(self, x):
+        return {"y": self.forward(x)["y"].float()}
+
+
+CALLS = {
+    "model": lambda model: model,
+    "model.forward": lambda model: lambda x: model.forward(2 * x),
+    "model.encode": lambda model: lambda x: model.encode(2 * x),
+    "a method": lambda model: model.encode,
+}
+
+
+@GENERATORS
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_methods_of_a_model_compile_as_they_run_in_eager(level, call):
+    model, _ = loops.prepared(level, model=CallsItself(4, 2))
+    model.register_forward_pre_hook(lambda module, args: args[0] * 2)
+    x = torch.randn(4, 4)
+    expected = call(model)(x)
+    run, _ = compiled(call(model))
+    output = run(x)
+    assert dtypes(output) == dtypes(expected)
+    assert_close(output, expected, level)
+    with no_recompilation():
+        run(x)
+
+
 class Nested(nn.Module):
     """Takes and gives nested containers."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from apex._torch.dynamo import is_tracing
 
 MIXIN = "_apex_mixin"
-"""Attribute of a generated class that holds its mixin."""
+"""Attribute of a generated class that holds the class of its methods."""
 
 _SHOWN = ("__bases__", "__mro__", "__copy__")
 """What ``functools.singledispatch`` and ``copy.copy`` read of the class itself."""
@@ -69,7 +69,8 @@ def with_mixin(mixin: Any, own: type) -> Any:
     # Python's weak list of subclasses serves as the cache.
     subclasses: list[type] = type.__subclasses__(own)
     for known in subclasses:
-        if mixin_of(known) is mixin:
+        methods = mixin_of(known)
+        if methods is not None and methods.__base__ is mixin:
             return known
 
     def change_class(self: object, new: type) -> None:
@@ -77,16 +78,18 @@ def with_mixin(mixin: Any, own: type) -> Any:
         swap_class(self, new if is_generated else with_mixin(mixin, new))
 
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names[MIXIN] = mixin
-    names["__class__"] = property(lambda self: own, change_class)
-    names |= getattr(mixin, "_apex_overrides", lambda own: {})(own)
+    overrides: dict[str, Any] = getattr(mixin, "_apex_overrides", lambda own: {})(own)
+    # A class that hides nothing, as dynamo's guards look for methods in its ``__dict__``.
+    names[MIXIN] = type(mixin.__name__, (mixin,), overrides)
+    # Dynamo searches this class for methods.
+    names["__class__"] = property(lambda self: type(self) if is_tracing() else own, change_class)
     metaclass = type("_Generated", (_Generated, type(own)), {})
     # Past the own metaclass's ``__new__``, which may register classes or require keywords.
     return type.__new__(metaclass, own.__name__, (own,), names)
 
 
 def mixin_of(cls: type) -> Any:
-    """Returns the mixin of a generated class; ``None`` for other classes."""
+    """Returns the class of a generated class's methods; ``None`` for other classes."""
     return type.__getattribute__(cls, "__dict__").get(MIXIN)
 
 

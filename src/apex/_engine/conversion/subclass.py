@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from apex._engine.session import Session
 
 _is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling  # not in what dynamo itself calls
 
 _RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -50,7 +51,7 @@ class Converted(nn.Module):
 
     @staticmethod
     def _apex_overrides(own: Any) -> dict[str, Any]:
-        """Returns the attributes that the generated class of ``own`` itself has."""
+        """Returns the methods that depend on ``own``."""
         names: dict[str, Any] = {"forward": _casting_forward(own)}
         if issubclass(own, GraphModule):
             names["recompile"] = _recompile
@@ -150,6 +151,8 @@ class _Method:
         function = getattr(self._base, self._name)  # now, as scripts replace methods
         if model is None:
             return function
+        if _is_traced():
+            return functools.partial(function, model)  # dynamo cannot trace MethodType
         if _is_compiling() or (state := state_of(model)) is None or state.runs_here():
             return MethodType(function, model)
         state.link.write_back(model)
@@ -159,8 +162,7 @@ class _Method:
 def _explained(base: type, name: str) -> Any:
     def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(base, name)
-        state = state_of(self)
-        if state is None:
+        if _is_compiling() or (state := state_of(self)) is None:
             return function(self, *args, **kwargs)
         with ExitStack() as call:
             state.enter_thread(call)
