@@ -220,7 +220,7 @@ class BackwardPass:
         prepared_optimizers = self._unfinished()
         if not prepared_optimizers:
             return
-        waits_for_update = self.scaler.waits_for_update
+        unchecked = {**self.scaler.unchecked}
         try:
             with without_overrides():
                 self._unscale(prepared_optimizers)
@@ -228,7 +228,7 @@ class BackwardPass:
                 for prepared in prepared_optimizers:
                     prepared.keep_captured()
         except BaseException:
-            self.scaler.waits_for_update = waits_for_update
+            self.scaler.unchecked = unchecked
             restore_grads(prepared_optimizers, scaled=self.scaled)
             raise
         finally:
@@ -243,11 +243,9 @@ class BackwardPass:
         if self.scaled:
             unscale_grads(prepared_optimizers, scaler, self._scale)
         if scaler.dynamic:
-            params: list[Tensor] = []
             for prepared in prepared_optimizers:
-                params += prepared.params()
                 scaler.unchecked[prepared.overflow] = None
-            scaler.share_overflow(params)
+            scaler.share_overflow(_params_of(prepared_optimizers))
         if not self.delay_overflow_check:
             scaler.end_pass(len(prepared_optimizers))
 
@@ -332,11 +330,14 @@ def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
     params: list[Tensor] = []
     grads: list[Tensor] = []
     for prepared in prepared_optimizers:
-        if not prepared.masters.stashed:
+        stashed = prepared.masters.stashed
+        if not stashed:
             continue
-        for param, stashed in prepared.unstash_grads():
+        for param in prepared.params():
+            if id(param) not in stashed:
+                continue
             grad = grad_of(param)
-            set_grad(param, stashed)
+            set_grad(param, stashed.pop(id(param))[1])
             if grad is not None:
                 params.append(param)
                 grads.append(grad)

@@ -87,9 +87,15 @@ def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dty
                 continue
             for param, state in states_in(part.state):
                 old = before.get(id(models.get(id(param), param)), param.dtype)
-                # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
-                is_frozen = prepared is not None and prepared.is_frozen(param)
-                _cast_state(state, old, torch.float32 if is_frozen else param.dtype)
+                new = param.dtype
+                if (
+                    prepared is not None
+                    and prepared.master_weights
+                    and dtypes.is_low_precision(param)
+                ):
+                    # Frozen: the state is for the fp32 master that it gets when unfrozen.
+                    new = torch.float32
+                _cast_state(state, old, new)
 
 
 def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:

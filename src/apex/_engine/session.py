@@ -339,17 +339,20 @@ class Session:
         cleared: list[Tensor] = []
         for param in dropped:
             pair = self.masters.pair_of(param)
-            if pair is not None:
-                set_grad(pair.master, None)
-            cleared.append(param if pair is None else pair.master)
+            stepped = param if pair is None else pair.master
+            set_grad(stepped, None)
+            cleared.append(stepped)
         for param in zeroed:
             pair = self.masters.pair_of(param)
-            grad = None if pair is None else grad_of(pair.master)
+            if pair is None:
+                cleared.append(param)
+                continue
+            grad = grad_of(pair.master)
             if grad is not None:
                 grad.detach().zero_()
-            if pair is not None and not pair.lazy:
+            if not pair.lazy:
                 param.grad = None
-            cleared.append(param if pair is None else pair.master)
+            cleared.append(pair.master)
         self.drop_cleared(cleared)
 
     def drop_cleared(self, params: Iterable[Tensor]) -> None:
