@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -172,7 +171,7 @@ class Session:
             if param is not None and has_masters and is_trained(param):
                 self.masters.create(param, model, exact)
             elif exact.dtype is not tensor.dtype and (self._keep_fp32 or param is None):
-                kept.append((tensor, exact.to(torch.float32)))
+                kept.append((tensor, exact.float()))
         self.masters.keep_exact(kept, model)
 
     def start(self) -> None:
@@ -223,11 +222,6 @@ class Session:
     def can_skip(self) -> bool:
         """Whether an overflow skips steps."""
         return any(scaler.dynamic for scaler in self.scalers)
-
-    @property
-    def needs_scale(self) -> bool:
-        """Whether small gradients become zero without the session's loss scale."""
-        return not self.masters.lazy and self.policy.low_precision is torch.float16
 
     # -- training ----------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from apex._torch import dtensor
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy, capturing, moved
 from apex._torch.dynamo import untraced
-from apex._torch.parameters import grad_of, set_grad, without_overrides
+from apex._torch.parameters import grad_of, grad_version, set_grad, without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.backward import BackwardPass
@@ -100,10 +100,6 @@ class OverflowFlag:
         if not self._host_copy.arrived:
             return None
         return bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
-
-
-def _version_of(grad: Tensor | None) -> int | None:
-    return None if grad is None else grad._version
 
 
 class PreparedOptimizer:
@@ -310,14 +306,15 @@ class PreparedOptimizer:
 
     def clear_grads_by(self, clear: Callable[[], None]) -> None:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
-        before = [(param, _version_of(grad_of(param))) for param in self.params()]
+        before = [(param, grad_version(param)) for param in self.params()]
         clear()
         if self.session is not None:
-            self.session.drop_cleared(
-                param
-                for param, version in before
-                if grad_of(param) is None or _version_of(grad_of(param)) != version
-            )
+            cleared: list[Tensor] = []
+            for param, version in before:
+                now = grad_version(param)
+                if now is None or now != version:
+                    cleared.append(param)
+            self.session.drop_cleared(cleared)
 
     def drop_overflowed(self) -> None:
         """Drops gradients that no step may use, for a script that goes on without amp."""
