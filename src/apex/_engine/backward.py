@@ -10,7 +10,7 @@ Note [Stashed gradients]
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -267,14 +267,6 @@ class BackwardPass:
 # -- gradients ------------------------------------------------------------------------------------
 
 
-def _pairs_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> Iterable[MasterPair]:
-    """Returns the pairs of optimizers, each once."""
-    pairs: dict[MasterPair, None] = {}
-    for prepared in prepared_optimizers:
-        pairs.update(dict.fromkeys(prepared.pairs))
-    return pairs
-
-
 def _params_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[Tensor]:
     """Returns what optimizers step, each parameter once."""
     params: dict[int, Tensor] = {}
@@ -302,9 +294,12 @@ def unscale_grads(
     """
     # Also those of masters that the loss uses themselves.
     scaler.unscale_(finite.values_of(_params_of(prepared_optimizers)), scale)
+    pairs: dict[MasterPair, None] = {}  # optimizers may share some
+    for prepared in prepared_optimizers:
+        pairs.update(dict.fromkeys(prepared.pairs))
     masters: list[Tensor] = []
     grads: list[Tensor] = []
-    for pair in _pairs_of(prepared_optimizers):
+    for pair in pairs:
         grad = pair.model.grad
         if grad is not None:
             masters.append(pair.master)

@@ -65,7 +65,7 @@ def begin(prepared: PreparedOptimizer) -> BlockStep | None:
     elements = 0
     with without_overrides():
         for pair in prepared.pairs:
-            if pair.pending_grad is not None:
+            if pair.model.grad is not None:
                 elements += pair.model.numel()
     on_cpu = prepared.pairs[0].master.device.type == "cpu"
     if elements < (least_elements if on_cpu else device_elements) or prepared.shared_pairs():
