@@ -95,9 +95,8 @@ class Readback(Generic[T]):
         while self._in_flight and (wait or self._in_flight[0][1].arrived):
             source, copy = self._in_flight.popleft()
             self._ready.append((source, tuple(copy.wait().tolist())))
-        if not self._ready:
-            return []
-        arrived, self._ready = self._ready, []
+        arrived = self._ready
+        self._ready = []
         return arrived
 
 

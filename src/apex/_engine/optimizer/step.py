@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,7 @@ def run_step(prepared: PreparedOptimizer, run: Run) -> Any:
         inspect_step(prepared)
     prepared.begin_step()
     blocks: block_step.BlockStep | None = None
+    overrides: AbstractContextManager[Any] = nullcontext()
     failed = True
     try:
         with UncastBlock():
@@ -56,8 +57,9 @@ def run_step(prepared: PreparedOptimizer, run: Run) -> Any:
                     if blocks is None:
                         masters.move_grads_to_masters(prepared.pairs)
                 if not compiled and _sees_only_parameters(prepared):
-                    run = functools.partial(_run_without_overrides, run)
-            result = _run_unless_overflow(prepared, run)
+                    overrides = without_overrides()
+            with overrides:
+                result = _run_unless_overflow(prepared, run)
         failed = False
         return result
     finally:
@@ -92,11 +94,6 @@ def _sees_only_parameters(prepared: PreparedOptimizer) -> bool:
     module = type(prepared.optimizer).__module__
     known = module.startswith(("torch.optim.", "apex.optimizers."))
     return known and _OVERRIDE_NOTHING.issuperset(map(type, prepared.params()))
-
-
-def _run_without_overrides(run: Run) -> Any:
-    with without_overrides():
-        return run()
 
 
 # -- fused kernels -------------------------------------------------------------------------------
