@@ -308,12 +308,16 @@ class PreparedOptimizer:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
         before = [(param, grad_version(param)) for param in self.params()]
         clear()
+        cleared: list[Tensor] = []
+        for param, version in before:
+            now = grad_version(param)
+            if now is None or now != version:
+                cleared.append(param)
+        masters = {*map(id, cleared)}
+        for pair in self.pairs:
+            if id(pair.master) in masters:
+                pair.model.grad = None
         if self.session is not None:
-            cleared: list[Tensor] = []
-            for param, version in before:
-                now = grad_version(param)
-                if now is None or now != version:
-                    cleared.append(param)
             self.session.drop_cleared(cleared)
 
     def drop_overflowed(self) -> None:
