@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, optimizers_in, params_of, states_in
+from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.conversion import casts, checks
 from apex._engine.optimizer import subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -26,6 +27,7 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
     values. Gradients that overflowed are dropped, with a warning.
     """
     models = list(models)
+    end_stale_casts()
     checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
     prepared_optimizers: list[PreparedOptimizer] = []
