@@ -112,7 +112,7 @@ def programs(session):
     # One environment holds one release of a name: the older is found by its path.
     older = Path(session.virtualenv.location, "opennmt-1.1.1").absolute()
     session.install("-qq", "--no-deps", "--upgrade", "--target", str(older), "OpenNMT-py==1.1.1")
-    # catalyst and pytext install a package `tests`, which spawned processes would import as ours.
+    # catalyst installs a package `tests`, which spawned processes would import as ours.
     remove = "shutil.rmtree(sysconfig.get_path('purelib') + '/tests', ignore_errors=True)"
     session.run("python", "-c", f"import shutil, sysconfig; {remove}")
     skip = "--ignore=tests/clients/test_transformers.py"  # it has its own versions, in `clients`

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
+from tests.support import loops
 from tests.support.loops import prepared, scaled_backward
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -331,3 +332,18 @@ def test_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, part):
     with amp.scale_loss(found.pow(2).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     assert torch.equal(x.grad, expected_second)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_pass_leaves_the_function_modes_of_the_script_as_they_are(level):
+    model, optimizer = loops.prepared(level)
+    data = list(loops.batches(2))
+    torch.set_default_device("meta")
+    try:
+        for x, y in data:
+            loops.train_step(model, optimizer, x, y)
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert torch.empty(0).device.type == "cpu"
+    assert not torch.overrides._get_current_function_mode_stack()

@@ -146,27 +146,8 @@ def test_what_is_fp32_for_want_of_a_kernel_has_none():
 
 
 # Without MPS: that torch's fake tensors of it do not run what our rows make of a softmax.
-NOT_MPS = pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
-
-
-@NOT_MPS
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_without_a_session_a_kernel_does_what_torchs_does(device):
     kernels.deactivate_spec(kernels.activate_spec(AutocastSpec(LOW, (device,), OpTable.default())))
     for call, op in native_calls(device):
         check_native(call, op, device)
-
-
-@pytest.mark.skipif(
-    dispatcher.TORCH_VERSION < (2, 9), reason="the test before this one shows it there"
-)
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-@NOT_MPS
-def test_without_a_session_a_kernel_does_so_before_torch_2_9(device, monkeypatch):
-    monkeypatch.setattr(dispatcher, "native_kernel", lambda op, device: None)
-    for call, op in native_calls(device):
-        if (device, op) in kernels._registered:  # torch would not bring that kernel back
-            continue
-        with torch.library._scoped_library("aten", "IMPL") as library:
-            kernel, key = kernels._build(op, device), dispatcher.AUTOCAST_KEYS[device]
-            library.impl(op, kernel, key, with_keyset=True, allow_override=True)
-            check_native(call, op, device)

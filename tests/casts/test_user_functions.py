@@ -120,13 +120,6 @@ def test_casting_a_cast_function_replaces_the_cast(region):
     assert region.run(twice, ones(F16)) == ([F32], False)
 
 
-def test_wrong_kinds_and_callables_are_refused():
-    with pytest.raises(ValueError, match=r"'half'.*low_precision"):
-        cast_function(dtypes, "half")
-    with pytest.raises(TypeError, match="int 3"):
-        cast_function(3, "float")
-
-
 # -- UserRegistry ---------------------------------------------------------------------------------
 
 
@@ -137,9 +130,14 @@ def module():
     return module
 
 
-def test_registered_function_is_replaced_while_applied(region, module):
+def registered(holder, name, kind="float"):
     registry = UserRegistry()
-    registry.register(module, "fn", "low_precision")
+    registry.register(holder, name, kind)
+    return registry
+
+
+def test_registered_function_is_replaced_while_applied(region, module):
+    registry = registered(module, "fn", "low_precision")
     assert module.fn is dtypes
     registry.apply()
     assert region.run(lambda: module.fn(ones(F32))) == ([F16], True)
@@ -148,8 +146,7 @@ def test_registered_function_is_replaced_while_applied(region, module):
 
 
 def test_sessions_begin_and_end_in_threads_at_once(module):
-    registry = UserRegistry()
-    registry.register(module, "fn", "float")
+    registry = registered(module, "fn")
 
     def turns():
         for _ in range(2000):
@@ -178,8 +175,7 @@ def test_function_registered_in_a_session_is_replaced_until_the_last_one_ends(mo
 
 
 def test_inherited_method_is_taken_off_the_class_again(region):
-    registry = UserRegistry()
-    registry.register(torch.Tensor, "exp2", "float")
+    registry = registered(torch.Tensor, "exp2")
     registry.apply()
     assert region.run(lambda: ones(F16).exp2()).dtype is F32
     registry.undo()
@@ -212,8 +208,7 @@ def test_class_and_static_methods_are_replaced_in_kind(region):
 
 
 def test_users_own_replacement_made_meanwhile_is_left(region, module):
-    registry = UserRegistry()
-    registry.register(module, "fn", "low_precision")
+    registry = registered(module, "fn", "low_precision")
     registry.apply()
     ours = module.fn
 
@@ -227,24 +222,26 @@ def test_users_own_replacement_made_meanwhile_is_left(region, module):
 
 
 def test_failure_to_replace_puts_the_others_back(module):
-    registry = UserRegistry()
-    registry.register(module, "fn", "float")
+    registry = registered(module, "fn")
     registry.register(dict, "fromkeys", "float")  # of a built-in type: cannot be replaced
     with pytest.raises(TypeError):
         registry.apply()
     assert module.fn is dtypes
 
 
-@pytest.mark.parametrize("name", ["missing", "constant"])
-def test_only_functions_that_are_there_can_be_registered(module, name):
-    module.constant = 3
-    with pytest.raises(ValueError, match=f"No function '{name}' in users"):
-        UserRegistry().register(module, name, "float")
-
-
-def test_a_function_in_place_of_its_name_is_refused(module):
-    with pytest.raises(TypeError, match=r"got <function"):
-        UserRegistry().register(module, module.fn, "float")
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda _: cast_function(dtypes, "half"), ValueError, "'half'.*low_precision"),
+        (lambda _: cast_function(3, "float"), TypeError, "int 3"),
+        (lambda users: registered(users, "missing"), ValueError, "No function 'missing' in users"),
+        (lambda users: registered(users, "__name__"), ValueError, "No function '__name__' in use"),
+        (lambda users: registered(users, users.fn), TypeError, "got <function"),
+    ],
+)
+def test_only_functions_that_are_there_and_kinds_that_exist_are_taken(module, call, error, words):
+    with pytest.raises(error, match=words):
+        call(module)
 
 
 def test_a_wrapper_of_a_cast_function_stays_when_cast_again(region):

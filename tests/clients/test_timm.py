@@ -62,15 +62,6 @@ def test_the_scaler_clips_the_unscaled_gradients_of_the_masters(level):
     assert_close(get_total_norm(moved).item(), 2.0**-10, rtol=1e-3, atol=0)
 
 
-def test_the_scaler_saves_and_loads_the_loss_scale():
-    scaler = cuda.ApexScaler()
-    kept = prepared("O5", loss_scale="dynamic")
-    state = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7}}
-    scaler.load_state_dict(state)
-    assert scaler.state_dict() == state
-    del kept
-
-
 @pytest.fixture
 def fast_norm():
     from timm.layers import set_fast_norm

@@ -31,13 +31,6 @@ class Net(nn.Module):
         return norm, torch.softmax(self.last(norm), 1), self.last(x).exp()
 
 
-def saved_and_loaded(save, load, program):
-    file = io.BytesIO()
-    save(program, file)
-    file.seek(0)
-    return load(file)
-
-
 def of_one_level(level):
     model, optimizer = prepared(level, model=Net())
     return model.eval(), optimizer
@@ -59,28 +52,28 @@ def test_exported_program_computes_as_the_prepared_model(level, strict):
     del optimizer
 
 
+FORMS = {
+    "decomposed": (
+        lambda model, x: torch.export.export(model, (x,)).run_decompositions({}),
+        torch.export.save,
+        lambda file: torch.export.load(file).module(),
+    ),
+    "traced": (lambda model, x: torch.jit.trace(model, (x,)), torch.jit.save, torch.jit.load),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_decomposed_program_keeps_its_casts_without_the_session(level):
+def test_a_saved_program_keeps_its_casts_without_the_session(level, form):
     model, optimizer = of_one_level(level)
-    wanted = model(batch(3))
-    program = torch.export.export(model, (batch(3),)).run_decompositions({})
-    loaded = saved_and_loaded(torch.export.save, torch.export.load, program).module()
+    make, save, load = FORMS[form]
+    wanted, file = model(batch(3)), io.BytesIO()
+    save(make(model, batch(3)), file)
     del model, optimizer
     gc.collect()
     assert not torch.is_autocast_enabled("cpu")
-    assert same(loaded(batch(3)), wanted)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_traced_prepared_model_keeps_its_casts_without_the_session(level):
-    model, optimizer = of_one_level(level)
-    wanted = model(batch(3))
-    traced = torch.jit.trace(model, (batch(3),))
-    assert same(traced(batch(3)), wanted)
-    loaded = saved_and_loaded(torch.jit.save, torch.jit.load, traced)
-    del model, optimizer, traced
-    gc.collect()
-    assert same(loaded(batch(3)), wanted)
+    file.seek(0)
+    assert same(load(file)(batch(3)), wanted)
 
 
 class Reshaping(nn.Module):

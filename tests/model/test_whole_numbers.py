@@ -73,13 +73,16 @@ def test_an_argument_that_is_not_cast_says_nothing(caplog, options):
 
 
 @pytest.mark.gpu
-def test_a_device_is_read_once_per_argument():
+def test_arguments_on_a_device_are_named_without_a_wait(caplog):
     model = amp.initialize(Takes(4, 4).cuda(), opt_level="O5", verbosity=0)
     x, t = torch.zeros(2, 4).cuda(), STEPS.cuda()
-    model(x, t)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             model(x, t)
+            torch.cuda.current_stream().query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    model(x, t)
+    assert sum("argument t" in record.getMessage() for record in caplog.records) == 1

@@ -187,14 +187,13 @@ TRAIN = """
 import warnings, torch, apex
 from apex import amp
 from apex.normalization import FusedLayerNorm
-from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD
 assert FusedLayerNorm.__module__ == FusedAdam.__module__[:5] + "normalization"
 assert apex.optimizers.WHOSE == "theirs"
 makers = {
     "adam": lambda p: FusedAdam(p, lr=0.01),
     "capturable": lambda p: FusedAdam(p, lr=0.01, capturable=True),
     "sgd": lambda p: FusedSGD(p, lr=0.01, momentum=0.9),
-    "lamb": lambda p: FusedLAMB(p, lr=0.01),
 }
 def train(make, level):
     torch.manual_seed(0)
@@ -231,5 +230,5 @@ print(found)
 @pytest.mark.slow
 def test_their_optimizers_and_norm_train_under_our_amp_and_skip_an_overflow(beside):
     found = beside.value(TRAIN)
-    assert len(found) == 12
+    assert len(found) == 9
     assert {key: off for key, off in found.items() if not float(off) < 0.01} == {}

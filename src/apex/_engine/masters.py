@@ -459,6 +459,15 @@ class MasterTable:
         self.add([pair], user)
         return pair
 
+    def take_earlier_grads(self) -> None:
+        """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
+        for pair in self.pairs():
+            grad = pair.model.grad
+            if grad is not None and not pair.lazy:
+                (copy,) = fp32_copies([grad], [pair.master])
+                set_grad(pair.master, copy)
+                pair.model.grad = None
+
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""
         self._changes += 1

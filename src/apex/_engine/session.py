@@ -19,7 +19,7 @@ from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion
+from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state
@@ -140,6 +140,7 @@ class Session:
         if self.policy.master_weights:
             unprepared.hooks.add(self)
         match_states(optimizers, old_dtypes)
+        self.masters.take_earlier_grads()
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
@@ -373,7 +374,7 @@ class Session:
                 prepared.open_pass = None
 
 
-def _region(policy: Policy, spec: AutocastSpec | None) -> AutocastRegion | NoAutocastRegion:
+def _region(policy: Policy, spec: AutocastSpec | None) -> Region:
     if spec is not None:
         return AutocastRegion(spec)
     return NoAutocastRegion() if policy.low_precision is None else LowPrecisionRegion()

@@ -21,9 +21,10 @@ from torch.optim.optimizer import (
 )
 
 from apex._core import arguments, dtypes, finite, tree
+from apex._core.mixins import plain_class
 from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.prepared import PREPARED
-from apex._engine.optimizer.subclass import own_class, prepared_state
+from apex._engine.optimizer.subclass import prepared_state
 from apex._torch import dtensor
 from apex._torch.modules import named_parameters
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
@@ -210,7 +211,7 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
     """
     own = inner(optimizer)
     prepared = prepared_state(own)
-    kind = own_class(type(own))
+    kind = plain_class(type(own))
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -353,7 +354,7 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
         for name, value in vars(optimizer).items()
         if name not in (PREPARED, "step", *_HOOKS)
     }
-    shadow = object.__new__(own_class(type(optimizer)))
+    shadow = object.__new__(plain_class(type(optimizer)))
     shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))
     shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
     for param, state in states_in(shadow.state):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from apex._core import tree
 from apex._core.dtypes import is_low_precision
 from apex._engine.conversion.plan import WIDE
+from apex._engine.scaler import Readback
 
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 
@@ -19,43 +20,43 @@ _LARGEST = 2.0**23
 
 
 class WholeNumbers:
-    """The search in the arguments of one model's first forward passes.
+    """The search in the arguments of one model's first forward passes, without a wait.
 
-    Arguments on the host are searched in each pass. One on a device is searched once, as the answer
-    is read back.
+    Arguments on the host are searched in each pass, one on a device once: what is found there
+    arrives in a later pass.
     """
 
     def __init__(self) -> None:
         self._searched: set[str] = set()
+        self._readback: Readback[str] = Readback()
 
-    def lost_in(self, name: str, argument: object, cast: object) -> float | None:
-        """Returns a whole number in an argument that its cast changes; None without one."""
+    def search(self, name: str, argument: object, cast: object) -> None:
+        """Looks for whole numbers in an argument that its cast changes."""
         for exact, rounded in zip(tree.tensors(argument), tree.tensors(cast), strict=False):
-            if exact.dtype not in WIDE or not is_low_precision(rounded):
-                continue
-            if self._may_read(name, exact):
+            is_rounded = exact.dtype in WIDE and is_low_precision(rounded)
+            if is_rounded and self._may_search(name, exact):
                 with contextlib.suppress(RuntimeError):  # torch.func's tensors have no values
-                    lost = _lost(exact, rounded.dtype)
-                    if lost:
-                        return lost
-        return None
+                    self._readback.send(name, _lost(exact, rounded.dtype))
 
-    def _may_read(self, name: str, tensor: Tensor) -> bool:
+    def found(self) -> Iterator[tuple[str, float]]:
+        """Yields names of arguments and a whole number, as far as they have arrived."""
+        for name, (number,) in self._readback.poll():
+            if number != 0.0:
+                yield name, number
+
+    def _may_search(self, name: str, tensor: Tensor) -> bool:
         if _is_tracing() or tensor.layout is not torch.strided or tensor.numel() == 0:
             return False
         if tensor.device.type == "cpu":
             return True
-        if name in self._searched or tensor.is_meta:
-            return False
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
+        is_new = name not in self._searched
         self._searched.add(name)
-        return True
+        return is_new
 
 
 @torch.no_grad()
-def _lost(exact: Tensor, dtype: torch.dtype) -> float:
-    """Returns a whole number that a dtype does not hold, from a column of such; 0.0 without one.
+def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a whole number that a dtype does not hold, from a column of such, or 0.0, as [1].
 
     A column is what the last dimension indexes; one row is no column. Measured values are rounded
     as well, and seldom whole: so at least half of what a column loses must be whole numbers.
@@ -69,5 +70,4 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> float:
     codes = whole & are_codes
     example = torch.where(codes, columns, 0.0).flatten()
     largest = example.abs().argmax(0, keepdim=True)
-    (number,) = example[largest].tolist()  # sync: on a device, once per argument
-    return float(number)
+    return example[largest]

@@ -101,18 +101,18 @@ class Writes:
         uncast = dict(zip(labels, uncast_args, strict=False)) | uncast_kwargs
         written = []
         for name, arg in (dict(zip(labels, args, strict=False)) | kwargs).items():
-            number = self._whole_numbers.lost_in(name, uncast.get(name), arg)
-            if number is not None:
-                self.tell(
-                    f"whole numbers of {name}",
-                    "amp: the argument %s of %s holds whole numbers that 16 bits do not, such as "
-                    "%g. If they are codes, positions or time steps, keep them in fp32: "
-                    "amp.initialize(..., fp32_inputs=%r).",
-                    *(name, type(model).__name__, number, [name]),
-                )
+            self._whole_numbers.search(name, uncast.get(name), arg)
             copies = [tensor for tensor in tree.tensors(arg) if id(tensor) not in known]
             if any(tensor._version > 0 for tensor in copies if not tensor.is_inference()):
                 written.append(name)
+        for name, number in self._whole_numbers.found():
+            self.tell(
+                f"whole numbers of {name}",
+                "amp: the argument %s of %s holds whole numbers that 16 bits do not, such as %g. "
+                "If they are codes, positions or time steps, keep them in fp32: "
+                "amp.initialize(..., fp32_inputs=%r).",
+                *(name, type(model).__name__, number, [name]),
+            )
         if written:
             self.tell(
                 "arguments",

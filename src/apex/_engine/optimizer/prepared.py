@@ -22,7 +22,7 @@ from apex._torch import dtensor
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy, capturing, moved
 from apex._torch.dynamo import untraced
-from apex._torch.parameters import grad_of, set_grad
+from apex._torch.parameters import grad_of, set_grad, without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.backward import BackwardPass
@@ -229,7 +229,9 @@ class PreparedOptimizer:
         """Gives masters to parameters that were unfrozen, or put into groups by a script."""
         if not self.master_weights:
             return
-        if not {*map(_dtype, self.params())}.isdisjoint(dtypes.LOW_PRECISION):
+        with without_overrides():
+            stepped_dtypes = {*map(_dtype, self.params())}
+        if not stepped_dtypes.isdisjoint(dtypes.LOW_PRECISION):
             self.create_masters(self.optimizer.param_groups)
 
     def close(self) -> None:
@@ -322,12 +324,17 @@ class PreparedOptimizer:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
         before = [(param, _version_of(grad_of(param))) for param in self.params()]
         clear()
+        cleared: list[Tensor] = []
+        for param, version in before:
+            grad = grad_of(param)
+            if grad is None or grad._version != version:
+                cleared.append(param)
+        masters = {*map(id, cleared)}
+        for pair in self.pairs:
+            if id(pair.master) in masters:
+                pair.model.grad = None
         if self.session is not None:
-            self.session.drop_cleared(
-                param
-                for param, version in before
-                if grad_of(param) is None or _version_of(grad_of(param)) != version
-            )
+            self.session.drop_cleared(cleared)
 
     def drop_overflowed(self) -> None:
         """Drops gradients that no step may use, for a script that goes on without amp."""

@@ -70,11 +70,19 @@ def _run_unless_overflow(prepared: PreparedOptimizer, run: Run) -> Any:
         result = None if skipped else run()
         overflow.consume(skipped)
         return result
-    optimizer.found_inf = flag
+    # A GradScaler around amp, of which amp warns, has set its own.
+    scalers_flag = vars(optimizer).get("found_inf")
+    if scalers_flag is None:
+        optimizer.found_inf = flag
+    else:
+        optimizer.found_inf = torch.maximum(flag, scalers_flag.to(flag.device))
     try:
         result = run()
     finally:
-        del optimizer.found_inf
+        if scalers_flag is None:
+            del optimizer.found_inf
+        else:
+            optimizer.found_inf = scalers_flag
     overflow.consume(skipped=flag)
     return result
 

@@ -73,22 +73,3 @@ class FusedSGD(Fused):
                     1.0 / self.most_recent_scale,
                 )  # fmt: skip
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
-
-
-class FusedLAMB(Fused):
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6})
-        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int)
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for lists in self.lists(group, "exp_avg", "exp_avg_sq"):
-                norm, _ = multi_tensor_applier(
-                    amp_C.multi_tensor_l2norm, self._dummy_overflow_buf, [lists[0]], False
-                )
-                multi_tensor_applier(
-                    amp_C.multi_tensor_lamb, self._dummy_overflow_buf, lists,
-                    group["lr"], *group["betas"], group["eps"], group["step"], 1, 0.01, 1, 1,
-                    norm, 1.0, False,
-                )  # fmt: skip
