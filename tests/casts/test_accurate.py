@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import orthogonal
 
 from apex import amp
+from tests.support.loops import prepared, scaled_backward
 
 LOW = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 LEVELS = pytest.mark.parametrize("level", LOW)
@@ -56,13 +57,9 @@ def test_an_inaccurate_operator_runs_in_fp32_in_a_16_bit_model(level, name):
     plain = copy.deepcopy(model)
     expected = plain(x)
     expected.cos().mean().mul(100).backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(
-        model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0
-    )
+    model, optimizer = prepared(level, model=model, loss_scale=1.0)
     got = model(x)
-    with amp.scale_loss(got.float().cos().mean().mul(100), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(got.float().cos().mean().mul(100), optimizer)
     assert model.found == [LOW[level]]
     roundings = 3 * torch.finfo(LOW[level]).eps
     torch.testing.assert_close(got.float(), expected, rtol=roundings, atol=roundings)
@@ -117,16 +114,14 @@ def test_an_orthogonal_layer_learns_as_in_fp32():
     def losses(level):
         torch.manual_seed(0)
         layer = orthogonal(nn.Linear(16, 16, bias=False))
-        model = nn.Sequential(layer, nn.ReLU(), nn.Linear(16, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        net = nn.Sequential(layer, nn.ReLU(), nn.Linear(16, 1))
+        model, optimizer = prepared(level, model=net)
         weight, found = torch.randn(16, 1) / 4, []
         for _ in range(40):
             x = torch.randn(32, 16)
             loss = F.mse_loss(model(x).float(), x @ weight)
             optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(loss, optimizer)
             optimizer.step()
             found.append(loss.item())
         return sum(found[-5:]) / 5

@@ -1,7 +1,6 @@
 """Backward passes: mixed dtypes in user code are resolved, all else stays as it is."""
 
 import contextlib
-import threading
 
 import pytest
 import torch
@@ -184,9 +183,7 @@ def test_a_recompute_by_a_function_of_the_script_is_the_forward_again(level, blo
         given = x.clone().requires_grad_()
         loss = run(given).float().pow(2).sum()
         optimizer.zero_grad()
-        manager = amp.scale_loss(loss, optimizer) if block else contextlib.nullcontext(loss)
-        with manager as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss, optimizer) if block else loss.backward()
         found.append([given.grad, *(param.grad for param in model.parameters())])
     low = torch.float16 if level == "O1" else BF16
     assert dtypes == [(low, FP32)] * 3
@@ -266,8 +263,7 @@ def test_the_gradient_of_a_part_in_fp32_is_that_of_fp32(level, block, part):
     _, optimizer = prepared(level, loss_scale=1.0)
     with amp.disable_casts():
         loss = FP32_PARTS[part](x).pow(2).sum()
-    with amp.scale_loss(loss, optimizer) if block else contextlib.nullcontext(loss) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer) if block else loss.backward()
     assert torch.equal(x.grad, expected)
 
 
@@ -283,9 +279,7 @@ def test_a_block_mixes_dtypes_by_the_casts_of_its_own_session_in_any_thread():
     for level, low in (("O1", torch.float16), ("O4", BF16)):
         found = []
         product_in_pass(*made[level], found)
-        thread = threading.Thread(target=product_in_pass, args=(*made[level], found))
-        thread.start()
-        thread.join()
+        loops.in_a_thread(lambda pair=made[level], found=found: product_in_pass(*pair, found))
         assert found == [low, low]
 
 
@@ -329,8 +323,7 @@ def test_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, part):
     with manager as scaled_energy:
         (found,) = torch.autograd.grad(scaled_energy, x, create_graph=True)
     assert torch.equal(found, expected)
-    with amp.scale_loss(found.pow(2).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(found.pow(2).sum(), optimizer)
     assert torch.equal(x.grad, expected_second)
 
 

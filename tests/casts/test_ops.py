@@ -96,13 +96,6 @@ def test_dtype_argument_is_honoured(region, low, device, asked):
         assert region.run(fn, x, 1, dtype=asked).dtype is (asked or torch.float32)
 
 
-@pytest.mark.parametrize("order", [2, 1, "fro", "nuc", float("inf")])
-def test_norms_of_any_order_are_fp32(region, low, device, order):
-    x = torch.ones(2, 2, device=device).to(low)
-    assert region.run(torch.norm, x, order).dtype is torch.float32
-    assert region.run(torch.linalg.norm, x, order).dtype is torch.float32
-
-
 @pytest.mark.parametrize(
     "function",
     [

@@ -25,22 +25,31 @@ def train(level, seed, model):
     return losses, loops.masters(optimizer), loops.values(model.parameters()), outside, scale
 
 
+def in_two_threads(work):
+    """Runs ``work(0)`` and ``work(1)`` at once."""
+    start = threading.Barrier(2)
+
+    def run(index):
+        start.wait()
+        work(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.parametrize("levels", PAIRS, ids="+".join)
 def test_two_threads_at_different_levels_give_what_each_gives_alone(levels):
     models = [loops.net(seed) for seed in range(2)]  # here: threads share one generator
     alone = [train(level, seed, models[seed]) for seed, level in enumerate(levels)]
     together = [None, None]
-    start = threading.Barrier(2)
 
     def work(index):
-        start.wait()
         together[index] = train(levels[index], index, models[index])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_two_threads(work)
     assert loops.same(together, alone)
     assert not torch.is_autocast_enabled("cpu")
 
@@ -58,11 +67,7 @@ def test_one_model_in_two_threads_at_once_gives_what_it_gives_alone(level):
                 for index in range(half, len(data), 2):
                     found[index] = model(data[index])
 
-        threads = [threading.Thread(target=work, args=(half,)) for half in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_two_threads(work)
     assert loops.same(found, expected)
 
 

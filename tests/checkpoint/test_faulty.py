@@ -51,8 +51,7 @@ def test_weights_of_another_model_or_cut_short_are_refused_and_masters_follow_wh
         assert loops.same(after[name][2:], before[name][2:])
     assert loops.same(after["state"], before["state"])
     for _ in range(2):
-        pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
-        assert all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
+        assert loops.agree(model, optimizer)
         loops.train_step(model, optimizer, *loops.batch())
 
 

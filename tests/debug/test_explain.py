@@ -12,23 +12,11 @@ from torch.nn.modules import module as modules
 
 from apex import amp
 from apex.debug import explain
+from tests.debug.bodies import Body
 from tests.support.loops import grads, net, prepared, same, train_step
 
 LOW, FULL = "bfloat16", "float32"
 X = torch.ones(3, 4)
-
-
-class Body(nn.Module):
-    """A module whose forward is a given function of itself and the input."""
-
-    def __init__(self, function, **members):
-        super().__init__()
-        self.function = function
-        for name, value in members.items():
-            setattr(self, name, value)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def total(output):

@@ -1,10 +1,14 @@
 """The tools keep nothing alive: no model, optimizer, session, hook or tensor outlives its use."""
 
 import gc
+import warnings
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from apex import amp
@@ -71,14 +75,33 @@ def test_a_history_ends_with_its_last_reference():
     train_step(model, optimizer, *batch())
 
 
-@pytest.mark.parametrize("tool", [amp.debug.trace_overflow, amp.debug.trace_rounding])
-def test_a_trace_is_entered_once_and_leaves_nothing(tool):
-    model = torch.nn.Linear(2, 2)
-    modes = _get_current_dispatch_mode_stack()
-    trace = tool(model)
+traces = pytest.mark.parametrize("tool", [amp.debug.trace_overflow, amp.debug.trace_rounding])
+
+
+@traces
+def test_a_trace_is_entered_once(tool):
+    trace = tool(torch.nn.Linear(2, 2))
     with trace, pytest.raises(RuntimeError, match="was entered before"):
         trace.__enter__()
     with pytest.raises(RuntimeError, match=f"Call {tool.__name__} again"):
         trace.__enter__()
-    assert _get_current_dispatch_mode_stack() == modes
-    assert not model._forward_hooks
+
+
+def facts(model):
+    hooks = [*model._forward_hooks, *model._forward_pre_hooks]
+    hooks += [*modules._global_forward_hooks, *optimizers._global_optimizer_pre_hooks]
+    return hooks, _get_current_dispatch_mode_stack(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@traces
+def test_a_trace_leaves_no_hook_no_mode_no_draw_and_the_script_s_warning_filters(tool, fails):
+    model = torch.nn.Linear(2, 2).bfloat16()
+    before = facts(model)
+    with warnings.catch_warnings():
+        filters = list(warnings.filters)
+        with suppress(RuntimeError), tool(model):
+            warnings.simplefilter("ignore", FutureWarning)
+            model(torch.ones(1, 3 if fails else 2, dtype=torch.bfloat16)).exp()
+        assert list(warnings.filters) == [("ignore", None, FutureWarning, None, 0), *filters]
+    assert facts(model) == before

@@ -1,36 +1,21 @@
 """What an overflow trace reports, and that it changes nothing and leaves nothing behind."""
 
 import json
-import warnings
-from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
-from torch.optim import optimizer as optimizer_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.debug.overflow import trace_overflow
+from tests.debug import bodies
 from tests.support import loops
 from tests.support.loops import scaled_backward
 from tests.support.memory import new_memory_holds_nan
 
-
-class Exp(nn.Module):
-    def forward(self, x):
-        return x.exp()
-
-
-EXP = f"{__file__}:{Exp.forward.__code__.co_firstlineno + 1}"
-
-
-def overflowing_net():
-    net = nn.Sequential(nn.Linear(2, 2), Exp())
-    nn.init.constant_(net[0].weight, 60.0)
-    return net
+EXP = f"{bodies.__file__}:{bodies.Exp.forward.__code__.co_firstlineno + 1}"
 
 
 def trace_of(net, x=None):
@@ -40,7 +25,7 @@ def trace_of(net, x=None):
 
 
 def test_the_report_names_module_line_cause_and_remedy():
-    trace = trace_of(overflowing_net())
+    trace = trace_of(bodies.overflowing_net())
     lines = str(trace).splitlines()
     assert lines[0].startswith("First overflow: aten.exp in 1, forward, returned inf in float32")
     assert lines[1] == f"  at     {EXP}"
@@ -64,8 +49,7 @@ def test_a_trace_in_which_nothing_ran_is_no_clean_one():
 
 
 def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
-    net = nn.Linear(2, 2)
-    net, optimizer = amp.initialize(net, loops.sgd(net.parameters()), opt_level="O1", verbosity=0)
+    net, optimizer = loops.prepared("O1", model=nn.Linear(2, 2))
     with trace_overflow(net) as trace:
         scaled_backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
         assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
@@ -79,7 +63,7 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
 
 
 def test_models_are_found_as_they_are_called_and_several_are_distinguished():
-    first, second = nn.Sequential(nn.Linear(2, 2)), overflowing_net()
+    first, second = nn.Sequential(nn.Linear(2, 2)), bodies.overflowing_net()
     with trace_overflow() as found:
         second(torch.ones(1, 2)).sum().backward()
     assert (found.first.module, found.gradients) == ("1", ["0.bias", "0.weight"])
@@ -117,15 +101,10 @@ def test_gradients_from_before_the_trace_are_not_data_and_come_last():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_fault_inside_a_checkpoint_is_found_in_its_module(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Exp()
+    def checkpointed(self, x):
+        return checkpoint(self.inner, x, use_reentrant=reentrant)
 
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    net = nn.Sequential(nn.Linear(2, 2), Checkpointed())
+    net = nn.Sequential(nn.Linear(2, 2), bodies.Body(checkpointed, inner=bodies.Exp()))
     nn.init.constant_(net[0].weight, 60.0)
     first = trace_of(net).first
     assert (first.op, first.module, first.direction) == ("aten.exp", "1.inner", "forward")
@@ -250,18 +229,3 @@ def test_the_copies_of_one_operator_are_capped_together(monkeypatch):
         torch._foreach_exp_([torch.full((4,), 90.0), torch.full((4,), 90.0)])
     assert (trace.first.op, trace.first.cause) == ("aten._foreach_exp_", "range")
     assert trace.first.inputs == ()
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_trace_leaves_no_hook_no_mode_and_the_script_s_warning_filters(fails):
-    net, x = overflowing_net(), torch.ones(1, 3 if fails else 2)
-    hooks = len(modules._global_forward_hooks), len(optimizer_hooks._global_optimizer_pre_hooks)
-    with warnings.catch_warnings():
-        before = list(warnings.filters)
-        with suppress(RuntimeError), trace_overflow(net):
-            warnings.simplefilter("ignore", FutureWarning)
-            net(x)
-        assert list(warnings.filters) == [("ignore", None, FutureWarning, None, 0), *before]
-    after = len(modules._global_forward_hooks), len(optimizer_hooks._global_optimizer_pre_hooks)
-    assert after == hooks
-    assert _get_current_dispatch_mode() is None

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from apex.debug.check import why_skipped
 from apex.debug.overflow import trace_overflow
+from tests.debug.bodies import overflowing_net
 from tests.support.features import shards_on_cpu
 from tests.support.loops import prepared, scaled_backward
 from tests.support.memory import new_memory_holds_nan
@@ -20,20 +21,8 @@ from tests.support.memory import new_memory_holds_nan
 pytestmark = pytest.mark.distributed
 
 
-class Exp(nn.Module):
-    def forward(self, x):
-        return x.exp()
-
-
-def net():
-    model = nn.Sequential(nn.Linear(2, 2), Exp())
-    nn.init.constant_(model[0].weight, 60.0)
-    return model
-
-
 def first_under_ddp(rank):
-    model = net()
-    model, optimizer = prepared("O1", model=model)
+    model, optimizer = prepared("O1", model=overflowing_net())
     model = DistributedDataParallel(model)
     x = torch.full((1, 2), 1.0 if rank else 0.01)  # overflows on rank 1 only
     with trace_overflow(model) as trace:
@@ -52,8 +41,7 @@ def test_under_ddp_the_rank_that_overflows_names_it_and_all_see_the_gradients(on
 
 
 def armed(rank):
-    model = net()
-    model, optimizer = prepared("O1", model=model)
+    model, optimizer = prepared("O1", model=overflowing_net())
     called = DistributedDataParallel(model)
     handler = BufferingHandler(capacity=100)
     logging.getLogger("apex").addHandler(handler)
@@ -75,7 +63,7 @@ def test_a_rank_that_overflows_alone_is_heard(on_two_ranks):
 
 
 def first_of_plain_ranks(rank, exchange):
-    model = net()
+    model = overflowing_net()
     called = DistributedDataParallel(model) if exchange == "DDP" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with trace_overflow(model) as trace:
@@ -95,7 +83,7 @@ def test_the_rank_that_only_receives_the_values_blames_no_data_of_its_own(on_two
 
 
 def first_when_sharded(rank):
-    model = net()
+    model = overflowing_net()
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(model, mesh=mesh)
     with trace_overflow(model) as trace:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from apex.debug.overflow import trace_overflow
+from tests.debug.bodies import Body
 from tests.support.memory import new_memory_holds_nan
 
 X = torch.tensor([[0.5, -1.0, 2.0]])
@@ -40,20 +41,12 @@ def test_a_cast_of_large_numbers_is_no_mask():
 def half(function, x=X, **modules):
     """Traces a model in fp16 whose forward is a function of it and of a linear layer's output."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 3, bias=False)
-            nn.init.eye_(self.linear.weight)
-            for name, module in modules.items():
-                setattr(self, name, module)
-
-        def forward(self, x):
-            return function(self, self.linear(x))
-
+    linear = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(linear.weight)
+    net = Body(lambda self, x: function(self, self.linear(x)), linear=linear, **modules)
     with trace_overflow() as trace:
-        function(Net(), X)  # a first call makes the model known
-        net = Net().half()
+        function(net, X)  # a first call makes the model known
+        net = net.half()
         net(x.half()).float().sum().backward()
     return trace.first
 
@@ -83,16 +76,9 @@ def test_the_next_places_that_overflow_are_listed(clamped):
 
 
 def test_a_parameter_that_nothing_initialized_is_named():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3))
-
-        def forward(self, x):
-            return x * self.weight
-
     with new_memory_holds_nan(), trace_overflow() as trace:
-        Net()(X).sum().backward()
+        weight = nn.Parameter(torch.empty(3))
+        Body(lambda self, x: x * self.weight, weight=weight)(X).sum().backward()
     assert trace.first.cause == "weights"
     assert "the parameter (weight) was made by torch.empty" in trace.first.why
     assert "nn.init" in trace.first.remedy

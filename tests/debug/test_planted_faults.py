@@ -1,29 +1,18 @@
 """Programs with one planted overflow each: the trace names the operator, its place and why."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex import amp
 from apex.debug.overflow import trace_overflow
+from tests.debug.bodies import Body
 from tests.support.loops import prepared, scaled_backward
 
 FP16 = torch.float16
 INF, NAN = float("inf"), float("nan")
-
-
-class Body(nn.Module):
-    """A module whose forward is a given function of itself and the input."""
-
-    def __init__(self, function, **parameters):
-        super().__init__()
-        self.function = function
-        for name, value in parameters.items():
-            setattr(self, name, nn.Parameter(torch.as_tensor(value)))
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 class Net(nn.Module):
@@ -37,9 +26,9 @@ class Net(nn.Module):
         return self.layers[1](self.layers[0](x))
 
 
-def through_net(function, x=None, **parameters):
+def through_net(function, x=None):
     """Returns the trace of one plain iteration in fp32 of a net with ``function`` in the middle."""
-    net = Net(Body(function, **parameters))
+    net = Net(Body(function))
     nn.init.eye_(net.layers[0].weight)
     nn.init.zeros_(net.layers[0].bias)
     with trace_overflow(net) as trace:
@@ -60,6 +49,33 @@ def planted(op, kind, cause, module="layers.1", direction="forward", dtype="floa
     return add
 
 
+class ReturnsInfinity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, INF)
+
+
+# By operator, kind and cause of the fault, and its direction and dtype if not forward in float32.
+FORMULAS = {
+    "sum, inf, range, forward, float16": lambda self, x: (x * 4e4).half().sum(-1).float(),
+    "log, inf, domain": lambda self, x: (x - x.detach()).log(),
+    "div, inf, derivative, backward, float32": lambda self, x: (x - x.detach()).sqrt(),
+    "acos, nan, domain": lambda self, x: (x * 1.5).acos(),
+    "div, inf, division by zero": lambda self, x: x / (x - x.detach()),
+    "mul, inf, constant": lambda self, x: x * INF,
+    "_softmax, nan, constant": lambda self, x: x.masked_fill(x > 0, -INF).softmax(-1),
+    "full_like, inf, constant, backward, float32": lambda self, x: ReturnsInfinity.apply(x),
+}
+for name, formula in FORMULAS.items():
+    op, kind, cause, *rest = name.split(", ")
+    fault = f"aten.{op}", kind, cause, "layers.1", *(rest or ("forward", "float32"))
+    CASES[name] = functools.partial(through_net, formula), fault
+
+
 # -- fp16 ----------------------------------------------------------------------------------------
 
 
@@ -72,14 +88,9 @@ def attention_mask_of_minus_1e9_in_fp16():
     return through_net(attend)
 
 
-@planted("sum", "inf", "range", dtype="float16")
-def sum_in_fp16():
-    return through_net(lambda self, x: (x * 4e4).half().sum(-1).float())
-
-
 @planted("add_", "inf", "range", direction="backward", dtype="float16")
 def accumulation_of_fp16_gradients():
-    net = Net(Body(lambda self, x: x * self.w.float(), w=torch.ones(3, dtype=FP16)))
+    net = Net(Body(lambda self, x: x * self.w.float(), w=nn.Parameter(torch.ones(3, dtype=FP16))))
     with trace_overflow(net) as trace:
         for _ in range(3):
             (net.layers[1](torch.ones(1, 3)) * 3e4).sum().backward()
@@ -88,59 +99,13 @@ def accumulation_of_fp16_gradients():
 
 @planted("mm", "inf", "loss scale", module="layers.0", direction="backward", dtype="float16")
 def loss_scale_too_high():
-    net = Net(nn.Identity())
-    net, optimizer = amp.initialize(
-        net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O1", verbosity=0
-    )
+    net, optimizer = prepared("O1", model=Net(nn.Identity()))
     with trace_overflow(net) as trace:
         scaled_backward(net(torch.ones(2, 3)).float().sum() / 2, optimizer)
     return trace
 
 
-# -- functions at their edge ---------------------------------------------------------------------
-
-
-@planted("log", "inf", "domain")
-def log_of_zero():
-    return through_net(lambda self, x: (x - x.detach()).log())
-
-
-@planted("div", "inf", "derivative", direction="backward")
-def sqrt_backward_at_zero():
-    return through_net(lambda self, x: (x - x.detach()).sqrt())
-
-
-@planted("acos", "nan", "domain")
-def acos_beyond_one():
-    return through_net(lambda self, x: (x * 1.5).acos())
-
-
-@planted("div", "inf", "division by zero")
-def division_by_zero():
-    return through_net(lambda self, x: x / (x - x.detach()))
-
-
 # -- infinities that were put there --------------------------------------------------------------
-
-
-@planted("_softmax", "nan", "constant")
-def softmax_of_a_row_that_is_all_masked():
-    return through_net(lambda self, x: x.masked_fill(x > 0, -INF).softmax(-1))
-
-
-class ReturnsInfinity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.full_like(grad, INF)
-
-
-@planted("full_like", "inf", "constant", direction="backward")
-def custom_backward_that_returns_infinity():
-    return through_net(lambda self, x: ReturnsInfinity.apply(x))
 
 
 @planted("div", "nan", "division by zero", module="layers.0", direction="backward")
@@ -161,11 +126,6 @@ def cross_entropy_with_all_targets_ignored():
     with trace_overflow(net) as trace:
         F.cross_entropy(net(torch.ones(2, 3)), torch.tensor([-100, -100])).backward()
     return trace
-
-
-@planted("mul", "inf", "constant")
-def multiplication_by_infinity():
-    return through_net(lambda self, x: x * INF)
 
 
 # -- from outside --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from tests.debug.bodies import Body
 from tests.debug.rounding_cases import FAULTS, HEALTHY, MODES, Around, Training, batch, mlp, runs
 
 KERNELS = {"aten.mkldnn_rnn_layer_backward"}
@@ -81,12 +82,9 @@ def test_nothing_is_accused_behind_an_overflow(scale):
 
 @pytest.mark.parametrize("scale", [lambda x: x * 0.999, lambda x: x.mul_(0.999)])
 def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
-    class Scale(nn.Module):
-        def forward(self, x):
-            return scale(x)
-
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), Scale(), nn.Linear(16, 4)).bfloat16()
+    body = Body(lambda self, x: scale(x))
+    model = nn.Sequential(nn.Linear(16, 16), body, nn.Linear(16, 4)).bfloat16()
     for grad in (True, False):
         with amp.debug.trace_rounding(model) as trace, torch.set_grad_enabled(grad):
             output = model(torch.randn(8, 16, dtype=torch.bfloat16))
@@ -108,12 +106,9 @@ def test_an_overflow_has_no_verdict():
 
 @pytest.mark.parametrize(("shift", "found"), [(1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")])
 def test_a_difference_that_cancels_in_fp32_too_is_not_called_healthy(shift, found):
-    class Shift(nn.Module):
-        def forward(self, x):
-            return (x + shift) - shift
-
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Shift(), nn.Linear(8, 4)).bfloat16()
+    body = Body(lambda self, x: (x + shift) - shift)
+    model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 4)).bfloat16()
     with amp.debug.trace_rounding(model) as trace:
         model(torch.randn(4, 8, dtype=torch.bfloat16)).float().sum().backward()
     assert [(each.module, each.op) for each in getattr(trace, found)] == [("1", "aten.sub")]
@@ -170,16 +165,15 @@ def test_a_loss_of_large_logits_is_named():
 
 
 def test_the_report_says_where_the_error_enters():
-    class Positions(nn.Module):
-        def forward(self, x, times):
-            angles = times.float()[:, None] * torch.ones(8)
-            return x + angles.cos().to(x.dtype)
+    def rotated(self, x):
+        angles = times.float()[:, None] * torch.ones(8)
+        return x + angles.cos().to(x.dtype)
 
     torch.manual_seed(0)
-    model = Positions()
+    model = Body(rotated)
     with amp.debug.trace_rounding(model) as trace:
         times = torch.tensor([987.3, 301.6, 701.1, 998.4]).to(torch.bfloat16)
-        model(torch.randn(4, 8, dtype=torch.bfloat16), times)
+        model(torch.randn(4, 8, dtype=torch.bfloat16))
     assert trace.worst.op == "aten.cos"
     ((label, text),) = trace.worst.notes
     assert label == "from"
@@ -189,14 +183,13 @@ def test_the_report_says_where_the_error_enters():
 
 
 def test_a_row_carries_its_worst_call():
-    class Shift(nn.Module):
-        def forward(self, x):
-            for shift in (30.0, 3000.0, 300.0):
-                y = (x + shift) - shift
-            return y
+    def shifted(self, x):
+        for shift in (30.0, 3000.0, 300.0):
+            y = (x + shift) - shift
+        return y
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Shift()).bfloat16()
+    model = nn.Sequential(nn.Linear(8, 8), Body(shifted)).bfloat16()
     with amp.debug.trace_rounding(model) as trace:
         model(torch.randn(4, 8, dtype=torch.bfloat16))
     assert trace.worst.error > 0.9  # that of the first call is 0.1
@@ -223,22 +216,18 @@ def test_the_residual_of_a_regression_is_no_fault(loss):
 
 @pytest.mark.parametrize("value", [-1e4, -torch.inf, "least"])
 def test_a_row_that_is_masked_as_a_whole_is_no_fault(value):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x):
-            scores = self.linear(x) @ x.mT
-            least = torch.finfo(scores.dtype).min if value == "least" else value
-            mask = torch.zeros(8, 8, dtype=scores.dtype)
-            mask[0] = least
-            mask[:, 5:] = least
-            return (scores + mask).softmax(-1).nan_to_num(0.0) @ x
+    def attend(self, x):
+        scores = self.linear(x) @ x.mT
+        least = torch.finfo(scores.dtype).min if value == "least" else value
+        mask = torch.zeros(8, 8, dtype=scores.dtype)
+        mask[0] = least
+        mask[:, 5:] = least
+        return (scores + mask).softmax(-1).nan_to_num(0.0) @ x
 
     for mode in ("O4", "bf16"):
         torch.manual_seed(0)
-        training = Training(Masked(), mode, lambda output, _: output.float().square().mean())
+        model = Body(attend, linear=nn.Linear(16, 16))
+        training = Training(model, mode, lambda output, _: output.float().square().mean())
         with amp.debug.trace_rounding(training.model) as trace:
             training.step(torch.randn(4, 8, 16), None)
         assert trace.worst is None, f"{mode}: {trace}"

@@ -6,6 +6,7 @@ from torch import nn
 
 from apex import amp
 from apex.optimizers import FusedLAMB
+from tests.debug.bodies import Body
 from tests.support.features import shards_on_cpu
 from tests.support.loops import batch
 from tests.support.sharding import mesh, net, shard
@@ -67,23 +68,11 @@ def from_next(x: torch.Tensor) -> torch.Tensor:
 from_next.register_autograd(lambda ctx, grad: grad)
 
 
-class Exchange(nn.Module):
-    def forward(self, x):
-        return from_next(x)
-
-
-class Shift(nn.Module):
-    def __init__(self, by):
-        super().__init__()
-        self.by = by
-
-    def forward(self, x):
-        return (x + self.by) - self.by
-
-
 def traced_through_an_operator_that_communicates(rank):
     """The first rank receives inf; only the second loses digits."""
-    model = nn.Sequential(nn.Linear(4, 4), Shift(1000.0 * rank), Exchange(), nn.Linear(4, 1))
+    shift = Body(lambda self, x: (x + 1000.0 * rank) - 1000.0 * rank)
+    exchange = Body(lambda self, x: from_next(x))
+    model = nn.Sequential(nn.Linear(4, 4), shift, exchange, nn.Linear(4, 1))
     model.bfloat16()
     x = torch.ones(2, 4, dtype=torch.bfloat16)
     with amp.debug.trace_rounding(model) as rounding:

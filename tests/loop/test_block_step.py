@@ -63,8 +63,7 @@ def trained(name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, s
         if clip:
             amp.clip_grad_norm_(optimizer, 0.05)
         optimizer.step()
-        pairs = zip(loops.masters(optimizer), model.parameters(), strict=True)
-        assert all(torch.equal(master.to(param.dtype), param) for master, param in pairs)
+        assert loops.agree(model, optimizer)
     return loops.masters(optimizer), optimizer.state_dict()["state"]
 
 

@@ -71,9 +71,8 @@ def test_it_reads_nothing_on_the_host(level):
 
 
 def test_the_norm_of_fp64_gradients_is_torchs():
-    model = nn.Linear(3, 2).double()
-    optimizer = loops.sgd(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", cast_model_type=False)
+    net = nn.Linear(3, 2).double()
+    model, optimizer = loops.prepared("O0", model=net, cast_model_type=False)
     for param in model.parameters():
         param.grad = torch.full_like(param, 1e100)
     norm = amp.clip_grad_norm_(optimizer, 2.0)

@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 
-from apex import amp
 from benchmarks.memory import storages
 from tests.support import loops
 from tests.support.host_reads import reads_of
@@ -76,9 +75,7 @@ def test_stored_bytes_per_parameter_after_step_and_zero_grad(level, expected, cl
     model = torch.nn.Linear(100, 200, bias=False)
     model, optimizer = loops.prepared(level, FUSED["AdamW"], model=model)
     for _ in range(2):
-        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        del scaled_loss
+        loops.scaled_backward(model(x).float().square().mean(), optimizer)
         optimizer.step()
         {"optimizer": optimizer, "model": model}[clear].zero_grad()
     per_param = (live_bytes() - before) / model.weight.numel()

@@ -11,18 +11,6 @@ from tests.support import loops
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 
 
-class Weights(nn.Module):
-    """Some weights; the gradient of each is its factor in the loss."""
-
-    def __init__(self, names="ab"):
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(torch.ones(2)))
-
-    def forward(self, **factors):
-        return sum((getattr(self, name).float() * k).sum() for name, k in factors.items())
-
-
 def initialize(models, optimizers, level):
     """With a loss scale that fp16 gradients of a few units survive."""
     amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale="dynamic")
@@ -30,15 +18,10 @@ def initialize(models, optimizers, level):
 
 
 def made(level, make_optimizer=loops.sgd):
-    model = Weights()
+    model = loops.Weights()
     optimizer = make_optimizer(model.parameters())
     initialize(model, optimizer, level)
     return model, optimizer
-
-
-def block(loss, optimizers, **options):
-    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
-        scaled_loss.backward()
 
 
 def failing_block(loss, optimizer):
@@ -79,20 +62,20 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("discard", DISCARDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_clip_ends_with_the_gradients_that_it_clipped(name, discard, plain):
-    model, optimizer = loops.prepared("O5", OPTIMIZERS[name], Weights())
-    block(model(a=3.0, b=4.0), optimizer)
+    model, optimizer = loops.prepared("O5", OPTIMIZERS[name], loops.Weights())
+    loops.scaled_backward(model(a=3.0, b=4.0), optimizer)
     amp.clip_grad_norm_(optimizer, 0.125)
     DISCARDS[discard](model, optimizer)
     if plain:
         model(a=3.0, b=4.0).backward()
     else:
-        block(model(a=3.0, b=4.0), optimizer)
+        loops.scaled_backward(model(a=3.0, b=4.0), optimizer)
     assert gradients(optimizer) == [3.0, 4.0]
 
 
 def test_a_plain_pass_adds_to_clipped_gradients_and_a_write_keeps_the_clip():
-    model, optimizer = loops.prepared("O5", model=Weights())
-    block(model(a=3.0, b=4.0), optimizer)
+    model, optimizer = loops.prepared("O5", model=loops.Weights())
+    loops.scaled_backward(model(a=3.0, b=4.0), optimizer)
     norm = amp.clip_grad_norm_(optimizer, 0.125)
     model.a.grad.mul_(2.0)
     model(a=1.0, b=1.0).backward()
@@ -108,46 +91,51 @@ def test_a_plain_pass_adds_to_clipped_gradients_and_a_write_keeps_the_clip():
 def test_gradients_cleared_between_delayed_blocks_are_gone(level, name):
     """Those from before the first block, too, which the pass keeps for later."""
     model, optimizer = made(level, OPTIMIZERS[name])
-    block(model(a=1.0, b=1.0), optimizer)
-    block(model(a=2.0, b=2.0), optimizer, delay_unscale=True)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
+    loops.scaled_backward(model(a=2.0, b=2.0), optimizer, delay_unscale=True)
     optimizer.zero_grad()
-    block(model(a=4.0, b=4.0), optimizer)
+    loops.scaled_backward(model(a=4.0, b=4.0), optimizer)
     assert gradients(optimizer) == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("who", ["optimizer", "model"])
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("who", ["optimizer", "sharer", "model"])
 @levels
-def test_gradients_cleared_inside_a_block_are_gone(level, who, set_to_none):
-    model, optimizer = made(level)
-    block(model(a=1.0, b=1.0), optimizer)
+def test_gradients_cleared_inside_a_block_are_gone(level, who, delayed, set_to_none):
+    """Two optimizers share the weights; what either clears is gone for both."""
+    model = loops.Weights()
+    optimizer, sharer = (loops.sgd(model.parameters()) for _ in range(2))
+    initialize(model, [optimizer, sharer], level)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=delayed)
     with amp.scale_loss(model(a=4.0, b=4.0), optimizer) as scaled_loss:
-        {"optimizer": optimizer, "model": model}[who].zero_grad(set_to_none=set_to_none)
+        clears = {"optimizer": optimizer, "sharer": sharer, "model": model}[who]
+        clears.zero_grad(set_to_none=set_to_none)
         scaled_loss.backward()
-    assert gradients(optimizer) == [4.0, 4.0]
+    assert gradients(optimizer) == gradients(sharer) == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("first", [True, False])
 @levels
 def test_a_group_added_between_delayed_blocks_is_unscaled_like_the_others(level, first):
-    model = Weights()
+    model = loops.Weights()
     optimizer = loops.sgd([model.a])
     initialize(model, optimizer, level)
-    block(model(a=1.0), optimizer, delay_unscale=True)
+    loops.scaled_backward(model(a=1.0), optimizer, delay_unscale=True)
     optimizer.add_param_group({"params": [model.b]})
-    block(model(a=1.0, b=2.0), optimizer, delay_unscale=not first)
+    loops.scaled_backward(model(a=1.0, b=2.0), optimizer, delay_unscale=not first)
     if not first:
-        block(model(b=1.0), optimizer)
+        loops.scaled_backward(model(b=1.0), optimizer)
     assert gradients(optimizer) == [2.0, 2.0 if first else 3.0]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_parameter_with_a_gradient_is_refused_between_delayed_blocks(level):
     """Nobody can tell whether the gradient is scaled."""
-    model = Weights()
+    model = loops.Weights()
     optimizer = loops.sgd([model.a])
     initialize(model, optimizer, level)
-    block(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
     with pytest.raises(ValueError, match=r"has a gradient(?s:.*)Clear it"):
         optimizer.add_param_group({"params": [model.b]})
     assert len(optimizer.param_groups) == 1
@@ -158,12 +146,12 @@ def test_a_parameter_with_a_gradient_is_refused_between_delayed_blocks(level):
 @levels
 def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level):
     model, optimizer = made(level)
-    block(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizer, delay_unscale=True)
     said = pytest.warns(UserWarning, match=r"exception(?s:.*)optimizer\.zero_grad\(\)")
     with said, pytest.raises(KeyError):
         failing_block(model(a=4.0, b=4.0), optimizer)
     optimizer.zero_grad()
-    block(model(a=2.0, b=2.0), optimizer)
+    loops.scaled_backward(model(a=2.0, b=2.0), optimizer)
     assert gradients(optimizer) == [2.0, 2.0]
 
 
@@ -173,14 +161,14 @@ def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level)
 @pytest.mark.parametrize("overflows", [False, True])
 @levels
 def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(level, overflows):
-    model = Weights("abc")
+    model = loops.Weights("abc")
     optimizers = [
         loops.sgd([model.a, model.b]),
         loops.sgd([model.b, model.c]),
         loops.sgd([model.c]),
     ]
     initialize(model, optimizers, level)
-    block(model(a=1.0, b=1.0, c=float("inf") if overflows else 1.0), optimizers[0])
+    loops.scaled_backward(model(a=1.0, b=1.0, c=float("inf") if overflows else 1.0), optimizers[0])
     optimizers[2].step()
     moved = 1.0 if overflows else 0.9
     assert next(amp.master_params(optimizers[2]))[0].item() == pytest.approx(moved)
@@ -193,7 +181,7 @@ def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(lev
 @pytest.mark.parametrize("where", ["before", "inside"])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_gradients_of_another_optimizer_s_block_reach_no_master(level, where, zeros):
-    nets = [Weights(), Weights()]
+    nets = [loops.Weights(), loops.Weights()]
     first, second = [loops.sgd(net.parameters()) for net in nets]
     amp.initialize(nets, [first, second], opt_level=level, verbosity=0, loss_scale=128.0)
     if where == "before":
@@ -202,7 +190,7 @@ def test_gradients_of_another_optimizer_s_block_reach_no_master(level, where, ze
         scaled_loss.backward()
         if where == "inside":
             second.zero_grad(set_to_none=not zeros)
-    block(nets[1](a=2.0, b=2.0), second)
+    loops.scaled_backward(nets[1](a=2.0, b=2.0), second)
     assert gradients(second) == [2.0, 2.0]
 
 
@@ -211,20 +199,20 @@ def test_gradients_of_another_optimizer_s_block_reach_no_master(level, where, ze
 
 def overflowed(level, forgets, make_optimizer=loops.sgd):
     """An optimizer with an overflow, and what might make amp forget it."""
-    nets = [Weights(), Weights()]
+    nets = [loops.Weights(), loops.Weights()]
     first, second = make_optimizer(nets[0].parameters()), loops.sgd(nets[1].parameters())
     initialize(nets, [first, second], level)
     delays = forgets == "another's pass"
-    block(nets[0](a=float("inf"), b=1.0), first, delay_overflow_check=delays)
+    loops.scaled_backward(nets[0](a=float("inf"), b=1.0), first, delay_overflow_check=delays)
     if delays:
-        block(nets[1](a=1.0, b=1.0), second)
+        loops.scaled_backward(nets[1](a=1.0, b=1.0), second)
     elif forgets == "a step that raised":
         handle = first.register_step_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             first.step()
         handle.remove()
     elif forgets == "another device":
-        block(nets[0](a=1.0, b=1.0).cuda(), first)
+        loops.scaled_backward(nets[0](a=1.0, b=1.0).cuda(), first)
     return nets[0], first
 
 
@@ -243,7 +231,7 @@ def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
     assert amp.step_was_skipped(optimizer)
     assert weights(model) == [1.0, 1.0]
     optimizer.zero_grad()
-    block(model(a=1.0, b=1.0), optimizer)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
     assert weights(model) != [1.0, 1.0]
@@ -275,7 +263,7 @@ def test_a_step_that_raised_in_a_hook_can_be_tried_again(level, clips, hook):
     stepped = []
     for fails in (False, True):
         model, optimizer = made(level)
-        block(model(a=3.0, b=4.0), optimizer)
+        loops.scaled_backward(model(a=3.0, b=4.0), optimizer)
         if clips:
             amp.clip_grad_norm_(optimizer, 1.0)
         if fails:

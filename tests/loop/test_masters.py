@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 
 import pytest
 import torch
@@ -15,12 +14,6 @@ from tests.support.wrapping_optimizers import SAM, Lookahead
 levels = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 still = functools.partial(loops.sgd, lr=0.0)
 """An optimizer whose steps move nothing."""
-
-
-def agree(model, optimizer):
-    """Whether every weight of the model is its rounded master."""
-    pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
-    return all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
 
 
 def forward(model):
@@ -224,12 +217,12 @@ def test_sharpness_aware_steps_perturb_the_model(level, form):
             optimizer.first_step()
             loops.backward(model, optimizer, x, y)
             optimizer.second_step()
-            assert agree(model, optimizer)  # as an average of model.parameters() reads them
+            assert loops.agree(model, optimizer)  # as an average of model.parameters() reads them
         else:
             optimizer.step(lambda x=x, y=y: loops.backward(model, optimizer, x, y))
     assert loops.same(loops.masters(optimizer), sam_by_hand(level, 3))
     forward(model)
-    assert agree(model, optimizer)
+    assert loops.agree(model, optimizer)
 
 
 @pytest.mark.parametrize("base", ["SGD", "fused AdamW"])
@@ -246,7 +239,7 @@ def test_lookahead_moves_model_and_masters(level, order, base):
         outer.step()
         outer.zero_grad()
     forward(model)
-    assert agree(model, optimizer)
+    assert loops.agree(model, optimizer)
     assert loops.same([q for slow in outer.slow for q in slow], loops.masters(optimizer))
 
 
@@ -269,7 +262,7 @@ def test_an_optimizer_that_amp_has_not_seen_steps_the_masters(level, base, clear
             if step == 1:
                 model[0].load_state_dict(loops.net(seed=3)[0].state_dict())
         forward(model)
-        assert agree(model, optimizer)
+        assert loops.agree(model, optimizer)
         return loops.masters(optimizer)
 
     assert loops.same(trained(anew=True), trained(anew=False))
@@ -283,16 +276,13 @@ def test_a_model_that_runs_during_a_step_gets_what_the_step_writes_after_it(leve
     (model, optimizer), plain = (loops.prepared(level, loops.OPTIMIZERS[name]) for _ in range(2))
 
     def run(*_):
-        thread = threading.Thread(target=forward, args=(model,))
-        (thread.start if in_thread else thread.run)()
-        if in_thread:
-            thread.join()
+        loops.in_a_thread(lambda: forward(model)) if in_thread else forward(model)
 
     optimizer.register_step_pre_hook(run)
     for x, y in loops.batches(2):
         loops.train_step(model, optimizer, x, y)
         loops.train_step(*plain, x, y)
-        assert agree(model, optimizer)
+        assert loops.agree(model, optimizer)
     assert loops.same(loops.masters(optimizer), loops.masters(plain[1]))
 
 
@@ -320,7 +310,7 @@ def test_two_optimizers_over_the_same_weights_share_one_master(names, joined):
         for optimizer in (*optimizers, *by_hand):
             optimizer.step()
     assert loops.same(loops.masters(optimizers[0]), loops.values(plain.parameters()))
-    assert agree(model, optimizers[0])
+    assert loops.agree(model, optimizers[0])
 
 
 # -- memory ----------------------------------------------------------------------------------

@@ -289,8 +289,7 @@ def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(ord
             elif order == "zeros":
                 second.zero_grad(set_to_none=False)
             loss = sum(loops.loss_of(net, 0.01 * x, y) for net in nets)
-            with amp.scale_loss(loss, first) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, first)
             if order == "step between":
                 first.step()
             if order == "held":
@@ -360,8 +359,7 @@ def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, 
     (message,) = messages(train)
     assert re.search(UNPREPARED, message)
     if with_masters:
-        pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
-        assert all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
+        assert loops.agree(model, optimizer)
 
 
 # -- torch's GradScaler ----------------------------------------------------------------------
@@ -391,10 +389,7 @@ def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(leve
         scale = {"loss_scale": "dynamic", "max_loss_scale": 2.0}
         model, optimizer = loops.prepared(level, make_optimizer, **scale)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
-        with amp.scale_loss(
-            scaler.scale(loops.loss_of(model, *loops.batch())), optimizer
-        ) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(scaler.scale(loops.loss_of(model, *loops.batch())), optimizer)
         with pytest.warns(match="both scales") if enabled else nullcontext():
             scaler.step(optimizer)
         stepped.append(loops.masters(optimizer))
@@ -449,14 +444,12 @@ def test_usual_loops_are_silent(level):
             optimizer.zero_grad()
         for delays in (True, False):
             loss = nets[0](x).float().square().mean() / 64
-            with amp.scale_loss(loss, optimizers[0], delay_unscale=delays) as scaled_loss:
-                scaled_loss.backward()
+            loops.scaled_backward(loss, optimizers[0], delay_unscale=delays)
         nn.utils.clip_grad_norm_(amp.master_params(optimizers[0]), 1.0)
         if not late:
             optimizers[0].step()
         loss = nets[0](nets[1](x)).float().square().mean() / 64
-        with amp.scale_loss(loss, optimizers[1], loss_id=1) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss, optimizers[1], loss_id=1)
         if late:
             optimizers[0].step()
         optimizers[1].step()
@@ -559,8 +552,7 @@ def test_a_step_after_steps_in_hooks_is_no_mistake(level, scaled):
     handles = [p.register_post_accumulate_grad_hook(step_now) for p in model.parameters()]
     for x, y in loops.batches(2):
         loss = loops.loss_of(model, x, y)
-        with amp.scale_loss(loss, optimizer) if scaled else nullcontext(loss) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss, optimizer) if scaled else loss.backward()
         optimizer.step()  # pytest makes warnings errors
     for handle in handles:  # the collector does not see into them
         handle.remove()

@@ -84,26 +84,25 @@ def test_a_step_inside_the_block_is_skipped_and_moves_the_scale_once(level):
     assert loops.loss_scale() == 2.0**15
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
 @levels
-def test_an_overflow_of_one_loss_skips_the_optimizers_given_with_it(level):
-    models = [loops.net(0), loops.net(1), loops.net(2)]
-    optimizers = [loops.sgd(model.parameters()) for model in models]
-    models, optimizers = amp.initialize(
-        models, optimizers, opt_level=level, verbosity=0, num_losses=2, **DYNAMIC
-    )
-    before = [loops.masters(each) for each in optimizers]
-    x, y = loops.overflowing()
-    loops.scaled_backward(loops.loss_of(models[0], x, y), optimizers[:2], loss_id=0)
-    with amp.scale_loss(
-        loops.loss_of(models[2], *loops.batch()), optimizers[2], loss_id=1
-    ) as scaled:
-        (scaled / 256).backward()
+def test_an_overflow_of_one_loss_moves_its_scale_and_skips_the_optimizers_given_with_it(level, bad):
+    """Of three losses the first two are for two optimizers, and the last is for the third."""
+    nets = [loops.net(seed) for seed in range(3)]
+    optimizers = [loops.sgd(net.parameters()) for net in nets]
+    amp.initialize(nets, optimizers, opt_level=level, verbosity=0, num_losses=3, **DYNAMIC)
+    before = list(map(loops.masters, optimizers))
+    for loss_id, steps in enumerate((optimizers[:2], optimizers[:2], optimizers[2])):
+        data = loops.overflowing() if loss_id == bad else loops.batch()
+        loss = sum(loops.loss_of(net, *data) for net in (nets[2:] if loss_id == 2 else nets[:2]))
+        loops.scaled_backward(loss / 256, steps, loss_id=loss_id)
     for optimizer in optimizers:
         optimizer.step()
-    after = [loops.masters(each) for each in optimizers]
+    after = list(map(loops.masters, optimizers))
     same = [loops.same(one, other) for one, other in zip(before, after, strict=True)]
-    assert same == [True, True, False]
-    assert [loops.loss_scale(0), loops.loss_scale(1)] == [2.0**15, 2.0**16]
+    assert same == [bad < 2, bad < 2, bad == 2]
+    scales = [loops.loss_scale(loss_id) for loss_id in range(3)]
+    assert scales == [2.0**15 if loss_id == bad else 2.0**16 for loss_id in range(3)]
 
 
 # -- closures, hooks and schedulers ----------------------------------------------------------

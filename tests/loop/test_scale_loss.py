@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import threading
 import weakref
 
 import pytest
@@ -59,16 +58,14 @@ def test_scale_1_gives_the_loss_itself_and_an_empty_list_only_scales():
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss == loss
     model, _ = one_weight("O1")
-    with amp.scale_loss(slope(model, 1.0), []) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(slope(model, 1.0), [])
     assert model.weight.grad == 2.0**16
 
 
 def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
     model, optimizer = one_weight("O1")
     for weight in (1.0, 0.875):
-        with amp.scale_loss(model.weight.sum().half(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(model.weight.sum().half(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
         assert (model.weight, loops.loss_scale()) == (weight, 2.0**15)
@@ -80,8 +77,7 @@ def test_a_loss_whose_own_backward_scales_it_takes_part_once(level):
     loss = slope(model, 1.0)
 
     def own_backward():
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        loops.scaled_backward(loss, optimizer)
 
     loss.backward = own_backward
     loss.backward()
@@ -93,9 +89,8 @@ def test_no_loss_is_kept_after_the_step(delay):
     model, optimizer = loops.prepared("O2")
     loss = loops.loss_of(model, *loops.batch())
     seen = weakref.ref(loss)
-    with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
-        scaled_loss.backward()
-    del loss, scaled_loss
+    loops.scaled_backward(loss, optimizer, delay_unscale=delay)
+    del loss
     optimizer.step()
     gc.collect()
     assert seen() is None
@@ -115,8 +110,7 @@ def test_retain_graph_backs_twice_through_one_graph(level):
 def test_a_loss_on_the_masters_themselves_gives_unscaled_gradients(level):
     _, optimizer = loops.prepared(level, loss_scale=8.0)
     master = next(amp.master_params(optimizer))
-    with amp.scale_loss(0.5 * master.pow(2).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(0.5 * master.pow(2).sum(), optimizer)
     assert torch.equal(master.grad, master.detach())
 
 
@@ -137,10 +131,7 @@ def test_inside_the_block_casts_are_those_around_it(level, in_thread):
             scaled_loss.backward()
             dtypes.append((model(x).dtype, (x @ x.t()).dtype))
 
-    thread = threading.Thread(target=work)
-    (thread.start if in_thread else work)()
-    if in_thread:
-        thread.join()
+    loops.in_a_thread(work) if in_thread else work()
     assert dtypes == [(low, torch.float32 if in_thread else low)] * 2
 
 
@@ -164,8 +155,7 @@ def test_a_gradient_penalty_trains_through_double_backward(level, form):
         with amp.scale_loss(output, optimizer) as scaled_loss:
             (slope,) = torch.autograd.grad(scaled_loss, x, create_graph=True)
             loss = ((slope / (scaled_loss / output)).norm() - 1).square()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer)
     plain = loops.net()
     penalty(plain, x).backward()
     eps = 16 * torch.finfo(loops.LEVELS[level].compute).eps
@@ -184,8 +174,7 @@ def test_gradients_of_a_block_with_a_graph_train_through_double_backward(level, 
     params = list(amp.master_params(optimizer))
     loss = sum(param.grad.float().square().sum() for param in params)
     optimizer.zero_grad()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer)
     plain = loops.net()
     loss = 2 * loops.loss_of(plain, *loops.batch())
     grads = torch.autograd.grad(loss, list(plain.parameters()), create_graph=True)
@@ -290,12 +279,11 @@ def test_a_block_inside_another_of_the_same_optimizer_is_refused(level, after_de
     loss = loops.loss_of(model, *loops.batch())
     inner = amp.scale_loss(loss, optimizer)
     with (
-        amp.scale_loss(loss, optimizer) as scaled_loss,
+        amp.scale_loss(loss, optimizer),
         pytest.raises(RuntimeError, match="entered inside another"),
     ):
         inner.__enter__()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    loops.scaled_backward(loss, optimizer)
     optimizer.step()
 
 

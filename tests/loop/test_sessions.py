@@ -88,18 +88,6 @@ def test_training_at_two_levels_by_turns_equals_training_at_each_alone():
         assert losses("O4", other) == alone
 
 
-def test_each_call_has_its_own_scale():
-    first, second = loops.prepared("O2"), loops.prepared("O5", loss_scale=2.0)
-    loops.train_step(*first, *loops.overflowing())
-    for pair in (first, second):
-        train(*pair, steps=2)
-    found = amp.state_dict().values()
-    assert [(entry["loss_scale"], entry["unskipped"]) for entry in found] == [
-        (2.0**15, 2),
-        (2.0, 2),
-    ]
-
-
 # -- casts of the thread ---------------------------------------------------------------------
 
 
@@ -123,20 +111,6 @@ def test_casts_of_the_thread_end_with_the_session_and_torchs_settings_come_back(
     gc.collect()
     assert product() is torch.float32
     assert settings() == before
-
-
-@pytest.mark.parametrize("newest_first", [True, False])
-def test_of_two_sessions_the_newest_living_one_rules(newest_first):
-    held = [loops.prepared("O1"), loops.prepared("O4")]
-    plain, _ = loops.prepared("O0")
-    assert product() is torch.bfloat16
-    assert plain(torch.ones(2, 4)).dtype is torch.float32
-    del held[newest_first]
-    gc.collect()
-    assert product() is (torch.float16 if newest_first else torch.bfloat16)
-    held.clear()
-    gc.collect()
-    assert product() is torch.float32
 
 
 @casting

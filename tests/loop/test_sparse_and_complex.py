@@ -19,10 +19,6 @@ def embedding(level, name="SGD", **options):
     return loops.prepared(level, OPTIMIZERS[name], nn.Embedding(5, 4, sparse=True), **options)
 
 
-def backward(loss, optimizer):
-    loops.scaled_backward(loss, optimizer)
-
-
 def squares(model):
     return model(IDS).float().square().sum()
 
@@ -37,7 +33,7 @@ def test_sparse_gradients_train_like_by_hand(level, name, passes):
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(passes):
-            backward(squares(model), optimizer)
+            loops.scaled_backward(squares(model), optimizer)
         assert next(amp.master_params(optimizer)).grad.is_sparse
         optimizer.step()
         low = weight.detach().to(loops.LEVELS[level].stored).requires_grad_()
@@ -54,7 +50,7 @@ def test_duplicate_rows_are_summed_in_fp32_where_there_are_masters(level):
     model, optimizer = embedding(level, loss_scale="dynamic")
     before = loops.masters(optimizer)
     # Each row of 2**15 fits into fp16, their sum of 3 * 2**15 does not.
-    backward(0.5 * model(torch.zeros(3, dtype=torch.int64)).float().sum(), optimizer)
+    loops.scaled_backward(0.5 * model(torch.zeros(3, dtype=torch.int64)).float().sum(), optimizer)
     if level == "O3":
         optimizer.step()
         assert loops.same(loops.masters(optimizer), before)
@@ -80,7 +76,7 @@ class Tied(nn.Module):
 def test_sparse_and_dense_gradients_of_one_parameter_add_up(level, dense_first):
     model, optimizer = loops.prepared(level, model=Tied(), loss_scale=8.0)
     for multiply in (dense_first, not dense_first):
-        backward(model(IDS, multiply).float().sum(), optimizer)
+        loops.scaled_backward(model(IDS, multiply).float().sum(), optimizer)
     (grad,) = (param.grad for param in amp.master_params(optimizer))
     expected = torch.ones(5, 4)
     expected[1] += 2
@@ -108,7 +104,7 @@ def test_complex_parameters_keep_their_type_and_get_true_gradients(level, passes
     twin.load_state_dict(model.state_dict())
     x, _ = loops.batch()
     for _ in range(passes):
-        backward(model(x).float().sum(), optimizer)
+        loops.scaled_backward(model(x).float().sum(), optimizer)
         twin(x).float().sum().backward()
     eps = 8 * torch.finfo(loops.LEVELS[level].compute).eps
     assert model.factor.dtype is torch.complex64
@@ -125,7 +121,7 @@ def test_inf_in_such_a_gradient_skips_the_step(level, kind):
         model, optimizer = loops.prepared(level, model=Rotation(), loss_scale="dynamic")
         loss = model.factor.abs().sum()
     before = loops.masters(optimizer)
-    backward(loss * float("inf"), optimizer)
+    loops.scaled_backward(loss * float("inf"), optimizer)
     optimizer.step()
     assert loops.same(before, loops.masters(optimizer))
     assert loops.loss_scale() == 2.0**15

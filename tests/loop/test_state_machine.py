@@ -8,12 +8,11 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
 from apex import amp
 from tests.support import loops
 
-SEEDS = range(2000 if os.environ.get("STRESS") else 40)
+SEEDS = range(2000 if os.environ.get("STRESS") else 80)
 RATE = 0.125
 LEVELS = {
     "O1": {"loss_scale": "dynamic"},
@@ -25,32 +24,23 @@ STEPPED = [["abc"], ["ab", "bc"], ["ab", "c"], ["ab", "bc", "c"]]
 """The weights of each optimizer; "d" comes later, in a group of its own."""
 
 
-class Weights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        for name in "abcd":
-            self.register_parameter(name, nn.Parameter(torch.ones(2)))
-
-    def forward(self, factors):
-        return sum((getattr(self, name).float() * k).sum() for name, k in factors.items())
-
-
 class Program:
     """A training, and what the rules say of it."""
 
     def __init__(self, level, choose):
         self.choose = choose
-        self.model = Weights()
+        self.model = loops.Weights("abcd")
         self.names = [set(names) for names in choose.choice(STEPPED)]
         self.optimizers = [
             torch.optim.SGD([getattr(self.model, name) for name in sorted(names)], lr=RATE)
             for names in self.names
         ]
-        options = LEVELS[level]
+        options = {"num_losses": 2, "growth_interval": choose.choice([3, 2000]), **LEVELS[level]}
         amp.initialize(self.model, self.optimizers, opt_level=level[:2], verbosity=0, **options)
         self.dynamic = options.get("loss_scale") == "dynamic"
         if self.dynamic:
-            amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
+            for scaler, scale in zip(amp._amp_state.loss_scalers, (2.0**8, 2.0**4), strict=True):
+                scaler._loss_scale = scale
         self.has_masters = level != "O1"
         self.params = {}  # what is stepped
         self.find_params()
@@ -59,7 +49,7 @@ class Program:
         self.grads = {}
         self.flags = [False] * len(self.optimizers)
         self.delayed = {}  # of an optimizer: those that a delayed pass is still for, and the scale
-        self.updates = 0
+        self.updates = [0, 0]  # of the scale of each loss
         self.master_written = self.weight_written = False
 
     # -- of the model of the rules -------------------------------------------------------------
@@ -69,9 +59,9 @@ class Program:
             stepped = [param for group in optimizer.param_groups for param in group["params"]]
             self.params.update(zip(sorted(names), stepped, strict=True))
 
-    def sharing(self, first):
-        """The optimizers that a pass of one is for."""
-        found = [first]
+    def sharing(self, given):
+        """The optimizers that a pass of some is for."""
+        found = list(given)
         for index in found:
             for other, names in enumerate(self.names):
                 if other not in found and names & self.names[index]:
@@ -80,10 +70,11 @@ class Program:
 
     def finish(self, indices):
         ended = {index for index in indices if index in self.delayed}
+        for loss_id in {self.delayed[index][1][0] for index in ended}:
+            self.updates[loss_id] += 1
         for index in ended:
             for other in self.delayed[index][0] if index in self.delayed else ():
                 self.delayed.pop(other, None)
-        self.updates += bool(ended)
 
     def forget(self, names):
         """What was cleared has no gradient, and is in no delayed pass."""
@@ -109,8 +100,9 @@ class Program:
         return self.choose.randrange(len(self.optimizers))
 
     def block(self, fails=False):
-        index = self.index()
-        sharing = self.sharing(index)
+        count, loss_id = len(self.optimizers), self.choose.randint(0, 1)
+        given = self.choose.sample(range(count), self.choose.randint(1, count))
+        sharing = self.sharing(given)
         names = sorted(set().union(*(self.names[other] for other in sharing)))
         factors = {name: float(self.choose.randint(1, 2)) for name in names}
         if len(factors) > 1 and self.choose.random() < 0.3:
@@ -119,15 +111,19 @@ class Program:
         if overflows:
             factors[self.choose.choice(list(factors))] = torch.inf
         delays = self.choose.random() < 0.3 and not overflows
-        loss = self.model(factors)
+        loss = self.model(**factors)
         if self.master_written:
             self.forward()
-        key = set(sharing), self.updates if self.dynamic else 0
+        scale = loss_id, self.updates[loss_id] if self.dynamic else 0
+        key = set(sharing), scale
         continues = [self.delayed.get(other) for other in sharing] == [key] * len(sharing)
         if not continues:
             self.finish(sharing)
+        optimizers = [self.optimizers[index] for index in given]
         try:
-            with amp.scale_loss(loss, self.optimizers[index], delay_unscale=delays) as scaled:
+            with amp.scale_loss(loss, optimizers, loss_id, delay_unscale=delays) as scaled:
+                if not fails and self.choose.random() < 0.2:
+                    self.clear()
                 scaled.backward()
                 if fails:
                     raise KeyError
@@ -137,14 +133,13 @@ class Program:
         for name, factor in factors.items():
             self.grads[name] = self.grads.get(name, 0.0) + factor
         if delays or fails:
-            remaining = set(sharing)
-            key = self.updates if self.dynamic else 0
-            self.delayed.update(dict.fromkeys(sharing, (remaining, key)))
+            scale = loss_id, self.updates[loss_id] if self.dynamic else 0
+            self.delayed.update(dict.fromkeys(sharing, (set(sharing), scale)))
         else:
             for other in sharing:
                 self.delayed.pop(other, None)
                 self.flags[other] |= overflows
-            self.updates += 1
+            self.updates[loss_id] += 1
 
     def fail(self):
         self.block(fails=True)
@@ -208,7 +203,7 @@ class Program:
         self.master_written = True
 
     def write_weights(self):
-        self.model({"a": 0.0})
+        self.model(a=0.0)
         if self.master_written:
             self.forward()
         self.weights.update({name: self.number() for name in self.weights})
@@ -226,12 +221,12 @@ class Program:
             self.weight_written = False
 
     def swap(self):
-        self.model({"a": 0.0})
+        self.model(a=0.0)
         if self.master_written:
             self.forward()
         own = loops.values(self.model.parameters())
         loops.change(self.model.parameters(), [torch.zeros_like(p) for p in own], "copy_")
-        self.model({"a": 1.0})
+        self.model(a=1.0)
         loops.change(self.model.parameters(), own, self.choose.choice(["data", "copy_"]))
 
     def save(self):

@@ -1,44 +1,50 @@
-"""Op casts are off in the optimizer's own arithmetic, and on in the closure that it calls."""
+"""Op casts are off in every optimizer's own arithmetic, and on in the closure that it calls."""
 
 import contextlib
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from apex import amp
 from tests.support import loops
 
-casting = pytest.mark.parametrize("level", ["O1", "O4"])
+FP32 = torch.float32
+levels = pytest.mark.parametrize(("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 
 
 def product():
     return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
-    """Steps by a matrix product, and notes its type."""
+class Multiplies(torch.optim.Optimizer):
+    """Notes the dtype of a product in its step; runs ``inside`` and the closure there."""
 
-    def __init__(self, params):
-        super().__init__(params, {})
-        self.dtypes = []
+    def __init__(self, params=(), inside=lambda: None):
+        super().__init__(list(params) or [nn.Parameter(torch.ones(1))], {})
+        self.inside, self.dtypes = inside, []
 
     def step(self, closure=None):
+        self.dtypes.append(product())
         loss = None if closure is None else closure()
+        self.inside()
         self.dtypes.append(product())
         return loss
 
 
 @pytest.mark.parametrize("step", [loops.train_step, loops.train_step_with_closure])
-@casting
-def test_the_step_computes_in_fp32(level, step):
-    model, optimizer = loops.prepared(level, MatrixOptimizer)
+@levels
+def test_the_step_computes_in_fp32(level, low, step):
+    model, optimizer = loops.prepared(level, Multiplies)
     step(model, optimizer, *loops.batch())
-    assert optimizer.dtypes == [torch.float32]
+    assert optimizer.dtypes == [FP32] * 2
+    assert product() is low
 
 
-@casting
-def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level):
-    _model, optimizer = loops.prepared(level, MatrixOptimizer)
+@levels
+def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level, low):
+    _model, optimizer = loops.prepared(level, Multiplies)
     seen = []
 
     def closure():
@@ -48,5 +54,63 @@ def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level):
     for around in (contextlib.nullcontext, amp.disable_casts):
         with around(), pytest.raises(KeyError):
             optimizer.step(closure)
-    low = loops.LEVELS[level].compute
-    assert [*seen, product()] == [low, torch.float32, low]
+    assert [*seen, product()] == [low, FP32, low]
+
+
+# -- an optimizer that amp has not prepared --------------------------------------------------
+
+
+@levels
+def test_a_step_beside_amp_computes_in_fp32_and_its_closure_has_casts(level, low):
+    held = loops.prepared(level)
+    for arguments in ({}, {"closure": product}):
+        optimizer = Multiplies()
+        assert optimizer.step(**arguments) is (low if arguments else None)
+        assert optimizer.dtypes == [FP32] * 2
+        assert product() is low
+    assert optimizer.step(product) is low
+    del held
+
+
+def test_a_step_inside_another_leaves_the_casts_of_the_outer_one_off():
+    held = loops.prepared("O4")
+    inner = Multiplies()
+    outer = Multiplies(inside=inner.step)
+    outer.step()
+    assert inner.dtypes == outer.dtypes == [FP32] * 2
+    assert product() is torch.bfloat16
+    del held
+
+
+@pytest.mark.parametrize("where", ["step", "closure", "inner step"])
+def test_casts_are_on_again_at_the_forward_after_a_step_that_raised(where):
+    model, _ = loops.prepared("O4", model=nn.Linear(2, 2))
+
+    def fail():
+        raise KeyError(where)
+
+    inside = Multiplies(inside=fail).step if where == "inner step" else fail
+    with pytest.raises(KeyError):
+        Multiplies(inside=inside).step(*([fail] if where == "closure" else []))
+    model(torch.ones(1, 2))
+    assert product() is torch.bfloat16
+
+
+def test_a_users_own_autocast_around_a_step_stays():
+    held = loops.prepared("O4")
+    optimizer = Multiplies()
+    with torch.autocast("cpu", torch.float16):
+        optimizer.step()
+    assert optimizer.dtypes == [torch.float16] * 2
+    del held
+
+
+def test_hooks_on_steps_end_with_the_last_session():
+    hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    assert not any(hooks)
+    first, second = loops.prepared("O4"), loops.prepared("O5")
+    del first
+    assert all(hooks)
+    amp.restore(*second)
+    del second
+    assert not any(hooks)

@@ -55,6 +55,18 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.first(x))))
 
 
+class Weights(nn.Module):
+    """Some weights; the gradient of each is its factor in the loss."""
+
+    def __init__(self, names="ab"):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.ones(2)))
+
+    def forward(self, **factors):
+        return sum((getattr(self, name).float() * k).sum() for name, k in factors.items())
+
+
 def net(seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -175,6 +187,12 @@ def values(params):
 
 def masters(optimizer):
     return values(amp.master_params(optimizer))
+
+
+def agree(model, optimizer):
+    """Whether every weight of the model is its rounded master."""
+    pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+    return all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
 
 
 def grads(params):
