@@ -126,9 +126,9 @@ MUTANTS = [
     Mutant(
         "the wrong operator named",
         "apex/debug/overflow.py",
-        "        if not births:\n            return self._first_birth(call, before, kind, dtype)\n",
+        "        if not births:\n            return self._first_birth(call, before, bad, kind)\n",
         "        if not births or births:\n"
-        "            return self._first_birth(call, before, kind, dtype)\n",
+        "            return self._first_birth(call, before, bad, kind)\n",
         "tests/debug/test_planted_faults.py tests/debug/test_overflow.py",
     ),
     Mutant(
@@ -197,7 +197,7 @@ MUTANTS = [
     Mutant(
         "a bucket's view stashed without a copy",
         f"{ENGINE}/ddp.py",
-        "wrapper.gradient_as_bucket_view and id(param) in sent",
+        "wrapper.gradient_as_bucket_view and id(param) in state.sent",
         "False",
         "tests/distributed/test_resume.py",
     ),

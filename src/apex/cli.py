@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -124,10 +125,10 @@ def _add_trace(subparsers: Any) -> None:
 def _trace(args: argparse.Namespace) -> int:
     """Runs a training script and names the first operator that made inf or NaN.
 
-    It may be forward or backward, with or without amp. The report has its module, its line of
-    code, the values that went in, the cause and remedies. The script stops there. Overflows by
-    which a dynamic loss scale finds its value do not stop it, nor do masks of -inf that reach no
-    gradient. Compiled code runs uncompiled.
+    Works with and without amp, in forward and backward passes. The report shows the module, the
+    source line, the input values, the cause and possible fixes. The script stops at the first
+    fault. Overflows that make a dynamic loss scale back off do not stop it, and neither do -inf
+    masks that reach no gradient. Code under torch.compile runs in eager mode.
     """
     from apex.tools.script import Script
     from apex.tools.trace import measure, rank_file, trace
@@ -139,7 +140,6 @@ def _trace(args: argparse.Namespace) -> int:
     out, err = sys.stdout, sys.stderr  # the script may replace these
     stream = err if file == "-" else out
     notify = functools.partial(_show, stream) if args.keep_going else None
-    tracing: Any
     if args.digits or args.updates:
         tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
     else:
@@ -153,10 +153,10 @@ def _trace(args: argparse.Namespace) -> int:
     if out.closed:  # by the script
         sys.stdout = stream = err
     with _until_written():
-        _show(stream, f"\n{tracing}")
+        _show(stream, f"\n{tracing.report}")
         if file == "-" and out.closed:
             raise NotWrittenError("the JSON could not be written: the script closed its output")
-        write_json(file, tracing.to_dict())
+        write_json(file, tracing.data)
     if tracing.ending.interrupted:
         return INTERRUPTED
     return NOT_FINITE if tracing.found else tracing.ending.status
@@ -209,7 +209,6 @@ def _add_compare(subparsers: Any) -> None:
     add("--levels", metavar="NAMES", help="comma-separated, such as O0,O4,O5 (default: all)")
     add("--steps", type=count, default=100, metavar="N", help="training steps (default: 100)")
     add("--rounds", type=count, default=20, metavar="N", help="timed steps a level (default: 20)")
-    add("--emulated", action="store_true", help="also train emulated levels, for 10 steps")
     add("--seed", type=int, default=0, metavar="N", help="default: 0")
     _add_device(parser)
     add("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
@@ -239,20 +238,16 @@ def _compare(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),
-        emulated=args.emulated,
     )
     check_file(args.output)
     check_json(args.json)
     comparison = compare(args.target, options, _show_stage, _warn)
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(comparison))
+    write_json(args.json, to_json(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
-    if args.json != "-":
-        write_json(args.json, to_json(comparison))
     print("\n" + comparison_text(comparison, wide=args.wide), file=stream)
     print(f"report: {args.output}", file=stream)
-    if args.json == "-":
-        write_json("-", to_json(comparison))
     return FAILED if comparison.failed else OK
 
 
@@ -276,7 +271,8 @@ def _add_migrate(subparsers: Any) -> None:
         "path",
         metavar="PATH",
         type=Path,
-        help="a file, or a folder: all *.py under it but in hidden folders, environments, build",
+        help="a file, or a folder to search for *.py files (hidden, build and virtual environment "
+        "folders are skipped)",
     )
     _add_json(parser)
 
@@ -302,16 +298,19 @@ def _migrate(args: argparse.Namespace) -> int:
 
 def _add_doctor(subparsers: Any) -> None:
     parser = _command(
-        subparsers, "doctor", _doctor, "say whose apex is whose, and which dtypes are fast here"
+        subparsers,
+        "doctor",
+        _doctor,
+        "show which package provides apex, and which dtypes are fast on this machine",
     )
     _add_device(parser)
     _add_json(parser)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """Reports whose apex is whose, and which dtypes are fast here.
+    """Shows which package provides apex, and which dtypes are fast on this machine.
 
-    Says which level to start with. Takes a few seconds.
+    Recommends a level to start with. Takes a few seconds.
     """
     from apex.tools.devices import parse_device
     from apex.tools.doctor import examine
@@ -321,7 +320,7 @@ def _doctor(args: argparse.Namespace) -> int:
     health = examine(device)
     if args.json != "-":
         print(health)
-    write_json(args.json, health.to_dict())
+    write_json(args.json, dataclasses.asdict(health))
     return OK
 
 
@@ -390,8 +389,8 @@ def check_file(path: Path) -> None:
 
 def check_json(file: str | None) -> None:
     """Raises if the target of ``--json``, see :func:`write_json`, cannot be written."""
-    if file not in (None, "-"):
-        check_file(Path(str(file)))
+    if file is not None and file != "-":
+        check_file(Path(file))
 
 
 def write(path: Path, text: str) -> None:

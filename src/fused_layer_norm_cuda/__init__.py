@@ -37,7 +37,7 @@ def forward_affine(
     has no means.
     """
     y, wide_weight, wide_bias = _widened(input, weight, bias)
-    dims = _dims(normalized_shape)
+    dims = tuple(range(-len(normalized_shape), 0))
     statistics = []
     if centered:
         mean = y.mean(dims, keepdim=True)
@@ -119,14 +119,15 @@ def backward_affine(
         centered: False for an RMS norm.
     """
     wide_grad, y, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
-    dims = _dims(normalized_shape)
+    dims = tuple(range(-len(normalized_shape), 0))
     rows = (*y.shape[: -len(dims)], *(1 for _ in dims))
     factor = invvar.to(y.dtype).view(rows)
     if memory_efficient:
         if bias is not None:
             y = y - wide_bias
         if weight is not None:
-            y = y / _away_from_zero(wide_weight, eps)
+            positive = wide_weight.clamp(min=eps)
+            y = y / torch.where(wide_weight >= 0, positive, wide_weight.clamp(max=-eps))
     else:
         if mean is not None:
             y = y - mean.to(y.dtype).view(rows)
@@ -191,11 +192,3 @@ def rms_backward(
 def _widened(*tensors: Tensor | None) -> list[Any]:
     wide = math_dtype(*(tensor for tensor in tensors if tensor is not None))
     return [None if tensor is None else tensor.to(wide) for tensor in tensors]
-
-
-def _dims(shape: Shape) -> tuple[int, ...]:
-    return tuple(range(-len(shape), 0))
-
-
-def _away_from_zero(weight: Tensor, eps: float) -> Tensor:
-    return torch.where(weight >= 0, weight.clamp(min=eps), weight.clamp(max=-eps))

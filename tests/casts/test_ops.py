@@ -32,8 +32,8 @@ def region(low, device):
     return AutocastRegion(AutocastSpec(low, (device,), DEFAULT))
 
 
-def region_of(table: OpTable, *, allow_banned: bool = False) -> AutocastRegion:
-    return AutocastRegion(AutocastSpec(torch.float16, ("cpu",), table, allow_banned))
+def region_of(table: OpTable) -> AutocastRegion:
+    return AutocastRegion(AutocastSpec(torch.float16, ("cpu",), table))
 
 
 # -- recurrent ------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_cross_entropy_is_that_of_fp32_logits(region, low, device, options):
 
 def test_banned_operator_runs_in_fp32_where_allowed():
     p = torch.full((2,), 0.5, dtype=torch.float16)
-    region = region_of(DEFAULT, allow_banned=True)
+    region = region_of(DEFAULT.with_bans("fp32"))
     got = region.run(F.binary_cross_entropy, p, torch.ones_like(p))
     torch.testing.assert_close(got, F.binary_cross_entropy(p.float(), torch.ones(2)))
 

@@ -81,8 +81,8 @@ def test_a_count_beyond_the_growth_interval_grows_the_scale_at_the_next_clean_st
 @pytest.mark.parametrize(
     ("present", "saved", "after", "words"),
     [
-        ("dynamic", static(512.0, 9), 2.0**16, "512: this scaler is dynamic, at 65536"),
-        (128.0, entry(512.0, 9), 128.0, "512: this scaler is static, at 128"),
+        ("dynamic", static(512.0, 9), 2.0**16, "dynamic (65536)"),
+        (128.0, entry(512.0, 9), 128.0, "static (128)"),
         ("dynamic", static(1.0, 9), 2.0**16, None),  # O5's into O2
         (1.0, entry(2.0**16, 9), 1.0, None),  # O2's into O5
         (1.0, static(128.0, 9), 1.0, None),
@@ -101,7 +101,8 @@ def test_a_scale_of_another_kind_is_not_loaded_and_said_unless_one_scales_nothin
     if words is None:
         assert not caplog.records
     else:
-        assert f"amp skipped loss_scaler0 of the checkpoint, {words}" in caplog.text
+        ignored = "ignored loss_scaler0 of the checkpoint (loss scale 512), because this loss scale"
+        assert f"{ignored} is {words}." in caplog.text
     del keep
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex.optimizers import FusedAdam, FusedSGD
 from tests.support import loops
 
 fp16 = pytest.mark.parametrize("level", ["O1", "O2"])
@@ -375,11 +376,13 @@ def test_torch_s_grad_scaler_is_refused_where_it_would_not_unscale_masters(name,
     assert loops.same(loops.masters(optimizer), before)
 
 
+@pytest.mark.parametrize("make_optimizer", [loops.sgd, FusedAdam])
 @levels
-def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(level):
+def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(level, make_optimizer):
     stepped = []
     for enabled in (False, True):
-        model, optimizer = loops.prepared(level, loss_scale=2.0)
+        scale = {"loss_scale": "dynamic", "max_loss_scale": 2.0}
+        model, optimizer = loops.prepared(level, make_optimizer, **scale)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
         loops.scaled_backward(scaler.scale(loops.loss_of(model, *loops.batch())), optimizer)
         with pytest.warns(match="both scales") if enabled else nullcontext():
@@ -395,6 +398,33 @@ def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(leve
 @pytest.mark.parametrize("train", [unscaled, after_the_block, clipped_inside, plain, plain_closure])
 def test_the_same_at_a_scale_of_1_is_no_mistake(level, train):
     train_all(train, loops.prepared(level))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda p: p.grad.mul_(0.5), lambda p: setattr(p, "grad", p.grad * 0.5)]
+)
+def test_changed_gradients_of_the_model_are_named_at_o2(change):
+    model, optimizer = loops.prepared("O2", loss_scale=128.0)
+    loops.backward(model, optimizer, *loops.batch())
+    for param in model.parameters():
+        change(param)
+    with pytest.warns(UserWarning, match="were changed between"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make_optimizer", [loops.sgd, FusedAdam, FusedSGD])
+def test_gradients_from_before_initialize_are_no_mistake(make_optimizer):
+    model = loops.net()
+    optimizer = make_optimizer(model.parameters(), lr=0.1)
+    loops.loss_of(model, *loops.batch()).backward()
+    grads = [param.grad.clone() for param in model.parameters()]
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+    for master, grad in zip(amp.master_params(optimizer), grads, strict=True):
+        torch.testing.assert_close(master.grad, grad, rtol=1e-3, atol=1e-6)
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    loops.backward(model, optimizer, *loops.batch())
+    optimizer.step()
 
 
 @pytest.mark.parametrize("level", loops.MIXED)

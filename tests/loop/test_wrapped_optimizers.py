@@ -1,4 +1,4 @@
-"""``scale_loss`` looks through objects that hold a prepared optimizer, as accelerate's do."""
+"""Objects around a prepared optimizer, as accelerate's, and methods wrapped on its class."""
 
 import pytest
 import torch
@@ -69,6 +69,29 @@ def test_an_optimizer_without_torchs_constructor_trains(level):
     for x, y in loops.batches(3):
         for model, optimizer in made:
             loops.train_step(model, optimizer, x, y)
+    assert loops.same(*(loops.masters(optimizer) for _, optimizer in made))
+
+
+@pytest.mark.parametrize("name", ["step", "zero_grad", "add_param_group"])
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+def test_a_method_wrapped_on_the_class_runs_once_inside_amps(level, name):
+    classes = [type("SGD", (torch.optim.SGD,), {}) for _ in range(2)]
+    made = [loops.prepared(level, own, loss_scale=128.0) for own in classes]
+    cls = type(made[1][1])
+    original, calls = getattr(cls, name), []
+
+    def wrapper(self, *args, **kwargs):
+        calls.append(name)
+        return original(self, *args, **kwargs)
+
+    setattr(cls, name, wrapper)
+    for x, y in loops.batches(2):
+        for model, optimizer in made:
+            loops.train_step(model, optimizer, x, y)
+    for _, optimizer in made:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert calls == [name] * (1 if name == "add_param_group" else 2)
+    assert getattr(cls, name) is wrapper
     assert loops.same(*(loops.masters(optimizer) for _, optimizer in made))
 
 

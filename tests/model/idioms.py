@@ -12,6 +12,7 @@ import functools
 import inspect
 import pickle
 import typing
+from unittest import mock
 
 import torch
 from torch import nn
@@ -157,6 +158,42 @@ class Named(nn.Linear):
     pass
 
 
+@idiom(lambda m: [patched(m, *call) for call in CALLS] + [vars(type(m)) == vars(PatchedByType)])
+class PatchedByType(nn.Linear):
+    """As profilers and tests wrap the methods of a class in place."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+    def __deepcopy__(self, memo):
+        return self.__class__(2, 2)
+
+
+CALLS = [
+    ("forward", lambda m: m(X)),
+    ("zero_grad", lambda m: m.zero_grad()),
+    ("_apply", lambda m: m.cpu()),
+    ("parameters", lambda m: [*m.parameters()]),
+    ("__deepcopy__", copy.deepcopy),
+]
+
+
+def patched(model, name, call):
+    original, calls = getattr(type(model), name), []
+
+    def wrapper(self, *args, **kwargs):
+        calls.append(name)
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(type(model), name, wrapper):
+        call(model)
+    setattr(type(model), name, wrapper)
+    call(model)
+    setattr(type(model), name, original)
+    call(model)
+    return original is getattr(PatchedByType, name), calls
+
+
 class Hooks(nn.Module):
     def hook(self):
         return "base"
@@ -233,6 +270,19 @@ class ForwardByGetattr(nn.Linear):
 
     def __call__(self, x):
         return self.alias(x)
+
+
+@idiom(lambda m: (put_back(m), shape_of(m), [shape_of(c) for c in copies(m)]))
+class PutBack(nn.Linear):
+    """Its ``forward`` is replaced for a while and left on the object."""
+
+
+def put_back(model):
+    original = model.forward
+    model.forward = lambda x: original(x)[:1]
+    seen = shape_of(model)
+    model.forward = original
+    return seen
 
 
 @idiom(lambda m: (shape_of(m), m.count))
@@ -448,6 +498,14 @@ class Reduced(nn.Linear):
     __hash__ = nn.Module.__hash__
 
 
+@idiom(copies)
+class ReducedToText(nn.Linear):
+    """Rebuilds what is no module, as a handle to a model elsewhere."""
+
+    def __reduce__(self):
+        return str, ("handle",)
+
+
 @idiom(lambda model: copy_attributes(model))  # noqa: PLW0108 - defined below
 class Attributes(nn.Linear):
     def __init__(self, *args):
@@ -497,3 +555,16 @@ class OwnParameters(nn.Linear):
 
     def groups(self):
         return [sorted(group) for group in self.parameters()]
+
+
+@idiom(lambda m: (shape_of(m), m.zero_grad(), [n for n, _ in m.named_modules()], [*m.state_dict()]))
+class OwnModules(nn.Module):
+    def __init__(self, *args):
+        super().__init__()
+        self.linear = nn.Linear(*args)
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def named_modules(self, *args, **kwargs):
+        yield from super().named_modules(*args, **kwargs)

@@ -365,7 +365,7 @@ def test_prepared_models_are_refused_where_a_level_is_16_bit(first, level):
 def test_a_model_that_shares_weights_with_one_of_an_earlier_call_is_refused(level):
     first, _ = loops.prepared(level, model=loops.Net())
     model = nn.Sequential(first.last, nn.Linear(2, 2))
-    words = r"parameter 0\.weight belongs to a model of an earlier call.*to one call, as lists"
+    words = r"parameter 0\.weight is shared with a model from an earlier .*to one call, as lists"
     refused(RuntimeError, words, model, loops.sgd(model.parameters()), level=level)
 
 

@@ -40,10 +40,10 @@ def written(folder, text=TARGET, name="target.py"):
     return str(path)
 
 
-def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, emulated=True, stages=None):
+def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, stages=None):
     """Compares on the CPU; notes each stage."""
     given = parse_levels(levels)
-    options = Options(given, steps, rounds, seed, torch.device("cpu"), emulated)
+    options = Options(given, steps, rounds, seed, torch.device("cpu"))
     return compare(target, options, ([] if stages is None else stages).append, warn=str)
 
 
@@ -62,7 +62,6 @@ def result_of(
     name="O0", *, milliseconds=10.0, spread=0.1, samples=(), errors=(), saved=4000, **changes
 ):
     """Returns a made-up result: a sound training, 25 steps long."""
-    emulated = changes.pop("emulated", False)
     record = Record(
         **{
             "losses": tuple(1.0 / step for step in range(1, 26)),
@@ -75,7 +74,6 @@ def result_of(
     )
     return Result(
         LEVELS[name],
-        emulated=emulated,
         training=record,
         timing=Timing(tuple(samples) or samples_of(name, milliseconds, spread)),
         errors=errors,

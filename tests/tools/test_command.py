@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("every_dtype_is_fast", "idle")
 FLAGS = {
     "trace": ["-h", "--help", "--digits", "--updates", "--keep-going", "--json", "-m"],
     "compare": [
-        *("-h", "--help", "--levels", "--steps", "--rounds", "--emulated", "--seed", "--device"),
+        *("-h", "--help", "--levels", "--steps", "--rounds", "--seed", "--device"),
         *("--output", "--json", "--wide"),
     ],
     "migrate": ["-h", "--help", "--json"],

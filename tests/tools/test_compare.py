@@ -1,6 +1,7 @@
 """A whole comparison: levels train as they would alone, and what fails does not stop the rest."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -108,18 +109,22 @@ def test_bytes_per_param_are_those_of_the_level(every, levels, expected):
         assert found.memory == found.training.stored.bytes + found.training.saved_bytes
 
 
-def test_emulated_levels_are_skipped_unless_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "slowdown", lambda dtype, _: 1 + 78 * (dtype.itemsize < 4))
-    found = compared(written(tmp_path), "O0,O4", steps=2, rounds=1, emulated=False)
-    skipped = by_name(found)["O4"]
-    assert (skipped.skipped, skipped.training, skipped.timing) == (True, None, None)
-    assert not found.failed
-    assert [each.word for each in found.recommendation.verdicts][1] == "skipped"
-    trained = compared(written(tmp_path), "O0,O4", steps=12, rounds=8)
-    emulated = by_name(trained)["O4"]
-    assert len(emulated.training.losses) == 10
-    assert emulated.timing is None
-    assert found.speed(skipped) is None
+@pytest.mark.parametrize(
+    ("ratio", "why"),
+    [
+        (79.0, "bf16 is emulated on this machine"),
+        (math.inf, "bf16 is not supported by this machine"),
+    ],
+)
+def test_levels_whose_dtype_is_emulated_or_missing_are_skipped(tmp_path, monkeypatch, ratio, why):
+    monkeypatch.setattr(run, "slowdown", lambda dtype, _: 1.0 if dtype.itemsize == 4 else ratio)
+    comparison = compared(written(tmp_path), "O0,O4", steps=2, rounds=1)
+    skipped = by_name(comparison)["O4"]
+    assert (skipped.skipped, skipped.training, skipped.timing) == (why, None, None)
+    assert not comparison.failed
+    verdict = comparison.recommendation.verdicts[1]
+    assert (verdict.word, verdict.why) == ("skipped", why)
+    assert comparison.speed(skipped) is None
 
 
 def test_the_target_of_the_how_to_trains(tmp_path):

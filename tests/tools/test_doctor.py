@@ -89,7 +89,7 @@ def test_beside_another_apex_the_line_names_both(tmp_path):
     kernel = str(tmp_path / "amp_C.so")
     found = {**doctor.origins(), "apex": str(tmp_path / "apex"), "amp_C": kernel}
     line = doctor.whose(found)
-    assert line.startswith("apex is another distribution's, ")
+    assert line.startswith("apex is provided by another package, ")
     assert f"from {tmp_path / 'apex'}, amp_C from {kernel}; " in line
     assert line.endswith("apex-amp adds amp, parallel, fp16_utils, RNN, reparameterization")
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from apex.tools.compare.charts import charts
 from apex.tools.compare.columns import COLUMNS
 from apex.tools.compare.report import report
-from apex.tools.compare.results import LEVELS
+from apex.tools.compare.results import LEVELS, Result
 from apex.tools.compare.table import comparison_text, text_table
 from apex.tools.compare.timing import Load
 from tests.tools.cases import comparison_of, result_of
@@ -53,14 +52,14 @@ def drawn(comparison, which):
     return points, area and [float(edge) for edge in area.groups()]
 
 
-def test_there_are_two_charts_of_every_level_that_is_not_emulated():
-    found = comparison_of(*EVERY[:-1], result_of("bf16", emulated=True))
+def test_there_are_two_charts_of_every_level():
+    found = comparison_of(*EVERY)
     loss, apart = charts(found)
-    assert [*loss.curves] == [*LEVELS][:-1]
-    assert [*apart.curves] == [*LEVELS][1:-1]
+    assert [*loss.curves] == [*LEVELS]
+    assert [*apart.curves] == [*LEVELS][1:]
     text = report(found)
     assert text.count("<svg") == 2
-    assert text.count('class="line ') == text.count('class="band ') == 8 + 7
+    assert text.count('class="line ') == text.count('class="band ') == 9 + 8
 
 
 @pytest.mark.parametrize("losses", [NAN, (math.inf,) * 25, (1.0,)])
@@ -121,11 +120,10 @@ def test_a_busy_machine_shows_no_speed_and_notes_stand_below():
     assert not re.search(r"\d\.\d\dx", text.partition("\n\nA note.\n")[0])
 
 
-def test_emulated_levels_are_starred_with_a_footnote_and_skipped_ones_have_no_row():
-    skipped = replace(result_of("O1"), training=None, timing=None, skipped=True)
-    text = text_table(comparison_of(result_of(), skipped, result_of("O2", emulated=True)))
-    assert "O2 *" in text
-    assert "* emulated: this machine" in text
+def test_skipped_levels_have_no_row():
+    skipped = Result(LEVELS["O1"], skipped="fp16 is emulated on this machine")
+    text = text_table(comparison_of(result_of(), skipped, result_of("O2")))
+    assert "O2" in text
     assert "O1" not in text
 
 

@@ -70,11 +70,23 @@ SCRIPT = "raise RuntimeError('executed')\nfor batch in []:\n    loss = batch\n  
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (SCRIPT, "is a training script; compare needs four names.*lacks model, optimizer, batches"),
-        (SCRIPT + "model = optimizer = batches = 1\n", "is a training script.*Nothing was run"),
+        (
+            SCRIPT,
+            "is a training script. apex compare needs a file.*Missing: model, opt",
+        ),
+        (
+            SCRIPT + "model = optimizer = batches = 1\n",
+            "is a training script.*The file was not",
+        ),
         ("def main():\n    raise OSError\n    loss.backward()\n", "is a training script"),
-        ("1 / 0\nmodel = 1\n", "is no target.*lacks optimizer, batches, loss. Nothing was run"),
-        ("if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n", "is no target.*Nothing was"),
+        (
+            "1 / 0\nmodel = 1\n",
+            "is not a compare target.*: optimizer, batches, loss. The file",
+        ),
+        (
+            "if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n",
+            "is not a compare target.*The",
+        ),
         ("model = (\n", r"cannot be read as Python.*line 1"),
     ],
     ids=["script", "names", "functions", "names missing", "main", "syntax"],
@@ -89,7 +101,10 @@ def test_a_target_that_prepares_its_model_is_refused(tmp_path):
     message = r"calls amp\.initialize\. .*once per level: return the plain model"
     for imported, text in (("from apex import amp", call), ("import apex", f"apex.{call}")):
         target = written(tmp_path, f"1 / 0\n{imported}\n{TARGET}{text}")
-        with pytest.raises(TargetError, match=f"{message}.*Nothing was run"), open_target(target):
+        with (
+            pytest.raises(TargetError, match=f"{message}.*The file was not run"),
+            open_target(target),
+        ):
             pass
     hidden = f"from apex.amp import initialize\n{TARGET}{call.replace('amp.', '')}"
     with pytest.raises(TargetError, match=message), open_target(written(tmp_path, hidden)):

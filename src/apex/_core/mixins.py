@@ -4,7 +4,8 @@ Note [Generated class]
     A generated class puts methods of ours before the methods of an object's own class, so that they
     run with the right object in copies, replicas and threads. Nobody else needs to know. The object
     says that its ``__class__`` is its own one, so ``super(self.__class__, self)`` works, and it can
-    be given another. What is called, or set, on ``type(self)`` reaches the own class.
+    be given another. What is called, read or set on ``type(self)`` reaches the own class, so that a
+    method patched there calls the own one, and not ours.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ import functools
 import inspect
 from typing import Any
 
+from apex._torch.dynamo import is_tracing
+
 MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds its mixin."""
+
+_SHOWN = ("__bases__", "__mro__", "__copy__")
+"""What ``functools.singledispatch`` and ``copy.copy`` read of the class itself."""
 
 
 class _Generated(type):
@@ -37,12 +43,22 @@ class _Generated(type):
             return super().__call__(*args, **kwargs)
         return plain_class(cls)(*args, **kwargs)
 
+    def __getattribute__(cls, name: str) -> Any:
+        """Reads an attribute of the own class, except for those of ``_SHOWN`` and in dynamo."""
+        if mixin_of(cls) is None or name in _SHOWN or is_tracing():
+            return super().__getattribute__(name)
+        return getattr(plain_class(cls), name)
+
     def __setattr__(cls, name: str, value: Any) -> None:
         """Sets an attribute of the own class."""
         if mixin_of(cls) is None:
             super().__setattr__(name, value)
         else:
             setattr(plain_class(cls), name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        """Deletes an attribute of the own class."""
+        type.__delattr__(plain_class(cls), name)
 
 
 def with_mixin(mixin: Any, own: type) -> Any:
@@ -71,10 +87,10 @@ def with_mixin(mixin: Any, own: type) -> Any:
 
 def mixin_of(cls: type) -> Any:
     """Returns the mixin of a generated class; ``None`` for other classes."""
-    return vars(cls).get(MIXIN)
+    return type.__getattribute__(cls, "__dict__").get(MIXIN)
 
 
-def plain_class(cls: type) -> type:
+def plain_class(cls: type) -> Any:
     """Returns the own class of which ``cls`` is the generated one, or ``cls`` itself."""
     return cls if mixin_of(cls) is None else cls.__bases__[0]
 

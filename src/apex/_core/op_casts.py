@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +13,6 @@ from apex._core.dtypes import CASTABLE, LOW_PRECISION, name
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
 
-CastRule = Callable[[Args, Kwargs, torch.dtype, torch.dtype | None], tuple[Args, Kwargs]]
-"""Returns the cast arguments of one call.
-
-The dtypes are the region's low precision and the widest one of mixed arguments, as in ``widest``.
-"""
-
 
 class InPlaceError(NotImplementedError, TypeError):
     """A low-precision tensor cannot hold the fp32 result of an in-place operation.
@@ -29,30 +22,98 @@ class InPlaceError(NotImplementedError, TypeError):
     """
 
 
-def rules_for(op: str, schema: torch.FunctionSchema) -> Mapping[str | None, CastRule]:
-    """Returns the cast rule for each category of one operator, such as ``"pow.Scalar"``.
+class OperatorCasts:
+    """The casts of one operator's arguments, such as those of ``"pow.Scalar"``."""
 
-    If the operator has a ``dtype`` parameter, the ``fp32`` rule requests an fp32 result instead of
-    casting the input, which saves a pass over the data. It keeps a ``dtype`` from the caller.
-    """
-    fp32: CastRule = _all_to_fp32
-    takes_dtype = any(argument.name == "dtype" for argument in schema.arguments)
-    # Matrix norms raise on low-precision input, whatever their dtype argument.
-    if takes_dtype and schema.name != "aten::linalg_matrix_norm":
-        # Only the softmaxes take the dtype by position, as third; the rule drops it if it is None.
-        fp32 = functools.partial(_ask_for_fp32, op in {"softmax.int", "log_softmax.int"})
-    return {
-        "low_precision": _all_to_low,
-        "recurrent": _all_to_low,
-        "fp32": fp32,
-        "promote": _all_to_widest,
-        "fp32_beside_float64": _double_to_fp32,
-        "destination": _all_to_result,
-        "banned": functools.partial(_refuse_dtypes, op, (torch.float16,)),
-        "banned_16bit": functools.partial(_refuse_dtypes, op, LOW_PRECISION),
-        "fp32_inplace": functools.partial(_refuse_low_self, op),
-        "raises": functools.partial(_refuse, op),
-    }
+    def __init__(self, op: str, schema: torch.FunctionSchema) -> None:
+        self._op = op
+        names = [argument.name for argument in schema.arguments]
+        # Matrix norms raise on low-precision input, whatever their dtype argument.
+        takes_dtype = "dtype" in names and schema.name != "aten::linalg_matrix_norm"
+        self._dtype_position = names.index("dtype") if takes_dtype else None
+
+    def apply(
+        self, category: str, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+    ) -> tuple[Args, Kwargs]:
+        """Returns the arguments of one call, cast by a category.
+
+        float64 is cast only beside other dtypes, as data from numpy meets weights.
+
+        Args:
+            category: That of the operator's row, or ``"raises"``.
+            args: The positional arguments.
+            kwargs: The others.
+            low: The region's low precision.
+            wide: The widest one of mixed arguments, as in :func:`widest`.
+        """
+        if category == "fp32" and self._dtype_position is not None:
+            return self._ask_for_fp32(self._dtype_position, args, kwargs)
+        self._check(category, args)
+        dtype: torch.dtype | None = None
+        match category:
+            case "low_precision" | "recurrent":
+                dtype = low
+            case "fp32" | "banned" | "banned_16bit":
+                dtype = torch.float32
+            case "promote":
+                dtype = wide
+            case "destination":
+                result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
+                dtype = result.dtype
+            case "fp32_beside_float64" if wide is torch.float64:
+                dtype = torch.float32
+        if dtype not in CASTABLE:
+            return args, kwargs
+        from_dtypes = CASTABLE if wide is torch.float64 else _NOT_DOUBLE
+        cast_kwargs = {key: _cast(value, dtype, from_dtypes) for key, value in kwargs.items()}
+        return _cast(args, dtype, from_dtypes), cast_kwargs
+
+    def _check(self, category: str, args: Args) -> None:
+        match category:
+            case "banned":
+                self._refuse((torch.float16,), args)
+            case "banned_16bit":
+                self._refuse(LOW_PRECISION, args)
+            case "fp32_inplace":
+                self._refuse_low_self(args[0])
+            case "raises":
+                raise RuntimeError(
+                    f"{self._op} is unsafe to autocast. Call {self._op}_with_logits."
+                )
+
+    def _ask_for_fp32(self, dtype_position: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Requests an fp32 result instead of casting the input, which saves a pass over the data.
+
+        Keeps a ``dtype`` from the caller.
+        """
+        asked = [kwargs.get("dtype"), *args[dtype_position:]]
+        if any(asked) or args[0].dtype not in LOW_PRECISION:
+            return args, kwargs
+        return args[:dtype_position], {**kwargs, "dtype": torch.float32}
+
+    def _refuse(self, dtypes: Collection[torch.dtype], args: Args) -> None:
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.dtype in dtypes:
+                op = self._op
+                dtype = name(arg.dtype)
+                raise NotImplementedError(
+                    f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities "
+                    "near 0 and 1, so the loss can become inf or NaN. Call "
+                    f"{op}_with_logits (as a module: torch.nn.BCEWithLogitsLoss) on the values "
+                    "before the sigmoid, which is stable in any precision; pass fp32 tensors "
+                    "(.float()); or run it in fp32 through amp.init(allow_banned=True) or "
+                    f"amp.register_float_function(torch.nn.functional, {op!r})."
+                )
+
+    def _refuse_low_self(self, tensor: Tensor) -> None:
+        if tensor.dtype in LOW_PRECISION:
+            operator = self._op.partition(".")[0]
+            raise InPlaceError(
+                f"In-place {operator} got a {tensor.dtype} tensor under amp: this operation runs "
+                f"in fp32, and the tensor cannot hold the result. Use {operator.rstrip('_')}, "
+                "which returns a new fp32 tensor, or put the call inside "
+                "`with amp.disable_casts():`."
+            )
 
 
 def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
@@ -83,6 +144,8 @@ _TO = {
 }
 """What casts: 1 us faster than ``Tensor.to``."""
 
+_NOT_DOUBLE = CASTABLE - {torch.float64}
+
 
 def _cast(value: Any, dtype: torch.dtype, from_dtypes: Collection[torch.dtype]) -> Any:
     """Returns ``value`` with tensors of certain dtypes, lists included, in ``dtype``."""
@@ -91,100 +154,3 @@ def _cast(value: Any, dtype: torch.dtype, from_dtypes: Collection[torch.dtype]) 
     if isinstance(value, (list, tuple)):
         return [_cast(item, dtype, from_dtypes) for item in value]
     return value
-
-
-def _cast_all(
-    args: Args, kwargs: Kwargs, dtype: torch.dtype, from_dtypes: Collection[torch.dtype] = CASTABLE
-) -> tuple[Args, Kwargs]:
-    if kwargs:
-        kwargs = {key: _cast(value, dtype, from_dtypes) for key, value in kwargs.items()}
-    return [_cast(value, dtype, from_dtypes) for value in args], kwargs
-
-
-_NOT_DOUBLE = CASTABLE - {torch.float64}
-_NOT_SINGLE = CASTABLE - {torch.float32}
-
-
-def _all_to_low(
-    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
-) -> tuple[Args, Kwargs]:
-    """Casts to 16 bits; float64 only beside other dtypes, as data from numpy meets weights."""
-    from_dtypes = CASTABLE if wide is torch.float64 else _NOT_DOUBLE
-    return _cast_all(args, kwargs, low, from_dtypes)
-
-
-def _all_to_fp32(
-    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
-) -> tuple[Args, Kwargs]:
-    """Casts to fp32; float64 only beside other dtypes."""
-    from_dtypes = _NOT_SINGLE if wide is torch.float64 else LOW_PRECISION
-    return _cast_all(args, kwargs, torch.float32, from_dtypes)
-
-
-def _double_to_fp32(
-    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
-) -> tuple[Args, Kwargs]:
-    return (args, kwargs) if wide is not torch.float64 else _all_to_fp32(args, kwargs, low, wide)
-
-
-def _all_to_result(
-    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
-) -> tuple[Args, Kwargs]:
-    result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
-    if result.dtype not in CASTABLE:
-        return args, kwargs
-    return _cast_all(args, kwargs, result.dtype)
-
-
-def _all_to_widest(
-    args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
-) -> tuple[Args, Kwargs]:
-    return (args, kwargs) if wide is None else _cast_all(args, kwargs, wide)
-
-
-def _ask_for_fp32(
-    by_position: bool, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
-) -> tuple[Args, Kwargs]:
-    asked = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-    if asked or args[0].dtype not in LOW_PRECISION:
-        return args, kwargs
-    return (args[:2] if by_position else args), {**kwargs, "dtype": torch.float32}
-
-
-def _refuse_dtypes(
-    op: str,
-    dtypes: Collection[torch.dtype],
-    args: Args,
-    kwargs: Kwargs,
-    low: torch.dtype,
-    wide: torch.dtype | None,
-) -> tuple[Args, Kwargs]:
-    for arg in args:
-        if isinstance(arg, Tensor) and arg.dtype in dtypes:
-            dtype = name(arg.dtype)
-            raise NotImplementedError(
-                f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities near 0 "
-                f"and 1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
-                "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in "
-                "any precision; pass fp32 tensors (.float()); or run it in fp32 through "
-                "amp.init(allow_banned=True) or "
-                f"amp.register_float_function(torch.nn.functional, {op!r})."
-            )
-    return _all_to_fp32(args, kwargs, low, wide)
-
-
-def _refuse_low_self(
-    op: str, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
-) -> tuple[Args, Kwargs]:
-    if args[0].dtype in LOW_PRECISION:
-        operator = op.partition(".")[0]
-        raise InPlaceError(
-            f"In-place {operator} got a {args[0].dtype} tensor under amp: this operation runs in "
-            f"fp32, and the tensor cannot hold the result. Use {operator.rstrip('_')}, which "
-            "returns a new fp32 tensor, or put the call inside `with amp.disable_casts():`."
-        )
-    return args, kwargs
-
-
-def _refuse(op: str, *call: object) -> tuple[Args, Kwargs]:
-    raise RuntimeError(f"{op} is unsafe to autocast. Call {op}_with_logits.")

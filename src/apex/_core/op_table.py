@@ -32,7 +32,7 @@ Category = Literal[
 ``fp32``: all to fp32; a ``dtype=`` argument is kept.
 Both leave calls of float64 alone as they are.
 ``promote``: all to the widest floating-point dtype among them.
-``banned``: as ``fp32``, but fp16 raises NotImplementedError unless the spec allows it.
+``banned``: as ``fp32``, but fp16 raises NotImplementedError.
 ``banned_16bit``: as ``banned``, and bf16 raises, too.
 ``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
 ``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
@@ -123,6 +123,14 @@ class OpTable:
         """Returns the one table of apex's lists and newer operators."""
         return cls({op: category for category, ops in _ROWS.items() for op in ops.split()})
 
+    def row(self, op: str, device: str) -> str | None:
+        """Returns the category of an operator on a device type."""
+        category = self.rows.get(op)
+        limit = op_rows.DEVICE_LIMITS.get(device, {}).get(op)
+        if limit is not None and category == OpTable.default().rows.get(op):
+            return limit
+        return category
+
     def for_dtype(self, dtype: torch.dtype) -> OpTable:
         """Returns the table without the rows that the region's dtype does not need."""
         if dtype is not torch.bfloat16:
@@ -138,12 +146,12 @@ class OpTable:
         removed = operators(namespace, name)
         return OpTable({op: category for op, category in self.rows.items() if op not in removed})
 
-    def with_bans_in_bf16(self) -> OpTable:
-        """Returns the table with banned operators that refuse bf16, too."""
+    def with_bans(self, category: Category) -> OpTable:
+        """Returns the table with banned operators in ``category``."""
         rows = dict(self.rows)
-        for op, category in self.rows.items():
-            if category == "banned":
-                rows[op] = "banned_16bit"
+        for op in self.rows:
+            if self.rows[op] == "banned":
+                rows[op] = category
         return OpTable(rows)
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
@@ -182,10 +190,26 @@ class AutocastSpec:
         dtype: The low precision, float16 (O1) or bfloat16 (O4).
         device_types: Device types of the prepared models, such as ``("cpu",)``.
         table: The op table, with the user's changes.
-        allow_banned: Whether banned operators run in fp32 on fp16 input instead of raising.
     """
 
     dtype: torch.dtype
     device_types: tuple[str, ...]
     table: OpTable
-    allow_banned: bool = False
+
+    @functools.cached_property
+    def categories(self) -> Mapping[str, Mapping[str, str | None]]:
+        """By device type, each operator's category, which holds for any arguments of a call."""
+        return {device: self._categories(device) for device in self.device_types}
+
+    def _categories(self, device: str) -> dict[str, str | None]:
+        categories: dict[str, str | None] = {}
+        for op in op_rows.FLOAT64_BESIDE_WEIGHTS:
+            categories[op] = "fp32_beside_float64"
+        for op in self.table.rows:
+            category = self.table.row(op, device)
+            # cuDNN's inner row casts a whole RNN's weights into one piece; it knows fp16 only.
+            has_inner_row = device == "cuda" and torch.version.hip is None
+            if category == "recurrent" and has_inner_row and self.dtype is torch.float16:
+                category = None
+            categories[op] = category
+        return categories

@@ -212,6 +212,10 @@ class Mistakes:
                 self.warn(Mistake.CLIPPED_DELAYED)
 
 
+_GradVersion = tuple[Tensor, Tensor | None, int]
+"""A parameter, its gradient, and the gradient's version."""
+
+
 class BlockInspection:
     """Finds the mistakes of one ``scale_loss`` block whose loss is scaled."""
 
@@ -233,9 +237,9 @@ class BlockInspection:
         self._mistakes = mistakes
         self._prepared_optimizers = prepared_optimizers
         self._found: list[Mistake] = []
-        # What a few gradients were before, and after the pass: parameter, gradient, version.
-        self._before: list[tuple[Tensor, Tensor | None, int]] = []
-        self._after_pass: list[tuple[Tensor, Tensor, int]] = []
+        # The others' gradients before the pass, and the block's own ones after it.
+        self._before = _versions_of(others)
+        self._after_pass: list[_GradVersion] = []
         self._started = False
         self._is_running = False
         self._is_late = False
@@ -245,10 +249,6 @@ class BlockInspection:
             _inspect_grads_before(prepared, mistakes)
         if self._ended:
             return
-        for other in others:
-            for param in _sample(other.trained_params()):
-                grad = param.grad
-                self._before.append((param, grad, 0 if grad is None else grad._version))
         scaled_loss.register_hook(self._mark_start)  # type: ignore[no-untyped-call]
         for prepared in prepared_optimizers:
             for param in _sample(prepared.trained_params()):
@@ -273,11 +273,7 @@ class BlockInspection:
 
     def _mark_end(self) -> None:
         self._is_running = False
-        self._after_pass = []
-        for prepared in self._prepared_optimizers:
-            for param in _sample(prepared.trained_params()):
-                if param.grad is not None:
-                    self._after_pass.append((param, param.grad, param.grad._version))
+        self._after_pass = _versions_of(self._prepared_optimizers)
 
     def end_of_gradients(self) -> None:
         """Inspects the gradients of the block, before they are unscaled; idempotent."""
@@ -308,11 +304,10 @@ class BlockInspection:
         """Returns whether all gradients were written between the end of the pass and now."""
         if any(map(_averages, self._prepared_optimizers)):
             return False
-        written = [
-            grad._version != version
-            for param, grad, version in self._after_pass
-            if param.grad is grad
-        ]
+        written: list[bool] = []
+        for param, grad, version in self._after_pass:
+            if grad is not None and param.grad is grad:
+                written.append(grad._version != version)
         return bool(written) and all(written)
 
     def close(self) -> None:
@@ -331,6 +326,15 @@ class BlockInspection:
 
 def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
     return params[:: max(1, len(params) // _SAMPLED)]
+
+
+def _versions_of(prepared_optimizers: Iterable[PreparedOptimizer]) -> list[_GradVersion]:
+    versions: list[_GradVersion] = []
+    for prepared in prepared_optimizers:
+        for param in _sample(prepared.trained_params()):
+            grad = param.grad
+            versions.append((param, grad, 0 if grad is None else grad._version))
+    return versions
 
 
 def _scratch_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
@@ -424,9 +428,10 @@ def _inspect_first_step(prepared: PreparedOptimizer, session: Session, *, is_fir
         if is_first:
             session.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
         return
+    needs_scale = not session.masters.lazy and session.policy.low_precision is torch.float16
     is_without_blocks = not (prepared.had_block or session.mistakes.has_blocks)
     learns = any(map(_is_learning, prepared.optimizer.param_groups))
-    if session.needs_scale and is_without_blocks and learns:
+    if needs_scale and is_without_blocks and learns:
         session.mistakes.warn(Mistake.NO_SCALE_LOSS)
 
 
@@ -439,10 +444,11 @@ def _inspect_scratch(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
     marks = _marks_of(params)
     unchanged = sum(is_current for _, is_current in marks)
     if not prepared.has_only_scratch_grads():
-        is_written = len(marks) == len(grads) and unchanged == 0
-        if is_written:
+        # A later block of another optimizer may reach them, as a generator's does a discriminator:
+        # the masters' gradients are right.
+        if unchanged == 0:
             mistakes.warn(Mistake.CHANGED_MODEL_GRADS)
-        return is_written
+        return unchanged == 0
     if unchanged < len(grads):
         mistakes.warn_of_ignored_grads()
         return True

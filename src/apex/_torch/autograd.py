@@ -1,4 +1,4 @@
-"""The backward pass and the autocast blocks that this thread is in."""
+"""The backward pass, autocast blocks and function modes that this thread is in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from apex._torch.dynamo import untraced
 
@@ -48,3 +49,15 @@ def at_end_of_pass(fn: Callable[[], object]) -> None:
     """Calls ``fn`` at the end of the backward pass that runs the calling code."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(fn)
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Removes a mode that this thread has entered, also from under others.
+
+    A mode that torch has left for the call of its handler comes back above what entered meanwhile.
+    """
+    above = []
+    while (top := _pop_mode()) is not mode:  # type: ignore[no-untyped-call]
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Modes, and operators in them: how they alias arguments; torch's fused optimizers."""
+"""Dispatch modes, and operators in them: how they alias arguments; torch's fused optimizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
@@ -15,18 +14,6 @@ def exit_mode(mode: TorchDispatchMode) -> None:
     """Exits a mode if it is the innermost one; idempotent."""
     if _get_current_dispatch_mode() is mode:
         TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
-
-
-def leave_function_mode(mode: TorchFunctionMode) -> None:
-    """Removes a mode that this thread has entered, also from under others.
-
-    A mode that torch has left for the call of its handler comes back above what entered meanwhile.
-    """
-    above = []
-    while (top := _pop_mode()) is not mode:  # type: ignore[no-untyped-call]
-        above.append(top)
-    for other in reversed(above):
-        _push_mode(other)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

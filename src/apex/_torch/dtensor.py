@@ -24,7 +24,12 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Returns whether any of ``tensors`` is a DTensor."""
-    return any(map(is_dtensor, {type(tensor): tensor for tensor in tensors}.values()))
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        for tensor_type in {*map(type, tensors)}:
+            if issubclass(tensor_type, module.DTensor):
+                return True
+    return False
 
 
 def local(tensor: Tensor) -> Tensor:

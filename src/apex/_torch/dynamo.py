@@ -110,6 +110,11 @@ def _guard_of(fn: Callable[[], object]) -> Callable[[Any, object], None]:
     return create
 
 
+def is_tracing() -> bool:
+    """Returns whether dynamo traces a function in this thread."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 @untraced_frame
 def is_compiling_here() -> bool:
     """Returns whether this thread is compiling or running compiled code."""

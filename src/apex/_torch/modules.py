@@ -12,12 +12,20 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     What a model's ``parameters()`` returns may be a part of them, or groups for an optimizer.
     """
-    return nn.Module.named_parameters(model)
+    return _stripped(model).named_parameters()
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of ``model``, then its buffers, each once, by qualified name."""
-    return {**dict(named_parameters(model)), **dict(nn.Module.named_buffers(model))}
+    stripped = _stripped(model)
+    return {**dict(stripped.named_parameters()), **dict(stripped.named_buffers())}
+
+
+def _stripped(model: nn.Module) -> nn.Module:
+    """Returns a module with the attributes of ``model``, without the methods of its class."""
+    stripped = nn.Module.__new__(nn.Module)
+    stripped.__dict__ = model.__dict__
+    return stripped
 
 
 def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

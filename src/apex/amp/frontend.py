@@ -84,11 +84,11 @@ def initialize(
 ) -> Any:
     """Prepares models and optimizers for mixed precision and returns them.
 
-    The objects are changed in place and returned: models cast their inputs or their operators, and
-    optimizers step fp32 masters where the level keeps them. Call it after moving the models to
-    their device and creating the optimizers, and before compiling the models or wrapping them in
-    DistributedDataParallel. Further calls may prepare other models and optimizers; each call has
-    its own loss scales. If a call fails, nothing is changed.
+    Models and optimizers are modified in place and returned. Depending on the level, a model casts
+    its inputs or the inputs of each operator, and the optimizer updates fp32 masters. Call it after
+    moving the models to their device and creating the optimizers, and before compiling the models
+    or wrapping them in DistributedDataParallel. Further calls may prepare other models and
+    optimizers; each call has its own loss scales. If a call fails, nothing is changed.
 
     ===== ============ ============ ========== ======= ========== =======================
     level parameters   ops          batch norm masters loss scale for
@@ -118,10 +118,10 @@ def initialize(
             gradients are not checked and no step is skipped.
         cast_model_outputs: Dtype of the models' floating-point outputs. By default, models with
             ``cast_model_type`` return fp32, and others the dtype of their last op.
-        num_losses: Number of losses with a scale of their own (``loss_id`` of ``scale_loss``); 0
-            where a later call brings the optimizers.
+        num_losses: Number of loss scales; ``scale_loss`` selects one by ``loss_id``. May be 0 if a
+            later call passes the optimizers.
         verbosity: 0 for no output, 1 for the start-up report and a line per overflow.
-        min_loss_scale: Smallest dynamic scale; it is above 0 in any case.
+        min_loss_scale: Lower bound of a dynamic scale. Without it, the scale still never reaches 0.
         max_loss_scale: Largest dynamic scale.
         patch_torch_functions_type: fp16 or bf16, for the op casts of O1 and O4. May also follow
             ``patch_torch_functions`` by position, as in the ROCm fork.
@@ -146,7 +146,7 @@ def initialize(
     Raises:
         RuntimeError: If the level is unknown or cannot honour an override; if a model is
             float64 at O1 or O4, on the meta device, lazy or wrapped; if it is already prepared,
-            unless it keeps fp32 weights then and now (O0, O1, O4); if an
+            unless both the old and the new level keep fp32 weights (O0, O1, O4); if an
             optimizer is already prepared; if a weight has a master of an earlier call; under
             ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
@@ -295,11 +295,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     second load before them replaces the first. Calls with ``enabled=False`` take none; after such
     a call, with nothing else prepared, this function does nothing.
 
-    With several live sessions, a checkpoint with as many entries as the newest has losses is loaded
-    into that session, and others into all, in order.
+    If several ``initialize`` calls are active: a checkpoint with as many entries as the newest call
+    has losses is loaded into that call's scales. Any other checkpoint is loaded into the scales of
+    all calls, in order.
 
-    A dynamic scale is not loaded into a static scaler, nor the reverse; the logger ``apex`` reports
-    it. If the number of scalers differs, the first ones are loaded, with a warning.
+    A dynamic scale is not loaded into a static scaler, and a static scale is not loaded into a
+    dynamic one; the logger ``apex`` reports it, unless one of the two is a static scale of 1. If
+    the number of scalers differs, the first ones are loaded, with a warning.
 
     Args:
         state_dict: ``loss_scaler0`` and so on, each with ``loss_scale`` and ``unskipped``.

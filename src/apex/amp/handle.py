@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import AmbientRegion, NoAutocastRegion, casts_off
+from apex._engine.autocast.region import NoAutocastRegion, Region, casts_off
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -54,7 +54,8 @@ def scale_loss(
         loss: A floating-point loss (0-d, or any shape that ``backward`` accepts). Fp16 and bf16
             losses are scaled in fp32.
         optimizers: One optimizer or several that this loss trains; with an empty list, the loss is
-            only scaled. The newest ``initialize`` call among theirs scales, as in apex.
+            only scaled. If they were prepared by several ``initialize`` calls, the newest
+            call's loss scale is used, as in apex.
         loss_id: Index of the loss scaler, below ``num_losses`` of that call.
         model: Ignored; accepted for old scripts.
         delay_unscale: Whether to leave the gradients scaled, to accumulate further backward passes
@@ -103,7 +104,7 @@ def scale_loss(
 
 
 def disable_casts() -> AbstractContextManager[None]:
-    """Returns a context, or a decorator, in which no op casts its inputs, at any level.
+    """Turns op casts off, as a context manager or a decorator; works at any level.
 
     Contexts may be nested. Converted models (O2, O3, O5) keep their dtype.
     """
@@ -161,8 +162,7 @@ class AmpHandle:
         del param
         self._clear_cache()
 
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
+    _clear_cache = staticmethod(torch.clear_autocast_cache)
 
     @untraced
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
@@ -209,15 +209,14 @@ class AmpHandle:
             return
         self._session.close()
         for model in self._session.models:
-            set_region(model, AmbientRegion())
+            set_region(model, Region())
         for model in self._models:
             set_region(model, NoAutocastRegion())
         self._models = ()
         if self._session not in _amp_state.options:
             _amp_state.discard(self._session)
 
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return casts_off()
+    _disable_casts = staticmethod(casts_off)
 
 
 class NoOpHandle(AmpHandle):

@@ -128,9 +128,10 @@ def check_masters(models: Sequence[nn.Module]) -> None:
                     continue
                 raise RuntimeError(
                     f"amp.initialize got a model ({type(model).__name__}) whose parameter {name} "
-                    "belongs to a model of an earlier call, too. Each call would keep an fp32 "
-                    "master of it, and lose updates of the other's. Pass both models with their "
-                    "optimizers to one call, as lists, or call amp.restore(model, optimizer) first."
+                    "is shared with a model from an earlier amp.initialize call. Each call would "
+                    "keep its own fp32 master of it, and updates would be lost. Pass both models "
+                    "and their optimizers to one call, as lists, or call amp.restore(model, "
+                    "optimizer) first."
                 )
 
 

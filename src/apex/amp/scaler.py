@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,9 +53,9 @@ class LossScaler:
         warned_unscaling_non_fp32_grad: Likewise.
     """
 
-    has_fused_kernel: ClassVar[bool] = True
-    warned_no_fused_kernel: ClassVar[bool] = False
-    warned_unscaling_non_fp32_grad: ClassVar[bool] = False
+    has_fused_kernel = True
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
 
     def __init__(
         self,

@@ -75,9 +75,11 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
             scaler.set_growth_tracker(state.unskipped)
         elif not scales_nothing:
             _log.warning(
-                f"amp skipped {state.key} of the checkpoint, {state.loss_scale:g}: this scaler is "
-                f"{'dynamic' if scaler.dynamic else 'static'}, at {scale:g}. To continue with the "
-                "checkpoint's, pass it or 'dynamic' as loss_scale to amp.initialize."
+                f"amp.load_state_dict ignored {state.key} of the checkpoint (loss scale "
+                f"{state.loss_scale:g}), because this loss scale is "
+                f"{'dynamic' if scaler.dynamic else 'static'} ({scale:g}). To use the checkpoint's "
+                f"scale, pass loss_scale={state.loss_scale:g} or loss_scale='dynamic' to "
+                "amp.initialize."
             )
 
 

@@ -26,14 +26,13 @@ def new_session(
     num_losses: int = 1,
     keep_fp32: bool = False,
     table: OpTable | None = None,
-    allow_banned: bool = False,
 ) -> Session:
     """Returns a session that is not started; ``amp.lists`` gives its op table by default."""
     types = device_types(models)
     dtype = policy.compute_dtype
     spec = None
     if dtype is not None:
-        spec = AutocastSpec(dtype, types, table or lists.op_table(dtype), allow_banned)
+        spec = AutocastSpec(dtype, types, table or lists.op_table(dtype))
         _amp_state.functions.listed = lists.python_functions()
     return Session(
         policy,
@@ -56,9 +55,9 @@ def start_init_session(
     scale = as_loss_scale("loss_scale", loss_scale)
     level = "O1" if dtype is torch.float16 else "O4"
     policy = to_policy(level_defaults(level, loss_scale=scale))
-    table = lists.op_table(dtype).with_bans_in_bf16()
+    table = lists.op_table(dtype).with_bans("fp32" if allow_banned else "banned_16bit")
     rule = ScaleRule(max_scale=2.0**24)
-    session = new_session(policy, rule, table=table, allow_banned=allow_banned)
+    session = new_session(policy, rule, table=table)
     _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
     session.start()
     _amp_state.add(session)

@@ -20,8 +20,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales the gradients of an optimizer so that their global norm is at most ``max_norm``.
 
-    Call it between the ``scale_loss`` block and ``step()``. The norm is that of the unscaled
-    gradients of all parameters that the optimizer steps, over all ranks of sharded ones, and is
+    Call it between the ``scale_loss`` block and ``step()``. The norm covers the unscaled
+    gradients of all parameters of the optimizer, across all ranks if they are sharded, and is
     computed in fp32. Equals ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), ...)``,
     but leaves the gradients of a model at O5 in 16 bits. No host sync.
 
@@ -71,9 +71,9 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
 
     Args:
         optimizer: An optimizer, or ``LARC`` around one.
-        on_host: Whether to return a Python bool instead of a tensor, and None until the answer has
-            arrived from the device. On a CPU, and with optimizers that amp skips on the host (all
-            but fused ones), it is there at once.
+        on_host: Whether to return a Python bool instead of a tensor, or None while the value is
+            still being copied from the device. On a CPU, and for optimizers without a fused kernel,
+            which amp skips on the host, the bool is available immediately.
 
     Returns:
         A 0-d bool tensor on the device of the loss scale. ``bool()`` of it waits for the device;

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.utils.weak import WeakIdKeyDictionary
 
-from apex.debug import tracing
 from apex.debug.place import Place
 from apex.debug.tracing import Values
 
@@ -55,7 +51,7 @@ class Birth:
 
     Attributes:
         place, op, kind, dtype: As of its finding.
-        time: Number of operators traced before it.
+        time: Number of operators traced before it, set when it is added.
         way: How the model trains: ``"plain"``, ``"autocast"``, or amp's level.
         device: Type of the device.
         given: The cause, where it is no matter of the values: where they came from.
@@ -205,7 +201,7 @@ def operator_name(op: str) -> str:
 
 
 class Births:
-    """The births of all live non-finite values, by the memory that holds them.
+    """The births of all non-finite values that may be faults.
 
     Note [When a birth is a fault]
         Infinities can be deliberate (masks), and NaNs can be produced and masked out again: torch's
@@ -245,31 +241,12 @@ class Births:
         self._lost: dict[tuple[str, str], Birth] = {}
         self._reached: dict[Birth, None] = {}
         self._harmless: set[tuple[str, str]] = set()
-        self._by_memory: MutableMapping[UntypedStorage, Birth] = WeakIdKeyDictionary()
-
-    # -- values ----------------------------------------------------------------------------------
-
-    def of(self, tensor: Tensor) -> Birth | None:
-        """Returns the birth of a tensor's non-finite values; None if they came from outside."""
-        return self._by_memory.get(tracing.storage(tensor))
-
-    def mark(self, tensor: Tensor, birth: Birth) -> None:
-        """Records the birth of the non-finite values of a tensor."""
-        self._by_memory[tracing.storage(tensor)] = birth
-
-    def clear(self, tensor: Tensor) -> None:
-        """Records that a tensor was written and is finite."""
-        if self._by_memory and tracing.covers_storage(tensor):
-            self._by_memory.pop(tracing.storage(tensor), None)
-
-    def close(self) -> None:
-        """Releases all values, once tracing has ended."""
-        self._by_memory.clear()
 
     # -- births ----------------------------------------------------------------------------------
 
     def add(self, birth: Birth) -> Birth:
         """Adds a birth at the current operator, and returns it."""
+        birth.time = self.time
         if not birth.deliberate:
             self._pending.append(birth)
             if birth.is_lost:

@@ -61,8 +61,11 @@ def finding_of(birth: Birth | None) -> Finding | None:
     if birth is None:
         return None
     section = _section(birth)
-    pattern = _pattern_of(birth)
-    known = data()[section]["why"]
+    row = data()[section]
+    why = row.get("why") or data()[birth.cause]["why"]
+    notes = []
+    for place, largest in birth.next.items():
+        notes.append(("next", f"once that is clamped, {largest:.3g} here\n{place.shown}"))
     return Finding(
         place=birth.place,
         op=birth.op,
@@ -70,7 +73,7 @@ def finding_of(birth: Birth | None) -> Finding | None:
         dtype=dtypes.name(birth.dtype),
         what=_what(birth),
         cause=birth.cause,
-        why=known.format(
+        why=why.format(
             dtype=dtypes.name(birth.dtype),
             limit=f"{torch.finfo(birth.dtype).max:g}",
             true=_true(birth),
@@ -78,28 +81,24 @@ def finding_of(birth: Birth | None) -> Finding | None:
             eps=birth.eps,
             names=birth.names and f" ({birth.names})",
         ),
-        remedies=tuple(_remedies_of(birth, section, pattern)),
+        remedies=tuple(_remedies_of(birth, section)),
         inputs=birth.inputs,
-        pattern=pattern,
+        pattern=section if "ops" in row else "",
         heals=birth.heals,
-        notes=tuple(("next", _next(*item)) for item in birth.next.items()),
+        notes=tuple(notes),
     )
 
 
-def _remedies_of(birth: Birth, section: str, pattern: str) -> list[Remedy]:
+def _remedies_of(birth: Birth, section: str) -> list[Remedy]:
     """Returns the remedies that apply, the best first."""
-    ways = remedies(pattern or section, birth.way)
-    if birth.cause != "range" or not birth.fits_fp32 or "alone" in data()[pattern or section]:
+    ways = remedies(section, birth.way)
+    if birth.cause != "range" or not birth.fits_fp32 or "alone" in data()[section]:
         return ways[:_MOST_REMEDIES]
-    if section == "range":
-        ways = ways if pattern else []
-        ways += in_fp32(birth.place, birth.way, birth.device)
+    if not _FLAGS["backward"](birth) and not _FLAGS["cast"](birth):
+        line = in_fp32(birth.place, birth.way, birth.device)
+        ways = line if section == "range" else ways + line
     in_bf16 = remedies("in bf16", birth.way)
     return ways[: _MOST_REMEDIES - len(in_bf16)] + in_bf16
-
-
-def _next(place: Place, largest: float) -> str:
-    return f"once that is clamped, {largest:.3g} here\n{place.shown}"
 
 
 def _what(birth: Birth) -> str:
@@ -122,13 +121,27 @@ def _true(birth: Birth) -> str:
 
 
 def _section(birth: Birth) -> str:
-    """Returns the cause, divided where what to do depends on more."""
-    if _is_masked(birth):
-        return "a masked result"
-    for cause, section, applies in _SECTIONS:
-        if birth.cause == cause and applies(birth):
+    """Returns the section of causes.ini that applies: of a formula, or of what divides a cause."""
+    name = birth.node if birth.cause == "derivative" else birth.name
+    for section, row in data().items():
+        if birth.cause not in row.get("causes", "").split(", "):
+            continue
+        if "ops" in row and name not in row["ops"].split():
+            continue
+        if all(_FLAGS[flag](birth) for flag in row.get("if", "").split()):
             return section
     return birth.cause
+
+
+_INFINITE_SLOPES = {"Sqrt", "Rsqrt", "Pow", "Log", "Div", "Reciprocal", "Acos", "Asin"}
+_LARGE = 1e7
+"""Numbers beyond it are those of a mask, not of a computation."""
+
+
+def _is_masked(birth: Birth) -> bool:
+    """Returns whether a mask's 0 met an infinite derivative."""
+    met = birth.cause == "derivative" and birth.kind == "nan"
+    return birth.masked_again or (met and birth.node in _INFINITE_SLOPES)
 
 
 def _has_grown(birth: Birth) -> bool:
@@ -138,59 +151,8 @@ def _has_grown(birth: Birth) -> bool:
 
 
 def _loses_eps(birth: Birth) -> bool:
-    in_fp16 = birth.dtype is torch.float16 and birth.eps is not None
-    return in_fp16 and torch.tensor(birth.eps, dtype=torch.float16, device="cpu").item() == 0.0
-
-
-def _is_cast(birth: Birth) -> bool:
-    return birth.fits_fp32 and birth.name in ("to_copy", "copy")
-
-
-def _is_masked(birth: Birth) -> bool:
-    """Returns whether a mask's 0 met an infinite derivative."""
-    met = birth.cause == "derivative" and birth.kind == "nan"
-    return birth.masked_again or (met and birth.node in _INFINITE_SLOPES)
-
-
-_INFINITE_SLOPES = {"Sqrt", "Rsqrt", "Pow", "Log", "Div", "Reciprocal", "Acos", "Asin"}
-
-
-_SECTIONS: tuple[tuple[str, str, Callable[[Birth], bool]], ...] = (
-    ("constant", "a number", lambda birth: birth.number is not None),
-    ("weights", "a parameter that nothing initialized", lambda birth: birth.unwritten),
-    ("data", "numpy data", lambda birth: birth.by_numpy),
-    ("update", "a learning rate", lambda birth: birth.number is not None),
-    ("update", "an eps that is 0 in fp16", _loses_eps),
-    ("update", "an undefined update", lambda birth: birth.kind == "nan"),
-    ("update", "an update in fp16", lambda birth: birth.dtype is torch.float16),
-    ("loss scale", "a static loss scale", lambda birth: not birth.heals),
-    ("scaled gradients", "a step on scaled gradients", lambda birth: birth.op == "step"),
-    ("scaled gradients", "a reading of scaled gradients", lambda birth: birth.masked),
-    ("scaled gradients", "a clip of scaled gradients", lambda _: True),
-    ("range", "growth", _has_grown),
-    ("range", "a gradient in fp16", lambda birth: birth.fits_fp32 and birth.backward),
-    ("range", "a cast to fp16", _is_cast),
-)
-"""The sections of causes.ini that divide a cause, and where they apply, the first that does."""
-
-# -- formulas that are known to overflow or to leave a domain --------------------------------------
-
-
-def _pattern_of(birth: Birth) -> str:
-    """Returns the formula that a birth has, from its operator and inputs; "" if none is known."""
-    name = birth.node if birth.cause == "derivative" else birth.name
-    if _is_masked(birth):
-        return ""
-    for formula, row in data().items():
-        if name not in row.get("ops", "").split() or birth.cause not in row["causes"].split(", "):
-            continue
-        if all(_FLAGS[flag](birth) for flag in row.get("if", "").split()):
-            return formula
-    return ""
-
-
-_LARGE = 1e7
-"""Numbers beyond it are those of a mask, not of a computation."""
+    in_fp16 = birth.dtype is torch.float16
+    return in_fp16 and birth.eps is not None and birth.eps <= 2.0**-25  # rounds to 0
 
 
 def _is_below_fp16(birth: Birth) -> bool:
@@ -203,13 +165,25 @@ def _is_below_fp16(birth: Birth) -> bool:
 
 
 _FLAGS: dict[str, Callable[[Birth], bool]] = {
+    "masked": _is_masked,
+    "number": lambda birth: birth.number is not None,
+    "unwritten": lambda birth: birth.unwritten,
+    "numpy": lambda birth: birth.by_numpy,
+    "no-eps": _loses_eps,
+    "nan": lambda birth: birth.kind == "nan",
+    "unhealed": lambda birth: not birth.heals,
+    "step": lambda birth: birth.op == "step",
+    "reading": lambda birth: birth.masked,
+    "beyond-fp16": _is_below_fp16,
+    "growth": _has_grown,
+    "backward": lambda birth: birth.fits_fp32 and birth.backward,
+    "cast": lambda birth: birth.fits_fp32 and birth.name in ("to_copy", "copy"),
+    "in-fp16": lambda birth: birth.dtype is torch.float16,
     "fp16": lambda birth: birth.reads("float16"),
     "bf16": lambda birth: birth.reads("bfloat16"),
-    "beyond-fp16": _is_below_fp16,
-    "negative": lambda birth: birth.lowest < 0.0 and birth.kind == "nan",
     "below-0": lambda birth: birth.lowest < 0.0,
     "least": lambda birth: birth.lowest == torch.finfo(birth.dtype).min,
     "tiny-divisor": lambda birth: len(birth.inputs) > 1 and 0 < birth.inputs[1].smallest < 1e-3,
     "scores": lambda birth: birth.feeds_softmax and not birth.weighs,
 }
-"""What the formulas of causes.ini ask of the inputs."""
+"""What the sections of causes.ini ask of a birth."""

@@ -8,8 +8,8 @@ import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from torch.optim.optimizer import (
 )
 
 from apex._core import arguments, dtypes, finite, tree
+from apex._core.mixins import plain_class
 from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.prepared import PREPARED
-from apex._engine.optimizer.subclass import own_class, prepared_state
+from apex._engine.optimizer.subclass import prepared_state
 from apex._torch import dtensor
 from apex._torch.modules import named_parameters
 from apex.amp.report import NonfiniteGradient, nonfinite_gradients
@@ -122,22 +123,22 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
         weight (parameter, float32): 1 nan of 2
     """
     arguments.module("amp.debug.check_numerics", model)
-    held = [
-        (name, role, finite.summed_values(dtensor.local(tensor.detach())))
-        for name, role, tensor in _named(model, optimizer)
-        if tracing.is_checked(tensor)
-    ]
-    counts = [torch.stack([v.isinf().sum(), v.isnan().sum()]) for *_, v in held]
-    return [
-        NonfiniteTensor(name, role, dtypes.name(values.dtype), inf, nan, values.numel())
-        for (name, role, values), (inf, nan) in zip(
-            held,
-            (each.tolist() for each in counts),  # sync: a diagnosis, asked for
-            strict=True,
-        )
-        if (inf or nan)
-        and not (role == "buffer" and inf < values.numel() and tracing.is_mask(values))
-    ]
+    counted_values = []
+    for name, role, tensor in _named(model, optimizer):
+        if tracing.is_checked(tensor):
+            values = finite.summed_values(dtensor.local(tensor.detach()))
+            counts = torch.stack([values.isinf().sum(), values.isnan().sum()])
+            counted_values.append((name, role, values, counts))
+    nonfinite = []
+    for name, role, values, counts in counted_values:
+        inf, nan = counts.tolist()  # sync: a diagnosis, asked for
+        if not inf and not nan:
+            continue
+        if role == "buffer" and inf < values.numel() and tracing.is_mask(values):
+            continue
+        dtype = dtypes.name(values.dtype)
+        nonfinite.append(NonfiniteTensor(name, role, dtype, inf, nan, values.numel()))
+    return nonfinite
 
 
 def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
@@ -177,27 +178,8 @@ _WIDER = {
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-@dataclass(eq=False)
-class FrozenUpdates:
-    """Counts of one optimizer step; filled in when the block around the step ends.
-
-    Attributes:
-        wanted: Number of weights whose intended update was not zero.
-        frozen: How many of these kept their value.
-    """
-
-    wanted: int = 0
-    frozen: int = 0
-
-    @property
-    def share(self) -> float:
-        """``frozen / wanted``; 0 if no weight was to move."""
-        return self.frozen / self.wanted if self.wanted else 0.0
-
-
-@contextmanager
-def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
-    """Counts the weights that the step inside the block should have moved but did not.
+def frozen_updates(optimizer: Any) -> FrozenUpdates:
+    """Returns a context that counts the weights that its steps should have moved but did not.
 
     A copy of the optimizer computes the intended update from the same weights, gradients and state
     in a wider dtype (fp32 for 16-bit weights, fp64 for fp32 weights). If that update is not zero
@@ -229,7 +211,7 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
     """
     own = inner(optimizer)
     prepared = prepared_state(own)
-    kind = own_class(type(own))
+    kind = plain_class(type(own))
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -239,32 +221,26 @@ def frozen_updates(optimizer: Any) -> Iterator[FrozenUpdates]:
         )
     if prepared is not None:
         prepared.update_masters_with_grads()
-    watch = UpdateTrace()
-    hook = own.register_step_pre_hook(watch.before)
-    try:
-        yield watch.updates
-    finally:
-        hook.remove()
-    watch.after()
-    for error in watch.errors.values():
-        raise error
+    return FrozenUpdates(own)
 
 
 _MAY_STAY = 0.2
 """Share of the weights that may stay where they are in a healthy training."""
 
 
-class UpdateTrace:
-    """A context that counts the weights that stay, over all steps of all optimizers inside.
+class FrozenUpdates:
+    """A context that counts the weights that stay, over all steps of an optimizer, or of all.
 
     Attributes:
-        updates: The counts.
+        wanted: Number of weights whose intended update was not zero.
+        frozen: How many of these kept their value.
         errors: What the copies of optimizers raised, by the optimizers' classes.
         busy: Whether the copy of an optimizer steps.
     """
 
-    def __init__(self) -> None:
-        self.updates = FrozenUpdates()
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        self.wanted = self.frozen = 0
+        self._only = optimizer
         self.errors: dict[str, Exception] = {}
         self.busy = False
         self._steps = 0
@@ -274,19 +250,25 @@ class UpdateTrace:
         self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks = ExitStack()
 
-    def __enter__(self) -> UpdateTrace:
-        before = register_optimizer_step_pre_hook(self.before)
-        after = register_optimizer_step_post_hook(self.after)
-        self._hooks.callback(before.remove)
-        self._hooks.callback(after.remove)
+    def __enter__(self) -> FrozenUpdates:
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._hooks.close()
+        if kind is None and self._only is not None:
+            for error in self.errors.values():
+                raise error
 
-    def before(self, optimizer: Optimizer, *_: object) -> None:
+    @property
+    def share(self) -> float:
+        """``frozen / wanted``; 0 if no weight was to move."""
+        return self.frozen / self.wanted if self.wanted else 0.0
+
+    def _before(self, optimizer: Optimizer, *_: object) -> None:
         """Computes the values that a step is to reach; a GradScaler has unscaled by now."""
-        if self.busy:  # the step of a copy
+        if self.busy or self._only not in (None, optimizer):  # the step of a copy, or another
             return
         self._steps += 1
         prepared = prepared_state(optimizer)
@@ -304,14 +286,14 @@ class UpdateTrace:
             self.busy = False
         self._wanted = [(param, param.detach().clone(), value) for param, value in wanted.items()]
 
-    def after(self, *_: object) -> None:
+    def _after(self, *_: object) -> None:
         """Counts, after the step."""
         for param, old, wanted in self._wanted:
             moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
             stays = moves & (param.detach() == old)
             frozen = int(stays.count_nonzero())  # sync: a diagnosis on request
-            self.updates.wanted += int(moves.count_nonzero())  # sync: as above
-            self.updates.frozen += frozen
+            self.wanted += int(moves.count_nonzero())  # sync: as above
+            self.frozen += frozen
             if frozen:
                 self._stayed.add(dtypes.name(param.dtype))
         self._wanted = []
@@ -319,7 +301,7 @@ class UpdateTrace:
     @property
     def worst(self) -> Finding | None:
         """That too many weights stay; None if few do."""
-        if self.updates.share <= _MAY_STAY:
+        if self.share <= _MAY_STAY:
             return None
         stayed = ", ".join(sorted(self._stayed))
         return Finding(
@@ -335,17 +317,21 @@ class UpdateTrace:
 
     @property
     def _counts(self) -> str:
-        updates = self.updates
         return (
-            f"{percent(updates.share)} of the weights that {counted(self._steps, 'step')} should "
-            f"have moved stayed, {updates.frozen:,} of {updates.wanted:,}"
+            f"{percent(self.share)} of the weights that {counted(self._steps, 'step')} should "
+            f"have moved stayed, {self.frozen:,} of {self.wanted:,}"
         )
 
     def to_json(self) -> str:
         """Returns all data as JSON."""
         worst = self.worst
-        found = {"worst": None if worst is None else worst.as_dict(), "steps": self._steps}
-        return json.dumps(found | asdict(self.updates))
+        found = {
+            "worst": None if worst is None else worst.as_dict(),
+            "steps": self._steps,
+            "wanted": self.wanted,
+            "frozen": self.frozen,
+        }
+        return json.dumps(found)
 
     def __str__(self) -> str:
         lines = [f"{name} has no verdict: {e}" for name, e in self.errors.items()]
@@ -368,7 +354,7 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
         for name, value in vars(optimizer).items()
         if name not in (PREPARED, "step", *_HOOKS)
     }
-    shadow = object.__new__(own_class(type(optimizer)))
+    shadow = object.__new__(plain_class(type(optimizer)))
     shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))
     shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
     for param, state in states_in(shadow.state):

@@ -33,42 +33,34 @@ def inner(optimizer: Any) -> Optimizer:
     return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
 
 
-def check_scaler(caller: str, scaler: Any) -> None:
-    """Raises TypeError if ``scaler`` is neither None nor a ``GradScaler``."""
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+def checked_model(caller: str, model: Any, given: object, loss_fn: object) -> nn.Module:
+    """Returns the model inside wrappers; raises unless it can be run on the arguments given.
+
+    ``loss_fn`` is None or a function; a class is none.
+    """
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
         raise TypeError(
-            f"amp.debug.{caller} got {type(scaler).__name__} as the scaler; it takes the "
-            "torch.amp.GradScaler that scales the losses."
+            f"{caller} got {arguments.kind(loss_fn)} as loss_fn; it takes a function of the "
+            "model's output that returns the loss."
         )
-
-
-def checked_model(caller: str, model: Any, given: object) -> nn.Module:
-    """Returns the model inside wrappers; raises unless it and the arguments given can be run."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{caller} got {type(model).__name__} as the model; it takes a torch.nn.Module, "
             f"followed by its inputs: {caller}(model, x, loss_fn=...)."
         )
     inner = unwrapped(model)
-    if missing := missing_values(inner):
-        raise ValueError(f"{caller} got a model whose {missing}")
+    for name, param in named_parameters(inner):
+        if isinstance(param, nn.UninitializedParameter) or param.is_meta:
+            raise ValueError(
+                f"{caller} got a model whose parameter {name!r} has no values yet (lazy, or on the "
+                "meta device). Run the model once or initialize it first."
+            )
     if not tree.tensors(given):
         raise ValueError(
             f"{caller} got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
             f"arguments: {caller}(model, x) or {caller}(model, input_ids=...)."
         )
     return inner
-
-
-def missing_values(model: nn.Module) -> str:
-    """Returns which parameter of a model has no values, and what to do; empty if all have."""
-    for name, param in named_parameters(model):
-        if isinstance(param, nn.UninitializedParameter) or param.is_meta:
-            return (
-                f"parameter {name!r} has no values yet (lazy, or on the meta device). Run the "
-                "model once or initialize it first."
-            )
-    return ""
 
 
 def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[Tensor]:
@@ -80,15 +72,6 @@ def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[
             f"tensor, so it cannot derive a loss. Pass loss_fn=...{instead}."
         )
     return floating
-
-
-def check_loss_fn(caller: str, loss_fn: object) -> None:
-    """Raises TypeError if ``loss_fn`` is neither None nor a function; a class is none."""
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise TypeError(
-            f"{caller} got {arguments.kind(loss_fn)} as loss_fn; it takes a function of the "
-            "model's output that returns the loss."
-        )
 
 
 def check_loss(caller: str, loss: object, *, instead: str = "") -> None:

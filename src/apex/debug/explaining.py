@@ -8,7 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,22 +22,16 @@ from apex.debug import common
 from apex.debug.common import (
     casts_off,
     check_loss,
-    check_loss_fn,
     checked_model,
     floating_outputs,
     preserve_state,
 )
-from apex.debug.place import Direction, Tracker
-from apex.debug.tracing import Call, Detector, Mode, floating
-
-aten = torch.ops.aten
+from apex.debug.place import Direction
+from apex.debug.tracing import Call, Trace, floating
 
 LOW = ("float16", "bfloat16")
 _CAST = "aten._to_copy"
-_CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.other}
-
-# Views whose schema does not say so.
-_SHARING = {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk}
+_CASTS = {_CAST, "aten.to"}
 
 
 def explain(
@@ -91,21 +85,19 @@ def explain(
         >>> found.total.casts, found.total.cast_bytes
         (4, 360)
     """
-    check_loss_fn("explain", loss_fn)
     given = inputs, keywords
-    inner = checked_model("explain", model, given)
+    inner = checked_model("explain", model, given, loss_fn)
     every = (*named_tensors(inner).values(), *tree.tensors(given))
     device = next((t.device for t in every if t.device.type != "cpu"), torch.device("cpu"))
 
     def run() -> _Costs:
-        with preserve_state(inner, given), torch.set_grad_enabled(backward), Tracker(inner) as at:
-            costs = _Costs(at, device)
-            with Mode(costs):
-                loss = inner(*inputs, **keywords)
-                if loss_fn is not None or backward:
-                    loss = (loss_fn or _mean_of)(loss)
-                if backward:
-                    _differentiate(inner, given, loss)
+        costs = _Costs(inner, device)
+        with preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
+            loss = inner(*inputs, **keywords)
+            if loss_fn is not None or backward:
+                loss = (loss_fn or _mean_of)(loss)
+            if backward:
+                _differentiate(inner, given, loss)
         return costs
 
     run()
@@ -260,67 +252,55 @@ def _share(part: float, whole: float) -> str:
 # -- what was measured -----------------------------------------------------------------------------
 
 
-@dataclass
-class _Stats:
-    """What one record accumulates: the beginning and end of each call, and the bytes of casts."""
-
-    spans: list[tuple[Any, Any]] = field(default_factory=list)
-    cast_bytes: int = 0
-
-
-class _Costs(Detector):
+class _Costs(Trace):
     """Times every operator on floating-point tensors that computes; views do not."""
 
-    def __init__(self, tracker: Tracker, device: torch.device) -> None:
-        super().__init__(tracker)
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model)
         self._device = device
-        self._stats: defaultdict[OpRow, _Stats] = defaultdict(_Stats)
+        # Of each call, its beginning, its end, and the bytes that it moved as a cast.
+        self._calls: defaultdict[OpRow, list[tuple[Any, Any, int]]] = defaultdict(list)
 
     def _now(self) -> Any:
         on_device = self._device.type in ("cuda", "xpu")
         return record(self._device, timing=True) if on_device else time.perf_counter()
 
-    def before(self, call: Call) -> Any:
+    def _before(self, call: Call) -> Any:
         """Returns when the call began."""
         return self._now()
 
-    def after(self, call: Call, before: Any, result: Any) -> None:
+    def _after(self, call: Call, before: Any, result: Any) -> None:
         """Records the call."""
-        span = before, self._now()
-        if call.traits.view or call.func._overloadpacket in _SHARING:
+        end = self._now()
+        if call.traits.view:
             return
-        inputs = list(filter(is_castable, floating([call.args, call.kwargs])))
+        inputs = list(filter(is_castable, floating(call.arguments)))
         outputs = list(filter(is_castable, floating(result)))
         if not inputs and not outputs:
             return
-        casts = call.func in _CASTS and inputs and outputs
+        casts = call.name in _CASTS and inputs and outputs
         moved = 0
         if casts and inputs[0].dtype is not outputs[0].dtype:
             moved = inputs[0].numel() * (inputs[0].itemsize + outputs[0].itemsize)
         row = OpRow(
-            *self.tracker.module,
-            self.tracker.direction,
+            *self._tracker.module,
+            self._tracker.direction,
             _CAST if moved else call.name,
             tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs)),
             dtypes.name(outputs[0].dtype) if outputs else "",
         )
-        stats = self._stats[row]
-        stats.spans.append(span)
-        stats.cast_bytes += moved
+        self._calls[row].append((before, end, moved))
 
     def rows(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use; waits for the device."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # sync: a report, after the run
-        return tuple(
-            replace(
-                row,
-                calls=len(stats.spans),
-                seconds=math.fsum(_seconds(*span) for span in stats.spans),
-                cast_bytes=stats.cast_bytes,
-            )
-            for row, stats in self._stats.items()
-        )
+        rows = []
+        for row, calls in self._calls.items():
+            seconds = math.fsum(_seconds(start, end) for start, end, _ in calls)
+            moved = sum(call[2] for call in calls)
+            rows.append(replace(row, calls=len(calls), seconds=seconds, cast_bytes=moved))
+        return tuple(rows)
 
 
 def _seconds(start: Any, end: Any) -> float:

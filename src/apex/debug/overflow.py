@@ -9,7 +9,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,10 +20,10 @@ from apex._torch.modules import named_parameters
 from apex.debug import tracing
 from apex.debug.births import Birth, Births, Cause, operator_name
 from apex.debug.causes import finding_of
-from apex.debug.common import check_scaler, listed
-from apex.debug.place import Finding, Tracker, current_node, imports_numpy, node_name, owner_of
+from apex.debug.common import listed
+from apex.debug.place import Finding, current_node, imports_numpy, node_name, owner_of
 from apex.debug.scaled import ScaledGradients
-from apex.debug.tracing import Call, Detector, Kind, Trace, floating, keys, kind_of
+from apex.debug.tracing import ByMemory, Call, Kind, Trace, floating, keys, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
@@ -74,24 +74,88 @@ def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
     return OverflowTrace(*models, scaler=scaler)
 
 
+class _Input(NamedTuple):
+    """An argument that a call reads, its values before the call, and their kind."""
+
+    argument: Tensor
+    values: Tensor
+    kind: Kind | None
+
+
+class _Inputs:
+    """The inputs of one call as they were before it.
+
+    Attributes:
+        call: The call with copies of the arguments that it changes, where these are small enough.
+        known: Whether they are.
+        inputs: The arguments that it reads.
+    """
+
+    def __init__(self, call: Call, *, copies: bool) -> None:
+        reads_written = call.traits.reads_written
+        changed = call.written if reads_written else []
+        self.known = not changed or (copies and tracing.elements(changed) <= _MAX_COPIED)
+        self._changed: dict[int, _Input] = {}
+        for tensor in changed:
+            values = tensor.detach().clone() if self.known else tensor
+            self._changed[id(tensor)] = _Input(tensor, values, kind_of(tensor))
+        self.call = call.mapped(self._values) if changed else call
+        unread = set() if reads_written else set(map(id, call.written))
+        self._read = [t for t in floating(call.arguments) if id(t) not in unread]
+
+    def _values(self, tensor: Tensor) -> Tensor:
+        known = self._changed.get(id(tensor))
+        return tensor if known is None else known.values
+
+    @functools.cached_property
+    def inputs(self) -> list[_Input]:
+        inputs = []
+        for tensor in self._read:
+            known = self._changed.get(id(tensor))
+            inputs.append(known or _Input(tensor, tensor, kind_of(tensor)))
+        return inputs
+
+
 class OverflowTrace(Trace):
     """The result of :func:`trace_overflow`."""
 
     _NAME = "trace_overflow"
 
     def __init__(self, *models: nn.Module, scaler: Any = None) -> None:
-        check_scaler("trace_overflow", scaler)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(
+                f"amp.debug.trace_overflow got {type(scaler).__name__} as the scaler; it takes the "
+                "torch.amp.GradScaler that scales the losses."
+            )
         super().__init__(*models)
-        self._births, self._scaler = Births(), scaler
+        self._births = Births()
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaled = ScaledGradients()
+        self._misused: set[tuple[str, str]] = set()
+        self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()
+        # Memory: of weights cast, of what nothing has written yet, and of gradients that were
+        # already non-finite when tracing started.
+        self._casts: ByMemory[bool] = ByMemory()
+        self._unwritten: ByMemory[bool] = ByMemory()
+        self._stale: ByMemory[bool] = ByMemory()
+        self._born: ByMemory[Birth] = ByMemory()
 
-    def _detector(self) -> Detector:
-        return OverflowDetector(self._tracker, self._births, self._scaler)
+    def __enter__(self) -> OverflowTrace:
+        """Starts tracing this thread.
+
+        Raises:
+            RuntimeError: If the trace was entered before.
+        """
+        for grad in floating([param.grad for param in self._tracker.parameters]):
+            if kind_of(grad):
+                self._stale.note(grad, True)
+        return super().__enter__()
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models, the scaler and all values."""
         super().__exit__(*exc_info)
         self._scaler = None
-        self._births.close()
+        self._born = ByMemory()
 
     @property
     def first(self) -> Finding | None:
@@ -116,163 +180,85 @@ class OverflowTrace(Trace):
     def __str__(self) -> str:
         first = self.first
         if not self._births.time:
-            return (
-                "Nothing traced: no operator ran inside. Write `with "
-                "amp.debug.trace_overflow(model) as trace:` around a whole iteration."
-            )
+            return self._nothing
         if first is None:
             return f"No overflow: {self._births.time} operators traced, no fault."
         return "\n".join([headed(first), *hit_lines(self.gradients)])
 
-
-def headed(finding: Finding) -> str:
-    """Returns a finding behind the word for what it is."""
-    words = {"nan": "First NaN", "scaled": "Scaled gradients"}
-    word = words.get(finding.kind, "First inf")
-    if finding.kind == "inf" and finding.cause in ("range", "loss scale"):
-        word = "First overflow"
-    return f"{word}: {finding}"
-
-
-def hit_lines(gradients: Sequence[str]) -> list[str]:
-    """Returns the report's line on the parameters whose gradients were hit; none without any."""
-    return [f"  hit    the gradients of {listed(gradients, 3)}"] if gradients else []
-
-
-class _Input(NamedTuple):
-    """An argument that a call reads, its values before the call, and their kind."""
-
-    argument: Tensor
-    values: Tensor
-    kind: Kind | None
-
-
-class _Before:
-    """The inputs of one call as they were before it.
-
-    Attributes:
-        call: The call with copies of the arguments that it changes, where these are small enough.
-        known: Whether they are.
-        inputs: The arguments that it reads.
-    """
-
-    def __init__(self, call: Call, *, copies: bool) -> None:
-        reads_written = call.traits.reads_written
-        changed = call.written if reads_written else []
-        self._kinds = {id(tensor): kind_of(tensor) for tensor in changed}
-        self._copied: dict[int, Tensor] = {}
-        self.known = not changed or (copies and tracing.elements(changed) <= _MAX_COPIED)
-        if self.known:
-            self._copied = {id(tensor): tensor.detach().clone() for tensor in changed}
-        self.call = call.mapped(self._values) if self._copied else call
-        unread = set() if reads_written else set(map(id, call.written))
-        self._read = [t for t in floating([call.args, call.kwargs]) if id(t) not in unread]
-
-    def _values(self, tensor: Tensor) -> Tensor:
-        return self._copied.get(id(tensor), tensor)
-
-    @functools.cached_property
-    def inputs(self) -> list[_Input]:
-        inputs = []
-        for tensor in self._read:
-            known = id(tensor) in self._kinds
-            kind = self._kinds[id(tensor)] if known else kind_of(tensor)
-            inputs.append(_Input(tensor, self._values(tensor), kind))
-        return inputs
-
-
-class OverflowDetector(Detector):
-    """Checks the outputs of every operator, and follows non-finite values from their birth."""
-
-    def __init__(self, tracker: Tracker, births: Births, scaler: Any = None) -> None:
-        super().__init__(tracker)
-        self._births = births
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._scaled = ScaledGradients(tracker)
-        self._misused: set[tuple[str, str]] = set()
-        self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()
-        # Memory: of weights cast, of what nothing has written yet, and of gradients that were
-        # already non-finite when tracing started.
-        self._casts: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
-        self._unwritten: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
-        self._stale: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
-        for grad in floating([param.grad for param in tracker.parameters]):
-            if kind_of(grad):
-                self._stale[tracing.storage(grad)] = None
-
-    def enter_step(self, optimizer: Optimizer) -> None:
+    def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
         self._optimizers[optimizer] = None
         scale = self._scaled.scale_in_step(optimizer)
         if scale != 1.0:
             self._add_misuse("step", scale)
+        super()._enter_step(optimizer)
 
     # -- operators -------------------------------------------------------------------------------
 
-    def before(self, call: Call) -> _Before | None:
+    def _before(self, call: Call) -> _Inputs | None:
         """Returns the inputs; None for what sets no values."""
         self._births.time += 1
         is_view = call.traits.view and call.name != "aten.lift_fresh"
         # What uninitialized memory holds counts once it is read.
-        if call.traits.uninitialized or (is_view and self.tracker.accumulating is None):
+        if call.traits.uninitialized or (is_view and self._tracker.accumulating is None):
             return None
-        return _Before(call, copies=not self.in_step)
+        return _Inputs(call, copies=not self._in_step)
 
-    def after(self, call: Call, before: _Before | None, result: Any) -> None:
+    def _after(self, call: Call, before: _Inputs | None, result: Any) -> None:
         """Checks what the call returned and wrote."""
         self._note_memory(call, result)
         if before is None:
             return
         if not call.traits.exchanges:  # what it receives may come later
             self._check(call, before, result)
-        if not self.in_step:
+        if not self._in_step:
             misuse = self._scaled.misuse(call, result)
             if misuse is not None:
-                scale = self._scaled.scale_of([call.args, call.kwargs])
+                scale = self._scaled.scale_of(call.arguments)
                 self._add_misuse(call.name, scale, reads=misuse == "reading")
-        target = self.tracker.accumulating
+        target = self._tracker.accumulating
         if target is None:
             return
         for grad in floating(result):
             self._scaled.arrive(grad)
-            birth = self._births.of(grad) if kind_of(grad) else None
-            name = self.tracker.parameters.get(target, "(a tensor of no model)")
+            birth = self._born.of(grad) if kind_of(grad) else None
+            name = self._tracker.parameters.get(target, "(a tensor of no model)")
             self._births.reach_gradient(name, birth, backward=backward_id())
 
     def _note_memory(self, call: Call, result: Any) -> None:
         """Records which memory is a weight's cast, and which nothing has written yet."""
         if call.traits.uninitialized and "empty" in call.name:
             for tensor in floating(result):
-                self._unwritten[tracing.storage(tensor)] = None
-        elif self._unwritten:
+                self._unwritten.note(tensor, True)
+        else:
             for tensor in call.written:
-                self._unwritten.pop(tracing.storage(tensor), None)
-        if call.name == "aten._to_copy" and call.args[0] in self.tracker.parameters:
-            self._casts[tracing.storage(result)] = None
+                self._unwritten.discard(tensor)
+        if call.name == "aten._to_copy" and call.args[0] in self._tracker.parameters:
+            self._casts.note(result, True)
 
-    def _check(self, call: Call, before: _Before, result: Any) -> None:
+    def _check(self, call: Call, before: _Inputs, result: Any) -> None:
         saves = call.name.rpartition(".")[2].startswith(tracing.SAVES_INFINITIES)
         for tensor in floating(result[1:] if saves else []):
             kind = kind_of(tensor)
             if kind is not None:
                 birth = self._birth(call, before, kind, [tensor], "constant", deliberate=True)
-                self._births.mark(tensor, birth)
+                self._born.note(tensor, birth)
         bad: list[Tensor] = []
-        kinds: set[Kind] = set()
+        worst: Kind = "inf"
         for tensor in _outputs(call, result[:1] if saves else result):
             kind = kind_of(tensor)
             if kind is not None:
                 bad.append(tensor)
-                kinds.add(kind)
-                continue
-            self._births.clear(tensor)
-            if self._stale and tracing.covers_storage(tensor):
-                self._stale.pop(tracing.storage(tensor), None)
+                if kind == "nan":
+                    worst = kind
+            elif tracing.covers_storage(tensor):
+                self._born.discard(tensor)
+                self._stale.discard(tensor)
         if bad:
-            self._mark_bad(call, before, bad, "nan" if "nan" in kinds else "inf")
+            self._mark_bad(call, before, bad, worst)
         self._mark_fate(call, before, is_finite=not bad)
 
-    def _mark_fate(self, call: Call, before: _Before, *, is_finite: bool) -> None:
+    def _mark_fate(self, call: Call, before: _Inputs, *, is_finite: bool) -> None:
         """Records what a call does to the births that it reads."""
         name = operator_name(call.name)
         # Autograd starts a backward pass by a 1 like the loss.
@@ -287,10 +273,10 @@ class OverflowDetector(Detector):
                 birth.masked |= name in _MASKS and not birth.deliberate
                 birth.absorbed |= name in _MAP_TO_ZERO
 
-    def _mark_bad(self, call: Call, before: _Before, bad: list[Tensor], kind: Kind) -> None:
+    def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> None:
         birth = self._origin(call, before, bad, kind)
         for tensor in bad:
-            self._births.mark(tensor, birth)
+            self._born.note(tensor, birth)
         is_mask = birth.deliberate and birth.cause != "update"
         spoiled = [tensor for tensor in bad if not self._is_mask_buffer(tensor)]
         # Batch norms in eval mode leave their statistics alone.
@@ -301,12 +287,11 @@ class OverflowDetector(Detector):
     def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
         """Adds a use of gradients that still carry the loss scale."""
         birth = Birth(
-            self.tracker.place,
+            self._tracker.place,
             op,
             "scaled",
             torch.float32,
-            self._births.time,
-            way=self.way,
+            way=self._way,
             given="scaled gradients",
             scale=scale,
             masked=reads,
@@ -317,12 +302,12 @@ class OverflowDetector(Detector):
 
     # -- where values come from --------------------------------------------------------------------
 
-    def _births_read(self, call: Call, before: _Before) -> list[Birth]:
+    def _births_read(self, call: Call, before: _Inputs) -> list[Birth]:
         """Returns the births of the non-finite inputs."""
         bad = [read for read in before.inputs if read.kind is not None]
         return [self._input_birth(read, call, before) for read in bad]
 
-    def _origin(self, call: Call, before: _Before, bad: list[Tensor], kind: Kind) -> Birth:
+    def _origin(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> Birth:
         """Returns the birth of a call's non-finite outputs."""
         births = self._births_read(call, before)
         if not births:
@@ -331,33 +316,33 @@ class OverflowDetector(Detector):
         is_new_nan = kind == "nan" and all(read.kind != "nan" for read in before.inputs)
         if worst.deliberate and worst.cause == "constant" and is_new_nan:
             return self._birth(call, before, kind, bad, "constant")
-        if worst.fits_fp32 and worst.is_lost and self.tracker.direction == "forward":
+        if worst.fits_fp32 and worst.is_lost and self._tracker.direction == "forward":
             clamped = before.call.mapped(lambda t: t.nan_to_num() if t.is_floating_point() else t)
-            worst.note_next(self.tracker.place, tracing.largest_in_double(clamped))
+            worst.note_next(self._tracker.place, tracing.largest_in_double(clamped))
         return worst
 
-    def _first_birth(self, call: Call, before: _Before, bad: list[Tensor], kind: Kind) -> Birth:
+    def _first_birth(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> Birth:
         """Returns the birth of non-finite outputs of finite inputs."""
-        forward = self.tracker.forward_site
-        created = self.tracker.created_site
-        if self.tracker.direction == "backward" and forward is not None and forward.birth:
+        forward = self._tracker.forward_site
+        created = self._tracker.created_site
+        if self._tracker.direction == "backward" and forward is not None and forward.birth:
             known: Birth = forward.birth
             known.masked_again |= known.masked
             return known  # its derivative is infinite, too
         is_constant = _number(call) is not None
         cause: Cause | None = None
         if is_constant:
-            in_update = self.stepping is not None and self._is_update(call)
+            in_update = self._stepping is not None and self._is_update(call)
             cause = "update" if in_update else "constant"
         birth = self._birth(call, before, kind, bad, cause, deliberate=is_constant)
         if created is not None:
             created.birth = birth
         return birth
 
-    def _input_birth(self, read: _Input, call: Call, before: _Before) -> Birth:
+    def _input_birth(self, read: _Input, call: Call, before: _Inputs) -> Birth:
         """Returns a non-finite input's birth: this operator if the values are from outside."""
         argument = read.argument
-        birth = self._births.of(argument)
+        birth = self._born.of(argument)
         if birth is None:
             cause = self._source(argument, call)
             is_mask = _number(call) is not None or tracing.is_mask(read.values)
@@ -366,7 +351,7 @@ class OverflowDetector(Detector):
                 cause = "constant"
             kind = read.kind or "nan"
             birth = self._birth(call, before, kind, [argument], cause, deliberate=deliberate)
-            self._births.mark(argument, birth)
+            self._born.note(argument, birth)
             return birth
         is_weight = tracing.storage_key(argument) in keys(self._params())
         if is_weight and not birth.deliberate and not tracing.is_mask(read.values):
@@ -374,17 +359,17 @@ class OverflowDetector(Detector):
         return birth
 
     def _source(self, tensor: Tensor, call: Call) -> Cause:
-        if tracing.storage(tensor) in self._stale:
+        if self._stale.of(tensor):
             return "gradients"
         key = tracing.storage_key(tensor)
-        in_backward = self.tracker.direction == "backward"
-        exchanged = in_backward or key in tracing.gradients(self._params())
+        in_backward = self._tracker.direction == "backward"
+        exchanged = in_backward or key in keys([param.grad for param in self._params()])
         if ranks.world_size() > 1 and exchanged:
             return "another rank"
-        if self.stepping is not None:
-            if key in tracing.gradients(params_of(self.stepping)):
+        if self._stepping is not None:
+            if key in keys([param.grad for param in params_of(self._stepping)]):
                 return "gradients"
-            if key in keys([list(state.values()) for _, state in states_in(self.stepping.state)]):
+            if key in keys([list(state.values()) for _, state in states_in(self._stepping.state)]):
                 return "optimizer state"
         if key in self._weights() and not self._is_mask_buffer(tensor):
             return "weights"
@@ -395,19 +380,19 @@ class OverflowDetector(Detector):
     def _birth(
         self,
         call: Call,
-        before: _Before,
+        before: _Inputs,
         kind: Kind,
         bad: list[Tensor],
         cause: Cause | None,
         *,
         deliberate: bool = False,
     ) -> Birth:
-        place = self.tracker.place
+        place = self._tracker.place
         node = current_node()
         backward = place.direction == "backward"
         if cause is None and self._is_update(call):
             cause = "update"
-        values = [] if deliberate or self.in_step else [read.values for read in before.inputs]
+        values = [] if deliberate or self._in_step else [read.values for read in before.inputs]
         is_small = before.known and tracing.elements(values) <= _MAX_COPIED
         scale, dynamic = self._loss_scale() if backward else (None, False)
         birth = Birth(
@@ -415,8 +400,7 @@ class OverflowDetector(Detector):
             call.name,
             kind,
             bad[0].dtype,
-            self._births.time,
-            way=self.way,
+            way=self._way,
             device=bad[0].device.type,
             given=cause or "",
             deliberate=deliberate,
@@ -425,8 +409,8 @@ class OverflowDetector(Detector):
             inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if is_small else (),
             true=tracing.largest_in_double(before.call) if cause is None and is_small else None,
             node="" if node is None or not backward else node_name(node),
-            formula=self.tracker.runs_formula,
-            eps=None if self.stepping is None else self.stepping.param_groups[0].get("eps"),
+            formula=self._tracker.runs_formula,
+            eps=None if self._stepping is None else self._stepping.param_groups[0].get("eps"),
             weighs=self._weighs(call),
             negative=kind == "inf" and all(tracing.is_negative(tensor) for tensor in bad),
             scale=scale,
@@ -444,7 +428,7 @@ class OverflowDetector(Detector):
             birth.names = ", ".join(self._names_of(keys(bad)))
         if birth.given not in ("", "weights"):
             return
-        unwritten = [param for param in self._params() if tracing.storage(param) in self._unwritten]
+        unwritten = [param for param in self._params() if self._unwritten.of(param)]
         own = [n for n in self._names_of(keys(unwritten)) if owner_of(n) == birth.place.module]
         if own:
             birth.given = "weights"
@@ -453,41 +437,41 @@ class OverflowDetector(Detector):
 
     def _names_of(self, memory: set[int]) -> list[str]:
         """Returns the names of the parameters and buffers in some memory."""
-        held = [*self.tracker.parameters.items()]
-        for model in self.tracker.models:
+        held = [*self._tracker.parameters.items()]
+        for model in self._tracker.models:
             held += [(buffer, name) for name, buffer in model.named_buffers()]
         return [name for tensor, name in held if tracing.storage_key(tensor) in memory]
 
     def _is_update(self, call: Call) -> bool:
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
-        if self.tracker.module[1] or self.tracker.direction == "backward":
+        if self._tracker.module[1] or self._tracker.direction == "backward":
             return False
-        return self.in_step or not keys(call.written).isdisjoint(self._weights())
+        return self._in_step or not keys(call.written).isdisjoint(self._weights())
 
     # -- weights and loss scales -------------------------------------------------------------------
 
     def _weighs(self, call: Call) -> bool:
         """Returns whether an argument of a call is a parameter, or its cast."""
         read = list(floating(call.arguments))
-        if any(tracing.storage(tensor) in self._casts for tensor in read):
+        if any(map(self._casts.of, read)):
             return True
         return not keys(read).isdisjoint(keys(self._params()))
 
     def _params(self) -> list[Tensor]:
         """Returns the parameters of all models, and those that optimizers have stepped."""
         params: list[Tensor] = []
-        for model in self.tracker.models:
+        for model in self._tracker.models:
             params += [param for _, param in named_parameters(model)]
         for optimizer in self._optimizers:
             params += params_of(optimizer)
         return params
 
     def _buffers(self) -> set[int]:
-        return keys([list(model.buffers()) for model in self.tracker.models])
+        return keys([list(model.buffers()) for model in self._tracker.models])
 
     def _weights(self) -> set[int]:
         """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
-        masters = [pair.master for session in self.sessions for pair in session.masters.pairs()]
+        masters = [pair.master for session in self._sessions for pair in session.masters.pairs()]
         return self._buffers() | keys([self._params(), masters])
 
     def _is_mask_buffer(self, tensor: Tensor) -> bool:
@@ -495,13 +479,27 @@ class OverflowDetector(Detector):
 
     def _loss_scale(self) -> tuple[float | None, bool]:
         """Returns the largest scale of the models' sessions, or the scaler's, and if it adapts."""
-        scalers = [scaler for session in self.sessions for scaler in session.scalers]
+        scalers = [scaler for session in self._sessions for scaler in session.scalers]
         if scalers:
             largest = max(scaler.read_scale() for scaler in scalers)
             return largest, any(scaler.dynamic for scaler in scalers)
         if self._scaler is not None:
             return self._scaler.get_scale(), True
         return self._scaled.loss_scale
+
+
+def headed(finding: Finding) -> str:
+    """Returns a finding behind the word for what it is."""
+    words = {"nan": "First NaN", "scaled": "Scaled gradients"}
+    word = words.get(finding.kind, "First inf")
+    if finding.kind == "inf" and finding.cause in ("range", "loss scale"):
+        word = "First overflow"
+    return f"{word}: {finding}"
+
+
+def hit_lines(gradients: Sequence[str]) -> list[str]:
+    """Returns the report's line on the parameters whose gradients were hit; none without any."""
+    return [f"  hit    the gradients of {listed(gradients, 3)}"] if gradients else []
 
 
 def _outputs(call: Call, result: Any) -> Iterator[Tensor]:

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from types import FrameType
 from typing import Any, Literal, cast
 
 import torch
@@ -155,9 +154,16 @@ class Finding:
 
 @dataclass(eq=False)
 class Site:
-    """Where an autograd node was created, and what made the operator's result non-finite."""
+    """Where an autograd node was created, and what made the operator's result non-finite.
+
+    Attributes:
+        place: Where.
+        task: Number of the backward pass that created it; -1 for none.
+        birth: The birth of its non-finite result.
+    """
 
     place: Place
+    task: int = -1
     birth: Any = None
 
 
@@ -197,7 +203,7 @@ class Tracker:
         self._state = _ThreadState()
         self._thread = 0
         self.autocasts = False
-        self._sites: OrderedDict[tuple[int, int], tuple[int, Site]] = OrderedDict()
+        self._sites: OrderedDict[tuple[int, int], Site] = OrderedDict()
         self._hooks = ExitStack()
         self._add_names()
 
@@ -208,9 +214,8 @@ class Tracker:
         # Not catch_warnings: what the script changes meanwhile stays.
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
         self._hooks.callback(_forget, warnings.filters[0])
-        before = register_module_forward_pre_hook(self._enter_module)
+        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
         after = register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks.callback(before.remove)
         self._hooks.callback(after.remove)
         return self
 
@@ -304,8 +309,9 @@ class Tracker:
         self._state.created_site = None
         if number != self._state.last_sequence:
             self._state.last_sequence = number
-            self._state.created_site = site = Site(self.place)
-            self._sites[threading.get_ident(), number] = backward_id(), site
+            site = Site(self.place, backward_id())
+            self._state.created_site = site
+            self._sites[threading.get_ident(), number] = site
             if len(self._sites) > _MAX_SITES:
                 self._sites.popitem(last=False)
 
@@ -333,10 +339,10 @@ class Tracker:
             name = self.parameters.get(self.accumulating)
             return None if name is None else Site(Place(owner_of(name), True, "backward", ""))
         number, thread = node._sequence_nr(), threading.get_ident()
-        task, site = self._sites.get((thread, number), (-1, None))
-        if site is not None and (thread == self._thread or task != backward_id()):
+        site = self._sites.get((thread, number))
+        if site is not None and (thread == self._thread or site.task != backward_id()):
             return site
-        return self._sites.get((self._thread, number), (-1, None))[1]
+        return self._sites.get((self._thread, number))
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -425,8 +431,7 @@ _CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 
 def innermost_line() -> str:
     """Returns ``"file:line"`` of the innermost user frame, or ``""`` if there is none."""
-    frames = traceback.walk_stack(inspect.currentframe())
-    return next((_line(*each) for each in frames if _is_user(each[0])), "")
+    return next((line for kind, line in _frames() if kind == "user"), "")
 
 
 def _within_backward() -> tuple[str, bool]:
@@ -435,27 +440,21 @@ def _within_backward() -> tuple[str, bool]:
     The search ends at the frames of autograd's Python entry point, which threads of the engine do
     not have.
     """
-    line = ""
-    for frame, number in traceback.walk_stack(inspect.currentframe()):
-        kind = _kind(frame.f_code.co_filename)
+    innermost = ""
+    for kind, line in _frames():
         if kind == "engine":
             break
         if kind == "checkpoint":
-            return line, True
-        if not line and _is_user(frame):
-            line = _line(frame, number)
-    return line, False
+            return innermost, True
+        if kind == "user":
+            innermost = innermost or line
+    return innermost, False
 
 
 def runs_in_scaler() -> bool:
     """Returns whether a loss scaler runs the operator, and not the script."""
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        kind = _kind(frame.f_code.co_filename)
-        if kind == "user":
-            return False
-        if kind == "scaler":
-            return True
-    return False
+    kinds = (kind for kind, _ in _frames())
+    return next((kind for kind in kinds if kind in ("user", "scaler")), "user") == "scaler"
 
 
 def is_user_file(filename: str) -> bool:
@@ -475,14 +474,13 @@ def imports_numpy() -> bool:
     return False
 
 
-def _line(frame: FrameType, number: int) -> str:
-    return f"{frame.f_code.co_filename}:{number}"
-
-
-def _is_user(frame: FrameType) -> bool:
-    code = frame.f_code
-    # A dispatch mode observes the operator; the call itself is further out.
-    return _kind(code.co_filename) == "user" and code.co_name != "__torch_dispatch__"
+def _frames() -> Iterator[tuple[str, str]]:
+    """Yields the kind of code of each running frame, and its line; the innermost first."""
+    for frame, number in traceback.walk_stack(inspect.currentframe()):
+        code = frame.f_code
+        # A dispatch mode observes the operator; the call itself is further out.
+        if code.co_name != "__torch_dispatch__":
+            yield _kind(code.co_filename), f"{code.co_filename}:{number}"
 
 
 @functools.cache

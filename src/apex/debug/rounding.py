@@ -24,8 +24,8 @@ from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
 from apex.debug.causes import data, in_fp32, remedies
 from apex.debug.common import json_types, listed
-from apex.debug.place import Finding, Place, Tracker, innermost_line
-from apex.debug.tracing import Call, Detector, Trace, floating
+from apex.debug.place import Finding, Place, innermost_line
+from apex.debug.tracing import Call, Trace, floating
 
 Kind = Literal["rounding", "cancellation", "chain", "lost update", "underflow"]
 MasterPair = tuple[Tensor, Tensor]
@@ -115,50 +115,6 @@ _CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
 """What a line has that casts by itself, and not because autocast or the model's dtype does."""
 
 
-def _row(
-    place: Place,
-    call: _ShadowCall,
-    way: str,
-    dtype: str,
-    error: float,
-    tolerance: float,
-    kind: Kind,
-) -> RoundingRow:
-    """Returns what happened, why, and what to do."""
-    inherited = call.inherited
-    origin = call.origin if kind == "cancellation" else None
-    is_early = origin is not None and origin.op in _ROUND and _CASTS.search(origin.place.source)
-    section = "an early rounding" if is_early else kind
-    ways = remedies(section, way, origin="" if origin is None else origin.place.location)
-    if kind == "rounding":
-        ways = [*in_fp32(place, way), *ways]
-    if kind == "cancellation" and section == kind:
-        modules = [remedy for remedy in in_fp32(place, way) if "fp32_modules" in remedy]
-        ways = [*modules, *ways]
-    notes = []
-    if origin is not None and origin.place.location != place.location:
-        text = f"{origin.op}, where the error enters ({origin.error:.2g})\n{origin.place.shown}"
-        notes = [("from", text)]
-    return RoundingRow(
-        place,
-        call.name,
-        kind,
-        dtype,
-        what=f"{call.name} {place}, {place.direction}, in {dtype}: error {error:.2g}, explained "
-        f"{tolerance:.2g}, inherited {inherited:.2g}",
-        cause=kind,
-        why=data()[section]["why"].format(
-            dtype=dtype,
-            times=f"{error / inherited:.0f} times" if inherited else "from none",
-        ),
-        remedies=tuple(ways[:3]),
-        notes=tuple(notes),
-        error=error,
-        tolerance=tolerance,
-        inherited=inherited,
-    )
-
-
 @dataclass(frozen=True)
 class Skipped:
     """An operator without a verdict.
@@ -174,81 +130,7 @@ class Skipped:
     reason: str
 
 
-class RoundingTrace(Trace):
-    """The result of :func:`trace_rounding`. ``print`` shows it."""
-
-    _NAME = "trace_rounding"
-
-    def __init__(self, *models: nn.Module) -> None:
-        super().__init__(*models)
-        self._found = _RoundingDetector(self._tracker)
-
-    def _detector(self) -> Detector:
-        return self._found
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Stops tracing, removes all hooks and releases the models and all values."""
-        self._found.underflow.way = self._found.way
-        super().__exit__(*exc_info)
-        self._found.shadows = _Shadows()
-
-    @property
-    def worst(self) -> RoundingRow | None:
-        """The operator at which digits were first lost beyond tolerance; None if at none."""
-        return next(iter(self.lost), None)
-
-    @property
-    def lost(self) -> tuple[RoundingRow, ...]:
-        """All operators beyond tolerance in order of time; later ones may only pass on the damage.
-
-        One record per module, operator, direction and dtype. Gradients that underflow come first.
-        """
-        return (*self._found.underflow.rows(), *self._found.lost.values())
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        """The operators without a verdict: from there on, their results count as exact."""
-        return tuple(self._found.skipped)
-
-    @property
-    def operators(self) -> int:
-        """Number of operator calls that were compared with fp32."""
-        return self._found.operators
-
-    def __str__(self) -> str:
-        later = [f"{row.op} {row.place}, {row.direction}" for row in self.lost[1:]]
-        skips = (
-            f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
-        )
-        after = [f"later  {listed(later, 5)}"] if later else []
-        return "\n".join([self._verdict, *after, *skips])
-
-    @property
-    def _verdict(self) -> str:
-        if self.worst is not None:
-            return f"Digits first lost: {self.worst}"
-        if not self._found.seen:
-            return (
-                "Nothing traced: no operator ran inside. Write `with "
-                "amp.debug.trace_rounding(model) as trace:` around a whole iteration."
-            )
-        if not self.operators and not self.skipped:
-            return f"Nothing to judge: none of {self._found.seen} operators computed in 16 bits."
-        rest = f"; {len(self.skipped)} without a verdict" if self.skipped else ""
-        return f"No digits lost: {self.operators} operators traced, all within tolerance{rest}."
-
-    def to_json(self) -> str:
-        """Returns all data as JSON; an infinite number as null."""
-        found = {
-            "worst": None if self.worst is None else self.worst.as_dict(),
-            "lost": [row.as_dict() for row in self.lost],
-            "skipped": list(map(asdict, self.skipped)),
-            "operators": self.operators,
-        }
-        return json.dumps(json_types(found), indent=2)
-
-
-# -- the detector ----------------------------------------------------------------------------------
+# -- the trace ----------------------------------------------------------------------------------
 
 _FIRST_RESULT = (
     "native_layer_norm",
@@ -279,87 +161,139 @@ _NO_DIGITS = "it cancels so far that fp32 holds hardly a digit of its result, ei
 _OVERFLOW = "it returned inf or NaN where fp32 does not; amp.debug.trace_overflow tells why"
 
 
-class _RoundingDetector(Detector):
-    """Computes the shadows of every operator's results, and keeps those with errors.
+class RoundingTrace(Trace):
+    """The result of :func:`trace_rounding`. ``print`` shows it.
 
     Attributes:
-        seen, operators: Number of calls, and of those that were compared with fp32.
-        lost, skipped: Results beyond tolerance in order of time, and operators without a verdict.
-        underflow: The gradients in fp16 that are 0.
+        operators: Number of operator calls that were compared with fp32.
     """
 
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__(tracker)
-        self.seen = self.operators = 0
-        self.lost: dict[tuple[Any, ...], RoundingRow] = {}
-        self.skipped: dict[Skipped, None] = {}
-        self.shadows = _Shadows()
-        self.underflow = _Underflow()
+    _NAME = "trace_rounding"
 
-    def leave_step(self, optimizer: Optimizer) -> None:
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__(*models)
+        self.operators = 0
+        self._seen = 0  # calls, of which ``operators`` were compared
+        self._lost: dict[tuple[Any, ...], RoundingRow] = {}
+        self._skipped: dict[Skipped, None] = {}
+        self._shadows = _Shadows()
+        self._underflow = _Underflow()
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Stops tracing, removes all hooks and releases the models and all values."""
+        self._underflow.way = self._way
+        super().__exit__(*exc_info)
+        self._shadows = _Shadows()
+
+    @property
+    def worst(self) -> RoundingRow | None:
+        """The operator at which digits were first lost beyond tolerance; None if at none."""
+        return next(iter(self.lost), None)
+
+    @property
+    def lost(self) -> tuple[RoundingRow, ...]:
+        """All operators beyond tolerance in order of time; later ones may only pass on the damage.
+
+        One record per module, operator, direction and dtype. Gradients that underflow come first.
+        """
+        return (*self._underflow.rows(), *self._lost.values())
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The operators without a verdict: from there on, their results count as exact."""
+        return tuple(self._skipped)
+
+    def __str__(self) -> str:
+        later = [f"{row.op} {row.place}, {row.direction}" for row in self.lost[1:]]
+        skips = (
+            f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
+        )
+        after = [f"later  {listed(later, 5)}"] if later else []
+        return "\n".join([self._verdict, *after, *skips])
+
+    @property
+    def _verdict(self) -> str:
+        if self.worst is not None:
+            return f"Digits first lost: {self.worst}"
+        if not self._seen:
+            return self._nothing
+        if not self.operators and not self.skipped:
+            return f"Nothing to judge: none of {self._seen} operators computed in 16 bits."
+        rest = f"; {len(self.skipped)} without a verdict" if self.skipped else ""
+        return f"No digits lost: {self.operators} operators traced, all within tolerance{rest}."
+
+    def to_json(self) -> str:
+        """Returns all data as JSON; an infinite number as null."""
+        found = {
+            "worst": None if self.worst is None else self.worst.as_dict(),
+            "lost": [row.as_dict() for row in self.lost],
+            "skipped": list(map(asdict, self.skipped)),
+            "operators": self.operators,
+        }
+        return json.dumps(json_types(found), indent=2)
+
+    # -- operators -------------------------------------------------------------------------------
+
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
-        own = [list(dict(named_parameters(model)).values()) for model in self.tracker.models]
+        super()._leave_step(optimizer)
+        own = [list(dict(named_parameters(model)).values()) for model in self._tracker.models]
         state = [list(each.values()) for _, each in states_in(optimizer.state)]
         for tensor in floating([own, params_of(optimizer), state]):
-            self.shadows.discard(tensor)
+            self._shadows.discard(tensor)
 
-    def before(self, call: Call) -> _ShadowCall | str | None:
+    def _before(self, call: Call) -> _ShadowCall | Exception | None:
         """Returns the call on shadows of what it overwrites, which has to be read before."""
-        self.seen += 1
-        given = [call.args, call.kwargs]
+        self._seen += 1
+        if not call.traits.writes or self._in_step:
+            return None
         with _apart():
-            if not call.traits.writes or self.in_step or not self.shadows.touch(given):
+            if not self._shadows.touch(call.arguments):
                 return None
-            return self._shadow_call(call)
+            try:
+                return _ShadowCall(call, self._shadows)
+            except Exception as error:  # noqa: BLE001 - such as memory: the run goes on
+                return error
 
-    def after(self, call: Call, before: _ShadowCall | str | None, result: Any) -> None:
+    def _after(self, call: Call, before: _ShadowCall | Exception | None, result: Any) -> None:
         """Computes the shadows of the results; those without count as exact from here on."""
-        if not call.traits.view:
-            self._shadow_results(call, before, result)
-        if self.tracker.accumulating is not None:
-            with _apart():
-                for grad in floating(result):
-                    self.underflow.count(grad, self.shadows.of(grad))
-
-    def _shadow_results(self, call: Call, before: _ShadowCall | str | None, result: Any) -> None:
         with _apart():
-            outputs = _outputs(call, result)
+            outputs = [] if call.traits.view else _outputs(call, result)
             reason = self._follow(before, call, result) if outputs else None
             if reason is not None:
                 for tensor in outputs:
-                    self.shadows.discard(tensor)
-                if reason:
-                    self._skip(call.name, reason)
+                    self._shadows.discard(tensor)
+            if reason:
+                self._skip(call.name, reason)
+            if self._tracker.accumulating is not None:
+                for grad in floating(result):
+                    self._underflow.count(grad, self._shadows.of(grad))
 
     def _skip(self, op: str, reason: str) -> None:
-        self.skipped.setdefault(Skipped(self.tracker.module[0], op, reason))
+        self._skipped.setdefault(Skipped(self._tracker.module[0], op, reason))
 
-    def _follow(self, before: _ShadowCall | str | None, call: Call, result: Any) -> str | None:
+    def _follow(
+        self, before: _ShadowCall | Exception | None, call: Call, result: Any
+    ) -> str | None:
         """Computes the shadows of a call's results.
 
         Returns:
             Why its results are without: ``""`` if they are exact, None if they have shadows.
         """
-        if self.in_step or not self.shadows.touch([call.args, call.kwargs, result]):
+        if self._in_step or not self._shadows.touch([call.arguments, result]):
             return ""
         reason = _without_verdict(call, result)
         if reason is not None:
             return reason
-        shadow_call = before or self._shadow_call(call)
-        if isinstance(shadow_call, str):
-            return shadow_call
-        self.operators += 1
         try:
+            if isinstance(before, Exception):
+                raise before
+            shadow_call = before or _ShadowCall(call, self._shadows)
+            self.operators += 1
             return self._compare(shadow_call, result)
-        except Exception as error:  # noqa: BLE001 - as in _shadow_call
-            return f"it does not run in fp32: {_first_line(error)}"
-
-    def _shadow_call(self, call: Call) -> _ShadowCall | str:
-        """Returns the call with its arguments in fp32, or why it has none."""
-        try:
-            return _ShadowCall(call, self.shadows)
-        except Exception as error:  # noqa: BLE001 - such as memory: the run goes on
-            return f"its arguments cannot be read in fp32: {_first_line(error)}"
+        except Exception as error:  # noqa: BLE001 - as in _before
+            message = str(error).strip() or type(error).__name__
+            return f"it does not run in fp32: {message.partition(chr(10))[0]}"
 
     def _compare(self, call: _ShadowCall, result: Any) -> str | None:
         """Computes the shadows of a call's results and judges them; returns as ``_follow``."""
@@ -381,13 +315,13 @@ class _RoundingDetector(Detector):
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
             origin = call.origin or self._origin(call, low, high)
-            self.shadows.write(low, high, unit=unit, entry=entry, origin=origin)
+            self._shadows.write(low, high, unit=unit, entry=entry, origin=origin)
         return None
 
     def _origin(self, call: _ShadowCall, low: Tensor, high: Tensor) -> Origin | None:
         """Returns this call as where an error enters, if its result has one."""
         error = rules.distance(low.detach(), high).relative
-        return Origin(call.name, self.tracker.place, error) if error else None
+        return Origin(call.name, self._tracker.place, error) if error else None
 
     def _judge(self, call: _ShadowCall, result: Any, pairs: list[MasterPair]) -> bool:
         """Logs the errors of a call's results; returns whether fp32 has digits to compare with."""
@@ -396,28 +330,63 @@ class _RoundingDetector(Detector):
             if found is None:
                 return False
             error, tolerance = found
+            kind: Kind = "lost update"
+            least = 0.0
             if error > tolerance:
                 kind = self._kind(call, result, index, error)
-                if kind != "cancellation" or error > rules.least_cancellation(
-                    call.name, inside=self.tracker.module[1]
-                ):
-                    self._lose(call, low, error, tolerance, kind)
-                continue
-            lost = self._lost_change(call, result)
-            if lost > rules.LOST_CHANGE:
-                self._lose(call, low, lost, rules.LOST_CHANGE, "lost update")
+                if kind == "cancellation":
+                    inside = self._tracker.module[1]
+                    least = rules.least_cancellation(call.name, inside=inside)
+            else:
+                error = self._lost_change(call, result)
+                tolerance = rules.LOST_CHANGE
+            if error > max(tolerance, least):
+                self._lose(call, dtypes.name(low.dtype), error, tolerance, kind)
         return True
 
     def _lose(
-        self, call: _ShadowCall, low: Tensor, error: float, tolerance: float, kind: Kind
+        self, call: _ShadowCall, dtype: str, error: float, tolerance: float, kind: Kind
     ) -> None:
-        """Logs a result beyond its tolerance."""
-        name = dtypes.name(low.dtype)
-        key = *self.tracker.module, self.tracker.direction, call.name, name
-        known = self.lost.get(key)
-        if known is None or error / tolerance > known.error / known.tolerance:
-            row = _row(self.tracker.place, call, self.way, name, error, tolerance, kind)
-            self.lost[key] = row
+        """Logs a result beyond its tolerance: what happened, why, and what to do."""
+        place = self._tracker.place
+        inherited = call.inherited
+        key = place.module, place.inside, place.direction, call.name, dtype
+        known = self._lost.get(key)
+        if known is not None and error / tolerance <= known.error / known.tolerance:
+            return
+        origin = call.origin if kind == "cancellation" else None
+        section: str = kind
+        notes = []
+        entered = ""
+        if origin is not None:
+            entered = origin.place.location
+            if origin.op in _ROUND and _CASTS.search(origin.place.source):
+                section = "an early rounding"
+            if entered != place.location:
+                text = f"{origin.op}, where the error enters ({origin.error:.2g})"
+                notes.append(("from", f"{text}\n{origin.place.shown}"))
+        ways = remedies(section, self._way, origin=entered)
+        line = in_fp32(place, self._way)
+        if section == "rounding":
+            ways = [*line, *ways]
+        if section == "cancellation":
+            ways = [*(remedy for remedy in line if "fp32_modules" in remedy), *ways]
+        times = f"{error / inherited:.0f} times" if inherited else "from none"
+        self._lost[key] = RoundingRow(
+            place,
+            call.name,
+            kind,
+            dtype,
+            what=f"{call.name} {place}, {place.direction}, in {dtype}: error {error:.2g}, "
+            f"explained {tolerance:.2g}, inherited {inherited:.2g}",
+            cause=kind,
+            why=data()[section]["why"].format(dtype=dtype, times=times),
+            remedies=tuple(ways[:3]),
+            notes=tuple(notes),
+            error=error,
+            tolerance=tolerance,
+            inherited=inherited,
+        )
 
     def _error(
         self, call: _ShadowCall, low: Tensor, high: Tensor, index: int
@@ -429,7 +398,7 @@ class _RoundingDetector(Detector):
         if 2 * found.relative < tolerance:
             return found.relative, tolerance
         size = found.size
-        if self.tracker.direction == "backward" or low.numel() < _FEW:
+        if self._tracker.direction == "backward" or low.numel() < _FEW:
             least = rules.least_sizes(call.name, call.shadows)
             size = max(size, least[index] if index < len(least) else 0.0)
         if not size:
@@ -441,7 +410,7 @@ class _RoundingDetector(Detector):
 
     def _lost_change(self, call: _ShadowCall, result: Any) -> float:
         """Returns the error of a small change relative to it; see Note [Small changes]."""
-        if call.first is None or self.tracker.direction == "backward":
+        if call.first is None or self._tracker.direction == "backward":
             return 0.0
         low, exact = call.own_pairs(result)[0]
         if rules.norm(exact - call.first) > rules.SMALL * rules.norm(call.first):
@@ -521,13 +490,9 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]
-
-
 def _outputs(call: Call, result: Any) -> list[Tensor]:
     """Returns the tensors that a call wrote or created; not views of its arguments."""
-    given = filter(_can_shadow, floating([call.args, call.kwargs]))
+    given = filter(_can_shadow, floating(call.arguments))
     known = {id(tensor.untyped_storage()) for tensor in given}
     returned = filter(_can_shadow, floating(result))
     return [*call.written, *(t for t in returned if id(t.untyped_storage()) not in known)]
@@ -678,8 +643,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return _widened(stored.set_(tensor.untyped_storage())).clone()
 
 
-_Read = tuple[Tensor, Tensor, _Shadow | None]
-"""An input, its shadow's values and its shadow."""
+def _mean_size(distance: rules.Distance, tensor: Tensor) -> float:
+    """Returns the size of an element: a broadcast operand counts as often as it is used."""
+    return distance.size / math.sqrt(max(1, tensor.numel()))
 
 
 class _ShadowCall:
@@ -713,24 +679,41 @@ class _ShadowCall:
         self.first: Tensor | None = None
         if changed is not None and self._may_last(rules.first_of(call.args[changed]), shadows):
             self.first = rules.first_of(self.own.args[changed]).clone()
-        read: list[_Read] = [
-            (low, high, shadows.of(low))
-            for low, high in _pairs(call.arguments, self.shadows.arguments)
-            if call.traits.reads_written or id(low) not in self._written
-        ]
-        units = [rules.roundoff(low.dtype) for low, _, _ in read if dtypes.is_low_precision(low)]
-        self.unit = max([*units, *(shadow.unit for *_, shadow in read if shadow)], default=0.0)
-        self.inputs = [rules.distance(low.detach(), high) for low, high, _ in read]
-        shares = self._shares(read)
-        entering = zip(self.inputs, read, shares, strict=True)
-        errors = [share * self._entry(error, *pair) for error, pair, share in entering]
-        self.inherited = max(errors, default=0.0)
+        self.inputs: list[rules.Distance] = []
+        self.inherited = self.unit = 0.0
         self.origin: Origin | None = None
-        largest = _NEGLIGIBLE * self.unit
-        for error, (_, _, shadow), share in zip(self.inputs, read, shares, strict=True):
-            if shadow is not None and share * error.relative > largest:
-                largest = share * error.relative
-                self.origin = shadow.origin
+        self._inherit(shadows)
+
+    def _inherit(self, shadows: _Shadows) -> None:
+        """Measures the errors of the inputs, and notes the largest and where it entered."""
+        read: list[tuple[rules.Distance, Tensor, _Shadow | None]] = []
+        sizes = [abs(x) for x in self.own.arguments if isinstance(x, int | float)]
+        for low, high in _pairs(self._call.arguments, self.shadows.arguments):
+            if id(low) in self._written and not self._call.traits.reads_written:
+                continue
+            shadow = shadows.of(low)
+            distance = rules.distance(low.detach(), high)
+            self.inputs.append(distance)
+            read.append((distance, low, shadow))
+            sizes.append(_mean_size(distance, low))
+            if dtypes.is_low_precision(low):
+                self.unit = max(self.unit, rules.roundoff(low.dtype))
+            if shadow is not None:
+                self.unit = max(self.unit, shadow.unit)
+        worst = _NEGLIGIBLE * self.unit
+        for distance, low, shadow in read:
+            share = 1.0
+            if self.name in rules.SUMS_OF_OPERANDS:  # by its share of the largest
+                share = _mean_size(distance, low) / (max(sizes) or 1.0)
+            error = share * distance.relative
+            if shadow is not None:
+                if error > worst:
+                    worst = error
+                    self.origin = shadow.origin
+                covers = low.numel() == shadow.values.numel()
+                if covers and self.name in rules.LINEAR and shadow.entry is not None:
+                    error = share * shadow.entry  # with which the chain began
+            self.inherited = max(self.inherited, error)
 
     def _may_last(self, value: Tensor, shadows: _Shadows) -> bool:
         """Returns whether a value may be a state, such as an average, and not an activation."""
@@ -751,26 +734,6 @@ class _ShadowCall:
             return values.clone() if id(tensor) in self._written else values
 
         return self._call.mapped(wide, dict.fromkeys(dtypes.LOW_PRECISION, torch.float32))
-
-    def _entry(
-        self, error: rules.Distance, low: Tensor, high: Tensor, shadow: _Shadow | None
-    ) -> float:
-        """Returns an input's error; of one that continues a chain, that with which it began."""
-        if shadow is None or self.name not in rules.LINEAR or shadow.entry is None:
-            return error.relative
-        return shadow.entry if low.numel() == shadow.values.numel() else error.relative
-
-    def _shares(self, read: list[_Read]) -> list[float]:
-        """Returns by how much each input's error counts: in a sum, by its share of the largest."""
-        if self.name not in rules.SUMS_OF_OPERANDS:
-            return [1.0] * len(read)
-        sizes = []
-        for (_, high, _), error in zip(read, self.inputs, strict=True):
-            # A broadcast operand counts as often as it is used.
-            sizes.append(error.size / math.sqrt(max(1, high.numel())))
-        numbers = [abs(x) for x in self.own.arguments if isinstance(x, int | float)]
-        largest = max([*sizes, *numbers], default=0.0)
-        return [size / largest if largest else 0.0 for size in sizes]
 
     def run(self, in_fp32: Call, result: Any) -> list[MasterPair]:
         """Runs ``shadows`` or ``own``, whose arguments it may overwrite.

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
 from typing import Any, Literal
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core.param_groups import params_of
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.births import operator_name
-from apex.debug.place import Tracker, runs_in_scaler
-from apex.debug.tracing import Call, floating
+from apex.debug.place import runs_in_scaler
+from apex.debug.tracing import ByMemory, Call, floating
 
 Misuse = Literal["change", "reading"]
 
@@ -36,16 +34,15 @@ class ScaledGradients:
         loss_scale: The scale of the last backward pass, None without one, and whether it adapts.
     """
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+    def __init__(self) -> None:
         self.loss_scale: tuple[float | None, bool] = (None, False)
-        self._losses: MutableMapping[UntypedStorage, tuple[float, bool]] = WeakIdKeyDictionary()
-        self._scales: MutableMapping[UntypedStorage, float] = WeakIdKeyDictionary()
+        self._losses: ByMemory[tuple[float, bool]] = ByMemory()
+        self._scales: ByMemory[float] = ByMemory()
 
     def scale_of(self, values: Any) -> float:
         """Returns the scale that the first scaled tensor carries; 1 if none does."""
-        for tensor in floating(values) if self._scales else ():
-            scale = self._scales.get(tracing.storage(tensor))
+        for tensor in floating(values):
+            scale = self._scales.of(tensor)
             if scale is not None:
                 return scale
         return 1.0
@@ -59,7 +56,7 @@ class ScaledGradients:
         """Records a gradient that arrives in the running backward pass."""
         scale = self.loss_scale[0]
         if scale is not None:
-            self._scales[tracing.storage(gradient)] = scale
+            self._scales.note(gradient, scale)
 
     def misuse(self, call: Call, result: Any) -> Misuse | None:
         """Follows a call outside of backward passes; returns what is wrong with it, if anything."""
@@ -67,7 +64,7 @@ class ScaledGradients:
             return None
         if isinstance(result, Tensor) and result.numel() == 1:
             self._follow_loss(call, result)
-        scale = self.scale_of([call.args, call.kwargs])
+        scale = self.scale_of(call.arguments)
         if scale == 1.0:
             return None
         if "unscale" in call.name or runs_in_scaler():
@@ -84,25 +81,25 @@ class ScaledGradients:
             return None
         if not changed:
             for tensor in floating(result):
-                self._scales[tracing.storage(tensor)] = scale
+                self._scales.note(tensor, scale)
         return "change" if self._mixes(call, changed) else None
 
     def _follow_loss(self, call: Call, result: Tensor) -> None:
         """Records the scale of a loss that a scaler multiplies, and of what is computed from it."""
         scale = None
         for tensor in floating(call.arguments):
-            scale = scale or self._losses.get(tracing.storage(tensor))
+            scale = scale or self._losses.of(tensor)
         if call.name == "aten.ones_like":  # autograd starts a backward pass this way
             self.loss_scale = scale or (None, False)
         elif call.name == "aten.mul" and runs_in_scaler():
             factor = call.args[1]
             scale = float(factor), isinstance(factor, Tensor)  # sync: tracing is a diagnosis
         if scale is not None and scale[0] != 1.0:
-            self._losses[tracing.storage(result)] = scale
+            self._losses.note(result, scale)
 
     def _forget(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            self._scales.pop(tracing.storage(tensor), None)
+            self._scales.discard(tensor)
 
     def _unscales(self, call: Call, scale: float) -> bool:
         """Returns whether a call multiplies by the inverse of the scale."""

@@ -13,11 +13,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from apex.debug.births import Births
 from apex.debug.causes import finding_of
-from apex.debug.overflow import OverflowDetector, OverflowTrace
-from apex.debug.place import Finding, Tracker
-from apex.debug.tracing import Call, Detector, Mode
+from apex.debug.overflow import OverflowTrace
+from apex.debug.place import Finding
+from apex.debug.tracing import Call, Mode
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,9 @@ class ScriptTrace(OverflowTrace):
 
     def __init__(self, *, on_fault: Callable[[], None]) -> None:
         super().__init__()
-        self._script = _ScriptDetector(self._tracker, self._births, on_fault)
-
-    def _detector(self) -> Detector:
-        return self._script
+        self._on_fault: Callable[[], None] | None = on_fault
+        self._steps: list[int] = []  # operators traced until each step of an optimizer
+        self._started = 0.0
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
@@ -73,7 +71,7 @@ class ScriptTrace(OverflowTrace):
 
     def _enter_thread(self, *_: Any) -> None:
         sys.setprofile(None)
-        Mode(self._script).__enter__()  # type: ignore[no-untyped-call]
+        Mode(self).__enter__()  # type: ignore[no-untyped-call]
 
     @property
     def first(self) -> Finding | None:
@@ -83,9 +81,8 @@ class ScriptTrace(OverflowTrace):
     def seen(self) -> Seen:
         """Returns what the trace has seen so far."""
         births = self._births
-        script = self._script
         first = births.first(healing=False)
-        steps = script.steps
+        steps = self._steps
         return Seen(
             first=finding_of(first),
             steps_before=bisect.bisect_left(steps, first.time) if first else len(steps),
@@ -95,31 +92,17 @@ class ScriptTrace(OverflowTrace):
             steps=len(steps),
             passes=births.passes,
             healed=births.healed,
-            seconds=time.perf_counter() - script.started if script.started else 0.0,
+            seconds=time.perf_counter() - self._started if self._started else 0.0,
         )
 
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+        super()._leave_step(optimizer)
+        self._steps.append(self._births.time)
 
-class _ScriptDetector(OverflowDetector):
-    """Checks operators until a fault is certain.
-
-    Attributes:
-        steps: Operators traced until each step of an optimizer.
-        started: When the first operator ran.
-    """
-
-    def __init__(self, tracker: Tracker, births: Births, on_fault: Callable[[], None]) -> None:
-        super().__init__(tracker, births)
-        self.steps: list[int] = []
-        self.started = 0.0
-        self._on_fault: Callable[[], None] | None = on_fault
-
-    def leave_step(self, optimizer: Optimizer) -> None:
-        self.steps.append(self._births.time)
-
-    def before(self, call: Call) -> Any:
-        self.started = self.started or time.perf_counter()
+    def _before(self, call: Call) -> Any:
+        self._started = self._started or time.perf_counter()
         on_fault = self._on_fault
-        if on_fault is not None and self._births.certain and self.tracker.may_stop:
+        if on_fault is not None and self._births.certain and self._tracker.may_stop:
             self._on_fault = None
             on_fault()
-        return None if self._on_fault is None else super().before(call)
+        return None if self._on_fault is None else super()._before(call)

@@ -35,12 +35,11 @@ from apex.debug import common
 from apex.debug.common import (
     casts_off,
     check_loss,
-    check_loss_fn,
     checked_model,
     floating_outputs,
     preserve_state,
 )
-from apex.debug.rounding import RoundingRow, RoundingTrace
+from apex.debug.rounding import RoundingTrace
 
 _EXPLAINED = 1.1
 """Errors up to this multiple of what remains with all faulty modules in fp32 are explained."""
@@ -110,12 +109,11 @@ def suggest_fp32(
         >>> found.setting
         "amp.initialize(model, optimizer, opt_level='O5', fp32_modules=['1'])"
     """
-    check_loss_fn("suggest_fp32", loss_fn)
-    inner = _checked(model, (inputs, keywords))
+    inner = _checked(model, (inputs, keywords), loss_fn)
     trials = _Trials(inner, (inputs, keywords), loss_fn)
     before = trials.run([], trace=True)
     found, notes = _faulty(inner, trials)
-    limit = max(_EXPLAINED * trials.run(found), trials.noise)
+    limit = max(_EXPLAINED * trials.run(found), _REPRODUCIBLE)
     modules = found
     for name in found:
         fewer = _without(modules, name)
@@ -179,11 +177,11 @@ class Suggestion:
 def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
     """Returns the modules that lose digits, and notes on what no module in fp32 repairs."""
     names: list[str] = []
-    notes = list(trials.notes)
+    notes = [f"{row.op} has no verdict: {row.reason}." for row in trials.trace.skipped]
     kinds = {name: type(module) for name, module in model.named_modules()}
     unrepaired: set[str] = set()
     for _ in range(_ROUNDS):
-        lost = [row for row in trials.lost if row.module not in unrepaired]
+        lost = [row for row in trials.trace.lost if row.module not in unrepaired]
         if not lost:
             break
         first = lost[0]
@@ -210,8 +208,8 @@ def _without(names: Sequence[str], name: str) -> list[str]:
     return [each for each in names if each != name]
 
 
-def _checked(model: Any, arguments: object) -> nn.Module:
-    inner = checked_model("suggest_fp32", model, arguments)
+def _checked(model: Any, arguments: object, loss_fn: object) -> nn.Module:
+    inner = checked_model("suggest_fp32", model, arguments, loss_fn)
     if any(state_of(module) is not None for module in inner.modules()):
         raise ValueError(
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
@@ -236,8 +234,7 @@ class _Trials:
     """Runs copies of a plain fp32 model at O5, with some modules in fp32.
 
     Attributes:
-        noise: Error of the gradients between two runs in fp32.
-        lost, notes: As of the last run with a trace.
+        trace: That of the last run with one.
         required: Modules without which in fp32 the model does not run at O5.
     """
 
@@ -245,20 +242,19 @@ class _Trials:
         """Runs the model twice in fp32; raises ValueError if the gradients tell nothing."""
         self._model, self._arguments, self._loss_fn = model, arguments, loss_fn
         self._policy: Policy = to_policy(level_defaults("O5"))
-        self.lost: tuple[RoundingRow, ...] = ()
-        self.notes: list[str] = []
+        self.trace = RoundingTrace(model)
         self.required: list[str] = []
         self._reference = self._in_fp32()
-        self.noise = self._error(self._in_fp32())
+        noise = self._error(self._in_fp32())
         name = type(model).__name__
         if not all(bool(grad.isfinite().all()) for grad in self._reference.values()):  # sync: tool
             raise ValueError(
                 f"suggest_fp32 got {name}, whose gradients are not finite in fp32, too, which no "
                 "module in fp32 repairs. amp.debug.trace_overflow(model) names the operator."
             )
-        if self.noise > _REPRODUCIBLE:
+        if noise > _REPRODUCIBLE:
             raise ValueError(
-                f"suggest_fp32 got {name}, whose gradients differ by {self.noise:.2g} of their "
+                f"suggest_fp32 got {name}, whose gradients differ by {noise:.2g} of their "
                 "norm between two runs in fp32, which hides the errors of 16 bits. The model must "
                 "not draw random numbers outside torch, Python and numpy, or keep state outside "
                 "itself; eval() may help."
@@ -279,14 +275,13 @@ class _Trials:
 
     def _run(self, model: nn.Module, fp32: Sequence[str], *, trace: bool) -> float:
         with self._prepared(model, fp32) as session:
-            found = RoundingTrace(model)
-            with found if trace else nullcontext(), preserve_state(model, self._arguments):
+            if trace:
+                self.trace = RoundingTrace(model)
+            tracing = self.trace if trace else nullcontext()
+            with tracing, preserve_state(model, self._arguments):
                 with casts_off():
                     loss = session.region.run(self._loss, model)
                 grads = _gradients(model, loss)
-        if trace:
-            self.lost = found.lost
-            self.notes = [f"{each.op} has no verdict: {each.reason}." for each in found.skipped]
         return self._error(grads)
 
     def _in_fp32(self) -> dict[str, Tensor]:

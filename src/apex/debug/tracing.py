@@ -1,15 +1,14 @@
-"""A trace: one dispatch mode, which shows every operator of this thread to a detector."""
+"""A trace: one dispatch mode, which shows every operator of this thread."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -20,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes, tree
 from apex._engine.conversion.state import state_of
@@ -34,6 +34,7 @@ from apex.debug.place import Tracker
 
 Kind = Literal["inf", "nan"]
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
+Fact = TypeVar("Fact")
 
 WIDE = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float64),
@@ -54,6 +55,8 @@ _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "u
 _OVERWRITES |= {"recv_", "recv_any_source_"}
 # They write the running mean and variance, which their schemas do not say.
 _WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+# Views whose schema does not say so.
+_SHARING = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
 _UNINITIALIZED = ("empty", "new_empty", "resize", "set_")
 
 
@@ -109,7 +112,7 @@ class Call(NamedTuple):
     def mapped(
         self,
         values_of: Callable[[Tensor], Tensor],
-        kinds: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
+        kinds: Mapping[torch.dtype, torch.dtype] | None = None,
     ) -> Call:
         """Returns the call with other tensors and, where given, other dtypes as arguments.
 
@@ -117,7 +120,7 @@ class Call(NamedTuple):
         """
 
         def other(value: Any) -> Any:
-            return kinds.get(value, value) if isinstance(value, torch.dtype) else value
+            return kinds.get(value, value) if kinds and isinstance(value, torch.dtype) else value
 
         args, kwargs = tree.map_arguments(values_of, self.args, self.kwargs)
         named = {name: other(value) for name, value in kwargs.items()}
@@ -154,7 +157,8 @@ def traits(func: Any) -> Traits:
     if name == "all_gather_copy_in":  # FSDP2's, to memory of which a part is this rank's
         names = [argument.name for argument in schema.arguments]
         written = [(place, False) for place, n in enumerate(names) if n == "all_gather_output"]
-    view = not written and any(result.alias_info is not None for result in schema.returns)
+    aliases = any(result.alias_info is not None for result in schema.returns)
+    view = not written and (aliases or name in _SHARING)
     reads = name not in _OVERWRITES and not any(out for _, out in written)
     if receives(func) and "Tensor" in str(schema.arguments[1].type):  # what it sends
         reads = False
@@ -164,72 +168,15 @@ def traits(func: Any) -> Traits:
     return Traits(f"{namespace}.{name}", view, places, reads, exchanges, uninitialized)
 
 
-class Detector:
-    """What looks at every call of an operator, before and after it runs.
-
-    Attributes:
-        tracker: Knows the running module, direction and line.
-        stepping: The optimizer whose ``step`` is running; None outside of one.
-    """
-
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-        self.stepping: Optimizer | None = None
-
-    @property
-    def in_step(self) -> bool:
-        """Whether an optimizer computes: its closure, a forward pass, enables gradients."""
-        in_closure = torch.is_grad_enabled() or backward_id() != -1
-        return self.stepping is not None and not in_closure
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The sessions of the models and of modules inside them."""
-        sessions: dict[Session, None] = {}
-        for model in self.tracker.models:
-            for module in model.modules():
-                state = state_of(module)
-                if state is not None and state.link.session is not None:
-                    sessions[state.link.session] = None
-        return list(sessions)
-
-    @property
-    def way(self) -> str:
-        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
-        for session in self.sessions:
-            return session.policy.opt_level
-        return "autocast" if self.tracker.autocasts else "plain"
-
-    def enter_step(self, optimizer: Optimizer) -> None:
-        """Called before every step of an optimizer."""
-
-    def leave_step(self, optimizer: Optimizer) -> None:
-        """Called after it."""
-
-    def before(self, call: Call) -> Any:
-        """Returns what ``after`` needs of the time before the call."""
-
-    def after(self, call: Call, before: Any, result: Any) -> None:
-        """Looks at the result."""
-
-    def _pre_hook(self, optimizer: Optimizer, *_: Any) -> None:
-        self.enter_step(optimizer)
-        self.stepping = optimizer
-
-    def _post_hook(self, optimizer: Optimizer, *_: Any) -> None:
-        self.stepping = None
-        self.leave_step(optimizer)
-
-
 class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows operators on plain tensors to a detector, in the process that entered it."""
+    """Shows operators on plain tensors to a trace, in the process that entered it."""
 
     # Their bodies consist of operators, which are traced.
     supports_higher_order_operators = True
 
-    def __init__(self, detector: Detector) -> None:
+    def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._detector = detector
+        self._trace = trace
         self._process = os.getpid()
 
     def __torch_dispatch__(
@@ -243,17 +190,19 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        detector = self._detector
-        detector.tracker.record_site()
+        trace = self._trace
+        trace._tracker.record_site()
         call = Call(func, traits(func), args, kwargs)
-        before = detector.before(call)
+        before = trace._before(call)
         result = func(*args, **kwargs)
-        detector.after(call, before, result)
+        trace._after(call, before, result)
         return result
 
 
 class Trace:
     """A context that traces every operator of this thread, and of its backward passes.
+
+    A subclass looks at each call of an operator, before and after it runs, and at optimizer steps.
 
     Attributes:
         mode: The active dispatch mode; None before and after the trace.
@@ -274,13 +223,10 @@ class Trace:
                     "by one, and a GradScaler as scaler=."
                 )
         self._tracker = Tracker(*models)
+        self._stepping: Optimizer | None = None  # whose step is running
         self._entered = False
         self._hooks = ExitStack()
         self.mode: TorchDispatchMode | None = None
-
-    def _detector(self) -> Detector:
-        """Returns what looks at the operators."""
-        raise NotImplementedError
 
     def __enter__(self: SomeTrace) -> SomeTrace:
         """Starts tracing this thread.
@@ -293,20 +239,66 @@ class Trace:
                 f"This trace was entered before, and a trace traces once. Call {self._NAME} again."
             )
         self._entered = True
-        detector = self._detector()
         with ExitStack() as hooks:
             hooks.enter_context(self._tracker)
-            hooks.callback(register_optimizer_step_pre_hook(detector._pre_hook).remove)
-            hooks.callback(register_optimizer_step_post_hook(detector._post_hook).remove)
+            hooks.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
+            hooks.callback(register_optimizer_step_post_hook(self._leave_step).remove)
             hooks.enter_context(eager())
-            self.mode = hooks.enter_context(Mode(detector))
+            self.mode = hooks.enter_context(Mode(self))
             self._hooks = hooks.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models."""
         self.mode = None
+        self._stepping = None
         self._hooks.close()
+
+    @property
+    def _nothing(self) -> str:
+        """What a report says if nothing was traced."""
+        return (
+            f"Nothing traced: no operator ran inside. Write `with amp.debug.{self._NAME}(model) as "
+            "trace:` around a whole iteration."
+        )
+
+    def _before(self, call: Call) -> Any:
+        """Returns what ``_after`` needs of the time before the call."""
+
+    def _after(self, call: Call, before: Any, result: Any) -> None:
+        """Looks at the result."""
+
+    def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called before every step of an optimizer."""
+        self._stepping = optimizer
+
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called after it."""
+        self._stepping = None
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether an optimizer computes: its closure, a forward pass, enables gradients."""
+        in_closure = torch.is_grad_enabled() or backward_id() != -1
+        return self._stepping is not None and not in_closure
+
+    @property
+    def _sessions(self) -> list[Session]:
+        """The sessions of the models and of modules inside them."""
+        sessions: dict[Session, None] = {}
+        for model in self._tracker.models:
+            for module in model.modules():
+                state = state_of(module)
+                if state is not None and state.link.session is not None:
+                    sessions[state.link.session] = None
+        return list(sessions)
+
+    @property
+    def _way(self) -> str:
+        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
+        for session in self._sessions:
+            return session.policy.opt_level
+        return "autocast" if self._tracker.autocasts else "plain"
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -390,6 +382,26 @@ def storage(tensor: Tensor) -> UntypedStorage:
     return dense(tensor).untyped_storage()
 
 
+class ByMemory(Generic[Fact]):
+    """Facts about tensors, each shared by all views of the memory, and gone with it."""
+
+    def __init__(self) -> None:
+        self._facts: MutableMapping[UntypedStorage, Fact] = WeakIdKeyDictionary()
+
+    def of(self, tensor: Tensor) -> Fact | None:
+        """Returns what is known of a tensor's memory; None if nothing."""
+        return self._facts.get(storage(tensor)) if self._facts else None
+
+    def note(self, tensor: Tensor, fact: Fact) -> None:
+        """Records a fact about a tensor's memory."""
+        self._facts[storage(tensor)] = fact
+
+    def discard(self, tensor: Tensor) -> None:
+        """Forgets what was known of a tensor's memory."""
+        if self._facts:
+            self._facts.pop(storage(tensor), None)
+
+
 def kind_of(tensor: Tensor) -> Kind | None:
     """Returns ``"nan"`` if a tensor holds any, else ``"inf"`` if it does, else None. Syncs.
 
@@ -456,11 +468,6 @@ def covers_storage(tensor: Tensor) -> bool:
 def keys(value: Any) -> set[int]:
     """Returns the keys of the storages of nested tensors."""
     return {storage_key(tensor) for tensor in floating(value)} - {0}
-
-
-def gradients(params: Iterable[Tensor]) -> set[int]:
-    """Returns the keys of the storages of the parameters' gradients."""
-    return keys([param.grad for param in params])
 
 
 def elements(tensors: Sequence[Tensor]) -> int:

@@ -21,7 +21,7 @@ from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._core.param_groups import params_of
 from apex._engine.optimizer.subclass import prepared_state
-from apex._engine.scaler import PassEnd, Readback, ScaleUpdate
+from apex._engine.scaler import PassEnd, Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
@@ -188,9 +188,9 @@ class History:
             prefix: Prefix of the tags ``loss_scale/0``, ``overflow/0`` and ``grad_norm/0``.
         """
         for item in self.passes:
-            writer.add_scalar(f"{prefix}/loss_scale/{item.loss_id}", item.loss_scale, item.index)
-            writer.add_scalar(f"{prefix}/overflow/{item.loss_id}", int(item.overflow), item.index)
-            writer.add_scalar(f"{prefix}/grad_norm/{item.loss_id}", item.grad_norm, item.index)
+            for name in ("loss_scale", "overflow", "grad_norm"):
+                value = float(getattr(item, name))
+                writer.add_scalar(f"{prefix}/{name}/{item.loss_id}", value, item.index)
 
     def plot(self) -> Figure:
         """Returns a matplotlib figure of loss scales, overflows and gradient norms.
@@ -322,7 +322,6 @@ class AutoTrace:
     def __init__(self, session: Session, optimizer: Optimizer, after_skips: int) -> None:
         self.trace: OverflowTrace | None = None
         self._after_skips = after_skips
-        self._skips_at_trace: dict[int, int] = {}
         self._traced_loss: int | None = None
         self._thread = 0
         self._stop_listening = _listen(session, optimizer, self)
@@ -333,24 +332,14 @@ class AutoTrace:
         self._stop()
 
     def _end_of_pass(self, session: Session, end: PassEnd, _: Optimizer) -> None:
-        due = self._due(end)
         if self._traced_loss is None:
-            if due is not None:
-                self._skips_at_trace[due.loss_id] = due.skipped_in_row
-                self._start(session, due.loss_id)
+            for update in end.updates:
+                skips = update.skipped_in_row
+                if skips and skips % self._after_skips == 0 and self._traced_loss is None:
+                    self._start(session, update.loss_id)
         elif end.loss_id == self._traced_loss and threading.get_ident() == self._thread:
             self._stop()
             self._report()
-
-    def _due(self, end: PassEnd) -> ScaleUpdate | None:
-        """Returns the skip that calls for a trace, if any."""
-        for update in end.updates:
-            if not update.skipped_in_row:
-                self._skips_at_trace.pop(update.loss_id, None)
-            traced = self._skips_at_trace.get(update.loss_id, 0)
-            if update.skipped_in_row >= traced + self._after_skips:
-                return update
-        return None
 
     def _start(self, session: Session, loss_id: int) -> None:
         trace = OverflowTrace(*session.models)

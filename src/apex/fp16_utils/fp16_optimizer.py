@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import checked_static
-from apex.fp16_utils.host_scale import HostScale
+from apex.fp16_utils.loss_scaler import DynamicLossScaler
 from apex.fp16_utils.master_wrapper import MasterWrapper
 
 _NAMES = "_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter"
 """What the loss scalers of apex's files hold."""
 
 
-class _Scale(HostScale):
+class _Scale(DynamicLossScaler):
     """The loss scale under the names that ``apex.amp`` uses."""
 
-    def loss_scale(self) -> float:
+    def loss_scale(self) -> float:  # type: ignore[override] # amp's form
         """Returns the current scale (multiplier)."""
         return self.cur_scale
 
@@ -47,11 +47,11 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     clip_grad_norm = staticmethod(nn.utils.clip_grad_norm_)
     first_closure_call_this_step = True
-    _with_frozen: ClassVar[bool] = False
-    _checks_static: ClassVar[bool] = False
-    _masters_key: ClassVar[str] = "fp32_from_fp16"
-    _keys: ClassVar[tuple[str, ...]] = ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict")
-    _scale_type: ClassVar[type[HostScale]] = _Scale
+    _with_frozen = False
+    _checks_static = False
+    _masters_key = "fp32_from_fp16"
+    _keys = ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict")
+    _scale_type = _Scale
     _scale_options: ClassVar[dict[str, Any]] = {
         "init_scale": 2.0**16,
         "scale_factor": 2.0,
@@ -154,16 +154,12 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         if not isinstance(saved, dict):  # files of apex hold the scaler of `apex.amp`, or an older
             saved = {name: getattr(saved, name) for name in _NAMES if hasattr(saved, name)}
         scale = saved.get("_loss_scale") or saved.get("cur_scale")
-        updates = saved.get("cur_iter", 0)
-        last_overflow = saved.get("last_overflow_iter", -1)
-        if "_unskipped" in saved:
-            updates = saved["_unskipped"]
-            last_overflow = -1
+        updates = saved.get("_unskipped", saved.get("cur_iter", 0))
         return {
             "dynamic": bool(state["dynamic_loss_scale"]),
             "cur_scale": checked_static(scale, "loss_scaler"),
             "cur_iter": int(updates),
-            "last_overflow_iter": int(last_overflow),
+            "last_overflow_iter": int(saved.get("last_overflow_iter", -1)),
         }
 
     def _saved_groups(self) -> list[list[nn.Parameter]]:

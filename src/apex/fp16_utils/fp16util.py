@@ -12,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from apex import _unavailable
 from apex._core import arguments, dtypes, tree
 from apex._core.flat import flatten, unflatten
-from apex._engine.masters import make_master
-from apex.fp16_utils.copies import copy_grads, copy_to_model
+from apex._engine.masters import fp32_copies, make_master
+from apex._torch import foreach
+from apex._torch.dynamo import untraced
 
 __getattr__ = _unavailable.names_instead(
     __name__, dict.fromkeys(("TORCH_MAJOR", "TORCH_MINOR"), "torch.__version__")
@@ -117,7 +118,7 @@ def prep_param_lists(
     arguments.module("prep_param_lists", model)
     params = [param for param in model.parameters() if param.requires_grad]
     if not arguments.flag("flat_master", flat_master):
-        return params, [_master_of(param) for param in params]
+        return params, [make_master(param, exact=param.detach().clone()) for param in params]
     kinds = {(param.dtype, param.device) for param in params}
     if len(kinds) != 1:
         shown = sorted(f"{dtypes.name(dtype)} on {device}" for dtype, device in kinds)
@@ -146,10 +147,20 @@ def model_grads_to_master_grads(
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         master_params[0].grad = flatten(grads).to(torch.float32)
-    else:
-        copy_grads(model_params, master_params)
+        return
+    grads = []
+    receivers = []
+    for param, master in zip(model_params, master_params, strict=True):
+        master.grad = None
+        if param.grad is not None:
+            grads.append(param.grad)
+            receivers.append(master)
+    for master, grad in zip(receivers, fp32_copies(grads, receivers), strict=True):
+        master.grad = grad
 
 
+@untraced
+@torch.no_grad()
 def master_params_to_model_params(
     model_params: Iterable[nn.Parameter],
     master_params: Iterable[nn.Parameter],
@@ -163,8 +174,9 @@ def master_params_to_model_params(
     model_params, master_params = _fitting(model_params, master_params, flat_master)
     values: Sequence[Tensor] = master_params
     if flat_master:
-        values = unflatten(master_params[0].detach(), model_params)
-    copy_to_model(values, model_params)
+        values = unflatten(master_params[0], model_params)
+    if model_params:
+        foreach.copy_(model_params, values)
 
 
 def to_python_float(t: Any) -> Any:
@@ -174,12 +186,6 @@ def to_python_float(t: Any) -> Any:
 
 def _keeps_fp32(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.affine
-
-
-def _master_of(param: nn.Parameter) -> nn.Parameter:
-    if dtypes.is_low_precision(param):
-        return make_master(param)
-    return nn.Parameter(param.detach().to(torch.float32, copy=True))
 
 
 def _fitting(

@@ -9,9 +9,8 @@ from torch import Tensor
 from apex._core import arguments
 from apex._core.finite import dense_values, summed_values
 from apex._core.foreach.norms import any_non_finite
-from apex._core.scale import checked_static
+from apex._core.scale import ScaleRule, ScaleState, checked_static, next_scale
 from apex.fp16_utils.fp16util import to_python_float
-from apex.fp16_utils.host_scale import HostScale
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
@@ -47,15 +46,15 @@ class LossScaler:
         self, module: object, grad_in: Sequence[Tensor], grad_out: object
     ) -> tuple[Tensor, ...]:
         """Returns ``grad_in`` times the scale; for use as a module's backward hook."""
-        return tuple(self.loss_scale * grad for grad in grad_in)
+        return tuple(self.cur_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Runs the backward pass of the loss times the scale."""
         arguments.loss("LossScaler.backward", loss)
-        (loss * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        (loss * self.cur_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
-class DynamicLossScaler(HostScale, LossScaler):
+class DynamicLossScaler(LossScaler):
     """A loss scale that falls on overflow and grows after ``scale_window`` clean steps.
 
     It never falls below 1. The script calls ``has_overflow``, skips the step if it returns True,
@@ -67,7 +66,15 @@ class DynamicLossScaler(HostScale, LossScaler):
         last_overflow_iter: Number of the last update with an overflow; -1 for none.
         scale_factor: Growth factor; its inverse is the backoff factor.
         scale_window: Clean steps before growth.
+        dynamic: Whether the scale reacts to overflows.
+        min_loss_scale: Smallest dynamic scale; ``None`` for the smallest normal fp32.
+        max_loss_scale: Largest dynamic scale; ``None`` for the largest fp32.
     """
+
+    # Objects unpickled from apex's checkpoints lack these three.
+    dynamic = True
+    min_loss_scale: float | None = 1.0
+    max_loss_scale: float | None = None
 
     def __init__(
         self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000
@@ -77,7 +84,41 @@ class DynamicLossScaler(HostScale, LossScaler):
         Raises:
             ValueError: If ``scale_factor`` is not above 1, or ``scale_window`` is below 1.
         """
-        super().__init__(init_scale, scale_factor, scale_window)
+        super().__init__(init_scale)
+        self.scale_factor = scale_factor
+        self.scale_window = scale_window
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.rule()
+
+    def rule(self) -> ScaleRule:
+        """Returns the rule of a dynamic scale.
+
+        Raises:
+            ValueError: If an attribute is out of range.
+            TypeError: If one is not a number.
+        """
+        return ScaleRule.symmetric(
+            self.scale_factor,
+            self.scale_window,
+            min_scale=self.min_loss_scale,
+            max_scale=self.max_loss_scale,
+        )
+
+    @property
+    def growth_tracker(self) -> int:
+        """Steps without overflow since the scale last changed."""
+        steps = self.cur_iter - self.last_overflow_iter - 1
+        return steps % self.rule().growth_interval if self.dynamic else steps
+
+    def update_scale(self, overflow: bool) -> None:
+        """Updates the scale after one backward pass."""
+        if self.dynamic:
+            state = ScaleState(float(self.cur_scale), self.growth_tracker)
+            self.cur_scale = next_scale(state, self.rule(), overflow=overflow).scale
+            if overflow:
+                self.last_overflow_iter = self.cur_iter
+        self.cur_iter += 1
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Returns whether the gradient of any parameter holds inf or NaN. Waits for the device."""

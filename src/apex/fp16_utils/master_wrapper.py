@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import arguments, dtypes, finite
+from apex._core.flat import unflatten
 from apex._core.param_groups import exchange, params_in
 from apex._core.scale import checked_static
 from apex._engine.masters import make_master
 from apex._engine.optimizer.subclass import prepared_state
-from apex.fp16_utils.copies import copy_grads, copy_to_model
-from apex.fp16_utils.host_scale import HostScale
+from apex.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
+from apex.fp16_utils.loss_scaler import DynamicLossScaler
 
 _log = logging.getLogger("apex")
 
@@ -24,7 +25,7 @@ _SCALE = "dynamic_loss_scale", "cur_scale", "cur_iter"
 _RULE = "last_overflow_iter", "scale_factor", "scale_window"
 
 
-def forwarded(part: str, name: str, doc: str = "") -> Any:
+def forwarded(part: str, name: str) -> Any:
     """Returns a property that reads and sets an attribute of a part of its object."""
 
     def read(self: Any) -> Any:
@@ -33,7 +34,7 @@ def forwarded(part: str, name: str, doc: str = "") -> Any:
     def write(self: Any, value: Any) -> None:
         setattr(getattr(self, part), name, value)
 
-    return property(read, write, doc=doc)
+    return property(read, write)
 
 
 class MasterWrapper:
@@ -44,7 +45,10 @@ class MasterWrapper:
 
     Attributes:
         optimizer: The wrapped optimizer, whose groups hold the masters.
+        state, param_groups: The optimizer's.
         loss_scaler: The loss scale, with the attributes ``cur_scale`` to ``scale_window``.
+        loss_scale: The current loss scale (multiplier).
+        dynamic_loss_scale: Whether overflows and clean steps change the scale.
         overflow: Whether the masters' latest gradients held inf or NaN; the step is then skipped.
         verbose: Whether overflows are logged.
         fp16_groups: The model's 16-bit parameters with masters, per group.
@@ -53,14 +57,14 @@ class MasterWrapper:
         all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: The same, in a row.
     """
 
-    _with_frozen: ClassVar[bool] = True
+    _with_frozen = True
     """Whether frozen parameters have masters, too."""
-    _checks_static: ClassVar[bool] = True
+    _checks_static = True
     """Whether gradients are checked at a static scale, too."""
-    _masters_key: ClassVar[str] = "fp32_groups_flat"
-    _keys: ClassVar[tuple[str, ...]] = (*_SCALE, "optimizer_state_dict")
+    _masters_key = "fp32_groups_flat"
+    _keys: tuple[str, ...] = (*_SCALE, "optimizer_state_dict")
     """Keys that a saved state must have, beside ``_masters_key``."""
-    _scale_type: ClassVar[type[HostScale]] = HostScale
+    _scale_type = DynamicLossScaler
     _scale_options: ClassVar[dict[str, Any]] = {
         "init_scale": 2.0**16,
         "scale_factor": 2.0,
@@ -69,10 +73,10 @@ class MasterWrapper:
         "max_loss_scale": None,
     }
 
-    state = forwarded("optimizer", "state", "The optimizer's state.")
-    param_groups = forwarded("optimizer", "param_groups", "The optimizer's groups.")
-    loss_scale = forwarded("loss_scaler", "cur_scale", "The current loss scale (multiplier).")
-    dynamic_loss_scale = forwarded("loss_scaler", "dynamic", "Whether gradients move the scale.")
+    state = forwarded("optimizer", "state")
+    param_groups = forwarded("optimizer", "param_groups")
+    loss_scale = forwarded("loss_scaler", "cur_scale")
+    dynamic_loss_scale = forwarded("loss_scaler", "dynamic")
     cur_scale = forwarded("loss_scaler", "cur_scale")
     cur_iter = forwarded("loss_scaler", "cur_iter")
     last_overflow_iter = forwarded("loss_scaler", "last_overflow_iter")
@@ -114,9 +118,9 @@ class MasterWrapper:
             names = ", ".join(self._scale_options)
             raise TypeError(f"dynamic_loss_args holds {unknown}; it takes {names}.")
         scale = options.pop("init_scale")
-        if not dynamic:
-            scale = static_loss_scale
-        self.loss_scaler: Any = self._scale_type(scale, dynamic=dynamic, **options)
+        self.loss_scaler: Any = self._scale_type(scale if dynamic else static_loss_scale)
+        vars(self.loss_scaler).update(options, dynamic=dynamic)
+        self.loss_scaler.rule()  # raises for an option out of range
         self.optimizer = init_optimizer
         self.overflow = False
         self.verbose = verbose
@@ -126,13 +130,11 @@ class MasterWrapper:
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         for params in self._stepped():
-            low: list[nn.Parameter] = []
-            full: list[nn.Parameter] = []
-            for param in params:
-                if param.requires_grad or self._with_frozen:
-                    (low if dtypes.is_low_precision(param) else full).append(param)
+            stepped = [param for param in params if param.requires_grad or self._with_frozen]
+            low = [param for param in stepped if dtypes.is_low_precision(param)]
             self.fp16_groups.append(low)
             self.fp32_from_fp16_groups.append([*map(make_master, low)])
+            full = [param for param in stepped if not dtypes.is_low_precision(param)]
             self.fp32_from_fp32_groups.append(full)
         self.all_fp16_params = [*chain(*self.fp16_groups)]
         self.all_fp32_from_fp16_params = [*chain(*self.fp32_from_fp16_groups)]
@@ -147,7 +149,7 @@ class MasterWrapper:
         return [group["params"] for group in self.optimizer.param_groups]
 
     def _master_params_to_model_params(self) -> None:
-        copy_to_model(self.all_fp32_from_fp16_params, self.all_fp16_params)
+        master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
 
     def maybe_print(self, msg: object) -> None:
         """Logs ``msg`` (logger ``apex``) where ``verbose`` is set."""
@@ -192,8 +194,9 @@ class MasterWrapper:
         """
         scale = self._scale or self.loss_scale
         self._pending = False
-        copies = copy_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
-        values = finite.dense_values(copies) + finite.values_of(self.all_fp32_from_fp32_params)
+        masters = self.all_fp32_from_fp16_params
+        model_grads_to_master_grads(self.all_fp16_params, masters)
+        values = finite.values_of(masters + self.all_fp32_from_fp32_params)
         device = values[0].device if values else torch.device("cpu")
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
@@ -263,7 +266,8 @@ class MasterWrapper:
         self.optimizer.load_state_dict(state["optimizer_state_dict"])
         with torch.no_grad():
             for params, values in zip(groups, saved, strict=True):
-                for param, value in zip(params, self._split(values, params), strict=True):
+                split = unflatten(values, params) if isinstance(values, Tensor) else values
+                for param, value in zip(params, split, strict=True):
                     param.copy_(value)
         self._master_params_to_model_params()
         vars(self.loss_scaler).update(scale)
@@ -284,10 +288,6 @@ class MasterWrapper:
     def _joined(self, params: list[nn.Parameter]) -> Any:
         """Returns a group's values as they are saved."""
         return [param.detach() for param in params]
-
-    def _split(self, saved: Any, params: list[nn.Parameter]) -> Sequence[Tensor]:
-        """Returns a group's values by parameter."""
-        return saved  # type: ignore[no-any-return]
 
     def __getstate__(self) -> NoReturn:
         """Refuses pickling, as apex did."""

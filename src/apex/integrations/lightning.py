@@ -14,11 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from apex import amp
+from apex._core.mixins import plain_class
 from apex._core.param_groups import params_of
 from apex._engine.conversion.state import state_of
-from apex._engine.optimizer.subclass import own_class, prepared_state
+from apex._engine.optimizer.subclass import prepared_state
 from apex._torch import ddp
 from apex._torch.errors import mixes_dtypes
+from apex.amp import scaler_states
 from apex.amp.properties import level_defaults
 from apex.integrations import scales
 from apex.integrations.submodule_calls import SubmoduleCalls
@@ -241,7 +243,7 @@ class ApexPrecision(_Precision):
         Raises:
             RuntimeError: If a value is invalid; nothing changes in this case.
         """
-        scales.check_state_dict(state_dict)
+        scaler_states.parsed(state_dict)  # raises unless these are scales
         if self._optimizers:
             scales.load_state_dict(self._optimizers[0], state_dict)
         else:
@@ -262,7 +264,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _may_evaluate_again(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer's step may evaluate a closure more than once."""
-    original = own_class(type(optimizer))
+    original = plain_class(type(optimizer))
     if original.__module__.startswith(("torch.optim.", "apex.")):
         return issubclass(original, LBFGS)
     closure = inspect.signature(original.step).parameters.get("closure")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex._torch import ddp
+from apex.amp import scaler_states
 from apex.integrations import scales
 
 try:
@@ -114,7 +115,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         state = dict(state_dict)
         loaded = state.pop("apex_amp", None)
         if loaded is not None:
-            scales.check_state_dict(loaded)
+            scaler_states.parsed(loaded)  # raises unless these are scales
         OptimWrapper.load_state_dict(self, state)
         if scales.is_prepared(self.optimizer):
             scales.load_state_dict(self.optimizer, loaded or {})

@@ -35,11 +35,6 @@ def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:
     return dict(scaler_states.entries(_scalers(optimizer)))
 
 
-def check_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Raises a RuntimeError that names the key, unless ``state_dict`` contains scales."""
-    scaler_states.parsed(state_dict)
-
-
 def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Sets the scales of a prepared optimizer from :func:`state_dict`'s result.
 

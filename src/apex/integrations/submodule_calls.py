@@ -5,18 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.tree import Args, Call, Kwargs
+from apex._engine.autocast.region import Region
 from apex._engine.conversion.state import ModelState
 from apex._engine.conversion.subclass import begin_call, end_call
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class SubmoduleCalls:
+
+class SubmoduleCalls(Region):
     """Makes a prepared model's children cast like the model when a script calls them directly.
 
     ``amp.initialize`` casts at the model's own forward. A LightningModule's ``training_step`` often
@@ -54,7 +58,7 @@ class SubmoduleCalls:
         """Whether the model computes in 16 bits."""
         return self._state.plan.casts_down
 
-    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the model's own forward, in which children do not cast."""
         self._depth += 1
         try:
@@ -62,11 +66,11 @@ class SubmoduleCalls:
         finally:
             self._depth -= 1
 
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
-        """Does what :meth:`run` does, until ``until`` closes; returns the arguments for a call."""
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
+        """Does what :meth:`run` does, until ``until`` closes."""
         self._depth += 1
         until.callback(self._leave)
-        return self._region.enter(until, args, kwargs)
+        self._region.enter(until, args, kwargs)
 
     def _leave(self) -> None:
         self._depth -= 1

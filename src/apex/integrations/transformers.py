@@ -123,7 +123,7 @@ class OverflowCallback(TrainerCallback):
             return
         self.trace = trace
         what = "gradients are not finite" if finite_losses else "loss is not finite"
-        self._report(f"Step {state.global_step + 1}: the {what}. ", args, state, model)
+        self._report(trace, f"Step {state.global_step + 1}: the {what}. ", args, state, model)
         self._stop()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -162,9 +162,11 @@ class OverflowCallback(TrainerCallback):
                 param.grad = grad
         return trace
 
-    def _report(self, text: str, args: Any, state: Any, model: nn.Module) -> None:
-        trace, rank = self.trace, ranks.rank()
-        if trace is None or (trace.first is None and rank != 0):
+    def _report(
+        self, trace: OverflowTrace, text: str, args: Any, state: Any, model: nn.Module
+    ) -> None:
+        rank = ranks.rank()
+        if trace.first is None and rank != 0:
             return
         if trace.first is None and _is_sharded(model):
             text += (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from apex._core import arguments
 
 Activation = Literal["none", "relu", "sigmoid"]
 
-_NAMES: Sequence[Activation] = ("none", "relu", "sigmoid")
+_NAMES: Sequence[Activation] = get_args(Activation)
 _ACTIVATIONS: Sequence[Callable[[Tensor], Tensor]] = (nn.Identity(), torch.relu, torch.sigmoid)
 
 

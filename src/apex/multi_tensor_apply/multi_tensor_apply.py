@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -17,8 +17,8 @@ class MultiTensorApply:
         chunk_size: Chunk size in elements, which the functions of ``amp_C`` ignore.
     """
 
-    available: ClassVar[bool] = True
-    warned: ClassVar[bool] = False
+    available = True
+    warned = False
 
     def __init__(self, chunk_size: int) -> None:
         """Creates an applier with a chunk size, in elements."""

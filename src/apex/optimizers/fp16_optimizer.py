@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from apex._core.flat import unflatten
 from apex.fp16_utils.master_wrapper import MasterWrapper
 
 
@@ -29,9 +27,6 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
     def _joined(self, params: list[nn.Parameter]) -> Any:
         return torch.cat([param.detach().flatten() for param in params])
-
-    def _split(self, saved: Any, params: list[nn.Parameter]) -> Sequence[Tensor]:
-        return unflatten(saved, params)
 
 
 @torch.no_grad()

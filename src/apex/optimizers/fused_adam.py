@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,7 @@ from apex._core.foreach.norms import global_norm
 from apex._core.foreach.scalars import as_tensor
 from apex._core.foreach.working import math_dtype, store
 from apex._torch.copies import moved
-from apex.optimizers.fused_optimizer import (
-    Batch,
-    FusedOptimizer,
-    adam_defaults,
-)
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 
 class FusedAdam(FusedOptimizer):
@@ -42,7 +38,7 @@ class FusedAdam(FusedOptimizer):
     master_weights = False
 
     steps_dtensors = True
-    gradients_in_kernels: ClassVar[bool] = True
+    gradients_in_kernels = True
 
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)

@@ -12,11 +12,7 @@ from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.norms import global_norm
 from apex._core.foreach.scalars import Scalar, as_tensor
 from apex._core.foreach.working import store
-from apex.optimizers.fused_optimizer import (
-    Batch,
-    FusedOptimizer,
-    adam_defaults,
-)
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 
 class FusedLAMB(FusedOptimizer):
@@ -82,7 +78,7 @@ class FusedLAMB(FusedOptimizer):
         """Takes the global norm of all gradients."""
         largest = self.defaults["max_grad_norm"]
         grads = [grad for batch in batches for grad in batch.grads]
-        self._divisor = 1.0
+        self._divisor: Scalar = 1.0
         if grads and largest:
             self._divisor = clip_divisor(global_norm(grads), largest)
 
@@ -101,5 +97,3 @@ class FusedLAMB(FusedOptimizer):
             nvlamb=self.use_nvlamb,
         )
         store(batch.params, targets)
-
-    _divisor: Scalar = 1.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -27,7 +25,7 @@ class FusedNovoGrad(FusedOptimizer):
             (1).
     """
 
-    scalar_state: ClassVar[tuple[str, ...]] = ("step", NORM)
+    scalar_state = ("step", NORM)
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
 

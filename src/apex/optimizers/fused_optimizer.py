@@ -6,7 +6,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,13 +107,13 @@ class FusedOptimizer(Optimizer):
     capturable = False
     """Whether learning rates and step counts are tensors from the start, as for CUDA graphs."""
 
-    steps_dtensors: ClassVar[bool] = False
+    steps_dtensors = False
     """Whether the rule supports DTensors: takes norms over all ranks, mixes in no plain tensors."""
 
-    scalar_state: ClassVar[tuple[str, ...]] = ("step",)
+    scalar_state: tuple[str, ...] = ("step",)
     """State that is one number per parameter; all other state has the parameter's shape."""
 
-    gradients_in_kernels: ClassVar[bool] = False
+    gradients_in_kernels = False
     """Whether ``update`` leaves the values of gradients to torch's fused kernels; read by amp."""
 
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: Has no effect; kept for compatibility.
     """
 
-    gradients_in_kernels: ClassVar[bool] = True
+    gradients_in_kernels = True
 
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
 
@@ -99,14 +98,11 @@ class FusedSGD(FusedOptimizer):
             decay_after_momentum=self.wd_after_momentum,
             **{name: batch.group[name] for name in _OPTIONS},
         )
-        buffers: list[Tensor] = []
-        first_run = False
-        if rule.momentum:
-            # A start from zeros is that of a first run, unless it is dampened.
-            if rule.dampening:
-                first_run = all(BUFFER not in self.state[param] for param in batch.params)
-            # sync: dampening depends on whether a buffer has started; only until all have.
-            if first_run and batch.skip is not None and bool(batch.skip):
-                return
-            buffers = self.buffers(batch.params, BUFFER)
+        started = any(BUFFER in self.state[param] for param in batch.params)
+        # A start from zeros is that of a first run, unless it is dampened.
+        first_run = bool(rule.momentum and rule.dampening) and not started
+        # sync: dampening depends on whether a buffer has started; only until all have.
+        if first_run and batch.skip is not None and bool(batch.skip):
+            return
+        buffers = self.buffers(batch.params, BUFFER) if rule.momentum else []
         sgd_(batch.grads, batch.params, buffers, rule, batch.skip, first_run=first_run)

@@ -26,6 +26,7 @@ class LARC:
 
     Attributes:
         optim: The wrapped optimizer.
+        param_groups, state: The optimizer's.
         trust_coefficient: Factor on the ratio of norms.
         clip: Whether the group's learning rate limits the local rate.
         eps: Term added to the denominator.
@@ -106,8 +107,8 @@ class LARC:
 
     # -- forwarded to the optimizer ----------------------------------------------------------
 
-    param_groups = forwarded("optim", "param_groups", "The optimizer's parameter groups.")
-    state = forwarded("optim", "state", "The optimizer's state.")
+    param_groups = forwarded("optim", "param_groups")
+    state = forwarded("optim", "state")
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients."""

@@ -91,8 +91,8 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            params = list(self.module.parameters())
-            flat_dist_call([p.detach() for p in params], torch.distributed.broadcast, (0,))
+            params = [param.detach() for param in self.module.parameters()]
+            flat_dist_call(params, torch.distributed.broadcast, (0,))
             return
         extract_tensors(module_or_grads_list, self.grads)
         if not self.grads:

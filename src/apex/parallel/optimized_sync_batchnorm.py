@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class SyncBatchNorm(_BatchNorm):
         TypeError: If ``process_group`` is not a process group that contains this process.
     """
 
-    warned: ClassVar[bool] = False
+    warned = False
 
     def __init__(
         self,
@@ -62,9 +62,8 @@ class SyncBatchNorm(_BatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        group = checked_group(process_group)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self.process_group = group
+        self.process_group = checked_group(process_group)
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 

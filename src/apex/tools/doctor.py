@@ -1,4 +1,4 @@
-"""``apex doctor``: whose apex is whose, fast dtypes, and advice."""
+"""``apex doctor``: which package provides apex, which dtypes are fast, and advice."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import importlib.util
 import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -65,10 +64,6 @@ class Health:
     opt_level: str | None
     advice: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data, as ``apex doctor --json`` writes it."""
-        return asdict(self)
-
     def __str__(self) -> str:
         """Returns the text that ``apex doctor`` prints."""
         parts = [
@@ -120,14 +115,14 @@ def origins() -> dict[str, str]:
 
 
 def whose(places: dict[str, str]) -> str:
-    """Returns one line on whose apex is whose."""
+    """Returns one line on which package provides apex."""
     kernels = [name for name in MODULES if OURS.parent not in Path(places[name]).parents]
     theirs = "".join(f", {name} from {places[name]}" for name in kernels)
     if Path(places["apex"]) == OURS:
-        return f"apex is apex-amp's, all of it, from {OURS}{theirs}"
+        return f"apex is provided by apex-amp, from {OURS}{theirs}"
     parts = [name for name in PARTS if not (Path(places["apex"]) / name).exists()]
     return (
-        f"apex is another distribution's, {_version()}from {places['apex']}{theirs}; "
+        f"apex is provided by another package, {_version()}from {places['apex']}{theirs}; "
         f"apex-amp adds {', '.join(parts)}"
     )
 

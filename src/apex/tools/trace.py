@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from apex.debug.check import UpdateTrace
+from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.place import Finding
@@ -23,54 +24,19 @@ from apex.tools.script import Ending, Script
 
 @dataclass(frozen=True)
 class Tracing:
-    """What the trace of a script found; ``rank`` is None in a run of one process."""
+    """What the trace of a script found.
 
-    script: str
+    Attributes:
+        ending: How the script ended.
+        found: Whether there was inf or NaN, a loss of digits, or a weight that stood still.
+        report: The report as text; on several ranks, each line begins with the rank.
+        data: The report in JSON types.
+    """
+
     ending: Ending
-    seen: Seen
-    rank: int | None
-
-    @property
-    def found(self) -> bool:
-        """Whether the script made inf or NaN."""
-        return self.seen.first is not None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything in JSON types."""
-        seen, first = self.seen, self.seen.first
-        own = {"script": self.script, "rank": self.rank, "ending": asdict(self.ending)}
-        return own | asdict(seen) | {"first": None if first is None else first.as_dict()}
-
-    def __str__(self) -> str:
-        """Returns the report; on several ranks, each line begins with the rank."""
-        return _marked("\n".join([*_verdict(self), *_remarks(self)]), self.rank)
-
-
-@dataclass(frozen=True)
-class Measuring:
-    """What ``--digits`` or ``--updates`` found; ``rank`` is None in a run of one process."""
-
-    script: str
-    ending: Ending
-    measure: RoundingTrace | UpdateTrace
-    rank: int | None
-
-    @property
-    def found(self) -> bool:
-        """Whether digits were lost, or weights stood still."""
-        return self.measure.worst is not None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything in JSON types."""
-        own = {"script": self.script, "rank": self.rank, "ending": asdict(self.ending)}
-        data: dict[str, Any] = json.loads(self.measure.to_json())
-        return own | data
-
-    def __str__(self) -> str:
-        """Returns the report; on several ranks, each line begins with the rank."""
-        head = f"apex trace: {self.script}"
-        lines = [head, str(self.measure), *_ended(self.ending)]
-        return _marked("\n".join(lines), self.rank)
+    found: bool
+    report: str
+    data: dict[str, Any]
 
 
 class FaultFound(BaseException):
@@ -81,7 +47,7 @@ _STEPS = 10
 """Optimizer steps after which ``--digits`` and ``--updates`` have seen enough."""
 
 
-def measure(script: Script, *, digits: bool, keep_going: bool) -> Measuring | None:
+def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing | None:
     """Runs a script's first steps, and says which operators lose digits, or which weights stay.
 
     With ``keep_going``, the script runs to its end. Returns None in a forked copy of the process.
@@ -92,13 +58,13 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Measuring | No
 
     def count(*_: object) -> None:
         nonlocal steps
-        if isinstance(measuring, UpdateTrace) and measuring.busy:
+        if isinstance(measuring, FrozenUpdates) and measuring.busy:
             return
         steps += 1
         if steps == _STEPS and not keep_going:
             raise FaultFound
 
-    measuring = RoundingTrace() if digits else UpdateTrace()
+    measuring = RoundingTrace() if digits else FrozenUpdates()
     with measuring:
         hook = register_optimizer_step_post_hook(count)
         try:
@@ -107,7 +73,9 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Measuring | No
             hook.remove()
     if os.getpid() != process:
         return None
-    return Measuring(script.name, ending, measuring, rank())
+    lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
+    data = json.loads(measuring.to_json())
+    return _tracing(script, ending, lines, data, found=measuring.worst is not None)
 
 
 def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tracing | None:
@@ -121,32 +89,45 @@ def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tra
     def on_fault() -> None:
         if notify is None:
             raise FaultFound
-        text = f"apex trace: {_brief(found.first)}; the report follows at the end."
-        notify(_marked(text, rank()))
+        notify(_marked(f"apex trace: {_brief(running.first)}; the report follows at the end."))
 
-    with ScriptTrace(on_fault=on_fault) as found:
+    with ScriptTrace(on_fault=on_fault) as running:
         ending = script.run(stop=FaultFound)
     if os.getpid() != process:  # the script called os.fork, and the child returned here
         return None
-    return Tracing(script.name, ending, found.seen(), rank())
+    seen = running.seen()
+    lines = [*_verdict(script.name, seen, ending), *_remarks(script.name, seen, ending)]
+    data = asdict(seen)
+    data["first"] = None if seen.first is None else seen.first.as_dict()
+    return _tracing(script, ending, lines, data, found=seen.first is not None)
+
+
+def _tracing(
+    script: Script, ending: Ending, lines: list[str], data: dict[str, Any], *, found: bool
+) -> Tracing:
+    head = {"script": script.name, "rank": rank(), "ending": asdict(ending)}
+    return Tracing(ending, found, _marked("\n".join(lines)), {**head, **data})
 
 
 def rank() -> int | None:
     """Returns the rank that ``torchrun`` gave this process; None in a run of one process."""
-    given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not all(map(str.isdecimal, given)) or int(given[1]) < 2:
+    variables = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    if not all(map(str.isdecimal, variables)):
         return None
-    return int(given[0])
+    number, size = map(int, variables)
+    return number if size > 1 else None
 
 
-def rank_file(given: str) -> str:
+def rank_file(name: str) -> str:
     """Returns a file's absolute path, as the script may change the folder; one for each rank."""
-    path, own = Path(given).absolute(), rank()
-    return str(path if own is None else path.with_suffix(f".rank{own}{path.suffix}"))
+    path = Path(name).absolute()
+    number = rank()
+    return str(path if number is None else path.with_suffix(f".rank{number}{path.suffix}"))
 
 
-def _marked(text: str, own: int | None) -> str:
-    return text if own is None else "\n".join(f"[rank {own}] {t}" for t in text.split("\n"))
+def _marked(text: str) -> str:
+    number = rank()
+    return text if number is None else textwrap.indent(text, f"[rank {number}] ", lambda _: True)
 
 
 _MADE = {
@@ -156,14 +137,14 @@ _MADE = {
 }
 
 
-def _verdict(tracing: Tracing) -> list[str]:
-    seen, first = tracing.seen, tracing.seen.first
-    if first is None and tracing.ending.error:
-        return [f"apex trace: {tracing.script} failed before any inf or NaN reached its training."]
+def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
+    first = seen.first
+    if first is None and ending.error:
+        return [f"apex trace: {script} failed before any inf or NaN reached its training."]
     if first is None:
-        return [f"apex trace: {tracing.script} made no inf or NaN that reached its training."]
+        return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
     lines = [
-        f"apex trace: {tracing.script} {_MADE[first.kind]}, after {_steps(seen.steps_before)}.",
+        f"apex trace: {script} {_MADE[first.kind]}, after {_steps(seen.steps_before)}.",
         headed(first),
         *hit_lines(seen.gradients),
     ]
@@ -172,27 +153,24 @@ def _verdict(tracing: Tracing) -> list[str]:
     return lines
 
 
-def _remarks(tracing: Tracing) -> list[str]:
-    seen = tracing.seen
-    ending = tracing.ending
+def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
     lines = _ended(ending)
     if seen.healed and seen.first is None:
         state = "Healthy" if seen.healed < seen.passes else "Not settled"
         lines.append(
             f"{state}: {seen.healed} of {counted(seen.passes, 'backward pass', 'es')} "
-            "overflowed. A dynamic loss scale finds its value this way: it backs off, and the step "
-            "is skipped."
+            "overflowed. This makes a dynamic loss scale back off, and the step is skipped."
         )
     if not seen.operators:
         none = (
-            "No operator was traced: the script ran none in its own process and main thread. "
+            "No operator was traced, because the script ran none in its own process. "
             "Trace the program that its processes run."
         )
         return lines if ending.status else [*lines, none]
     if seen.first is None and seen.steps:
         lines.append(
             "If the loss stands still, or is higher than in fp32: `apex trace --digits "
-            f"{tracing.script}` names operators that lose digits, `--updates` weights that stay."
+            f"{script}` names operators that lose digits, `--updates` weights that stay."
         )
     operators = counted(seen.operators, "operator")
     return [*lines, f"Traced {operators} and {_steps(seen.steps)} in {seen.seconds:.3g} s."]
@@ -203,7 +181,7 @@ def _ended(ending: Ending) -> list[str]:
     if ending.stopped:
         return ["The script was stopped there; with --keep-going it runs to its end."]
     if ending.interrupted:
-        return ["The script was interrupted; this is what was seen until then."]
+        return ["The script was interrupted. These are the results up to that point."]
     if ending.error:
         return [f"The script failed: {ending.error}"]
     return [f"The script exited with status {ending.status}."] if ending.status else []

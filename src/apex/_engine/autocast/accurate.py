@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from apex._core import op_rows, tree
 from apex._core.dtypes import is_low_precision
 from apex._core.op_casts import tensors_in
-from apex._core.tree import Args, Call, Kwargs
+from apex._core.tree import Args, Kwargs
 from apex._engine.autocast.region import NoAutocastRegion
-from apex._torch.dynamo import inlined, traces_function_modes
+from apex._torch.dynamo import traces_function_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,27 +35,27 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class LowPrecisionRegion(NoAutocastRegion):
-    """Runs 16-bit models: without casts of sessions, and with accurate operators."""
+    """Runs 16-bit models: without casts of sessions, and with accurate operators.
+
+    See Note [Accurate operators].
+    """
 
     def __init__(self) -> None:
         self._left = _FORWARDS
         self._functions: set[str] = set()
 
-    @inlined
-    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``fn(*args, **kwargs)``; see Note [Accurate operators]."""
+    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         # An export takes a mode for a side effect of the model.
-        if not _is_compiling() or not traces_function_modes or torch.compiler.is_exporting():
-            return super().run(fn, *args, **kwargs)
+        if not traces_function_modes or torch.compiler.is_exporting():
+            return super().run_traced(fn, *args, **kwargs)
         with _AccurateMode(self.note):
-            return super().run(fn, *args, **kwargs)
+            return super().run_traced(fn, *args, **kwargs)
 
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
-        """Does what :meth:`run` does, until ``until`` closes; returns the arguments."""
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         if self._left > 0 or self._functions:
             self._left -= 1
             until.enter_context(_AccurateMode(self.note))
-        return super().enter(until, args, kwargs)
+        super().enter(until, args, kwargs)
 
     def note(self, function: str) -> None:
         """Logs a function that runs in fp32, once."""

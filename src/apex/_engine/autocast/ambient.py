@@ -1,4 +1,4 @@
-"""The autocast switches of a thread, and the casts of sessions that began in it.
+"""The autocast switches of a thread, casts of sessions that began in it, and steps without them.
 
 Note [Ambient casts]
     A session turns autocast on in the thread that called ``initialize``. At each depth of
@@ -9,6 +9,11 @@ Note [Ambient casts]
 
     A session may end inside a block, or in another thread, which cannot set the switch. So the next
     forward or amp call of the thread does.
+
+Note [Steps that raise]
+    Casts of sessions are off in steps of optimizers that amp has not prepared, too. torch calls no
+    hook after a step that raised an exception. Casts then stay off until the next forward or amp
+    call of the thread.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from apex._core.op_table import AutocastSpec
 from apex._engine.autocast import kernels
@@ -147,26 +154,24 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.levels: dict[int, _Level] = {}  # by depth of blocks
-        self.steps: list[AbstractContextManager[object]] = []  # outermost first
+        self.steps: list[_UncastStep] = []  # outermost first
 
 
 _here = _Thread()
 
 
-def begin_run() -> int:
-    """Notes that a region has opened its blocks; returns what :func:`end_run` takes."""
-    outer = _here.run_depth
+def begin_run(until: ExitStack) -> None:
+    """Notes that a region has opened its blocks, until ``until`` closes."""
+    until.callback(setattr, _here, "run_depth", _here.run_depth)
     _here.run_depth = autocast_depth()
-    return outer
 
 
-def end_run(outer: int) -> None:
-    """Ends what :func:`begin_run` began."""
-    _here.run_depth = outer
+def devices_of_sessions() -> list[str]:
+    """Returns the device types whose autocast is on as sessions set it, not a user's own block."""
+    return [device for device in devices_on() if _is_of_session(device)]
 
 
-def is_of_session(device: str) -> bool:
-    """Returns whether this thread's casts are a session's, not those of a user's own block."""
+def _is_of_session(device: str) -> bool:
     depth = autocast_depth()
     if depth == _here.run_depth:
         return True
@@ -176,16 +181,66 @@ def is_of_session(device: str) -> bool:
     return backward_id() != -1 and not torch.is_autocast_cache_enabled()
 
 
-def uncast_steps() -> list[AbstractContextManager[object]]:
-    """Returns the steps that turned casts off in this thread and have not ended."""
-    return _here.steps
+class _UncastStep(UncastBlock):
+    """A step, without its closure, of an optimizer that amp has not prepared."""
+
+    devices = staticmethod(devices_of_sessions)
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _here.steps.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        if self in _here.steps:  # an amp call inside the step may have ended it
+            _here.steps.remove(self)
+            super().__exit__()
+
+    def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns ``closure`` with the casts from around the step."""
+
+        def evaluate() -> Any:
+            self.__exit__()
+            try:
+                return closure()
+            finally:
+                self.__enter__()
+
+        return evaluate
+
+
+def begin_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Begins a step without casts; returns its arguments if they hold a closure."""
+    step = _UncastStep(optimizer)
+    step.__enter__()
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": step.with_casts(kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        itself, closure, *others = args
+        return (itself, step.with_casts(closure), *others), kwargs
+    return None
+
+
+def end_step(optimizer: Optimizer) -> None:
+    """Ends the innermost step of an optimizer, and those inside it that raised."""
+    if all(step.optimizer is not optimizer for step in _here.steps):
+        return  # an amp call inside the step has ended it
+    ended: Optimizer | None = None
+    while ended is not optimizer:
+        step = _here.steps[-1]
+        step.__exit__()
+        ended = step.optimizer
 
 
 @untraced
 def end_stale_casts() -> None:
     """Ends this thread's casts of sessions that have ended, and steps that raised."""
     while _here.steps:
-        _here.steps.pop().__exit__(None, None, None)
+        _here.steps[-1].__exit__()
     stale = False
     for level in _here.levels.values():
         for ambient in level.ambients:

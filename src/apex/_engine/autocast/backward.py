@@ -15,8 +15,7 @@ from apex._core.op_casts import tensors_in, widest
 from apex._core.op_table import AutocastSpec
 from apex._engine.autocast.ambient import UncastBlock, is_off
 from apex._engine.autocast.region import under
-from apex._torch.autograd import autocast_depth, backward_id
-from apex._torch.dispatch_modes import leave_function_mode
+from apex._torch.autograd import autocast_depth, backward_id, leave_function_mode
 from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
 
 

@@ -12,15 +12,14 @@ import functools
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from apex._core import op_rows
-from apex._core.op_casts import rules_for, tensors_in, widest
+from apex._core.op_casts import OperatorCasts, tensors_in, widest
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
@@ -28,23 +27,14 @@ from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import before_each_run, untraced
 
 Kernel = Callable[..., Any]
-Categories = dict[str, str | None]
-"""Of each operator, the category that holds whatever a call's arguments are."""
 
 _PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
-
-
-@dataclass(frozen=True)
-class _LiveSpec:
-    spec: AutocastSpec
-    categories: Mapping[str, Categories]
-    """By device type."""
 
 
 _MODULES = (__name__, dynamo.__name__, "torch._ops")
 """Those whose functions are between the caller of an operator and :func:`_is_left_alone`."""
 
-_live: dict[int, _LiveSpec] = {}  # oldest first
+_live: dict[int, AutocastSpec] = {}  # oldest first
 _numbers = itertools.count()
 _registered: set[tuple[str, str]] = set()
 _lock = threading.Lock()
@@ -66,9 +56,8 @@ def activate_spec(spec: AutocastSpec) -> int:
         )
     for device in spec.device_types:
         _register(device, _not_as_in_torch(spec.table, device))
-    categories = {device: _categories(spec, device) for device in spec.device_types}
     number = next(_numbers)
-    _live[number] = _LiveSpec(spec, categories)
+    _live[number] = spec
     tag_caches()
     return number
 
@@ -85,7 +74,7 @@ def accept_float64(spec: AutocastSpec) -> None:
     Their kernels of ours would cost each call some 5 us, so they wait for the first such data.
     """
     for device in spec.device_types:
-        _register(device, _categories(spec, device))
+        _register(device, spec.categories[device])
 
 
 def _register(device: str, ops: Iterable[str]) -> None:
@@ -100,14 +89,9 @@ def _register(device: str, ops: Iterable[str]) -> None:
 
 def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     """Returns the newest live spec of a device type and dtype."""
-    live = _newest(device, dtype)
-    return None if live is None else live.spec
-
-
-def _newest(device: str, dtype: torch.dtype) -> _LiveSpec | None:
-    for live in reversed([*_live.values()]):
-        if live.spec.dtype is dtype and device in live.categories:
-            return live
+    for spec in reversed([*_live.values()]):
+        if spec.dtype is dtype and device in spec.device_types:
+            return spec
     return None
 
 
@@ -129,7 +113,7 @@ _TAG = "-apex-"
 @functools.cache
 def digest(spec: AutocastSpec) -> str:
     """Returns a digest of the rows of a spec."""
-    rules = repr((sorted(spec.table.rows.items()), spec.allow_banned))
+    rules = repr(sorted(spec.table.rows.items()))
     return hashlib.sha256(rules.encode()).hexdigest()[:16]
 
 
@@ -142,7 +126,7 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    rules = "-".join(sorted({digest(live.spec) for live in _live.values()}))
+    rules = "-".join(sorted({digest(spec) for spec in _live.values()}))
     others_tag, _, _ = config.cache_key_tag.partition(_TAG)
     config.cache_key_tag = others_tag + _TAG + rules if rules else others_tag
 
@@ -152,43 +136,24 @@ def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
     default = OpTable.default().rows
     for op in sorted({*default, *table.rows, *op_rows.NATIVE_DIFFERENCES[device]}):
         if dispatcher.has_operator(f"aten::{op}"):
-            differs = _row(op, device, table) != native_category(op, device)
+            differs = table.row(op, device) != native_category(op, device)
             if differs or op in op_rows.SPARSE_OPERANDS:
                 yield op
-
-
-def _row(op: str, device: str, table: OpTable) -> str | None:
-    category = table.rows.get(op)
-    limit = op_rows.DEVICE_LIMITS.get(device, {}).get(op)
-    return category if limit is None or category != OpTable.default().rows.get(op) else limit
 
 
 @functools.cache  # as it was before our kernels were there
 def native_category(op: str, device: str) -> str | None:
     """Returns the category of torch's own autocast for an operator; None if it has no kernel."""
-    row = _row(op, device, OpTable.default())
+    row = OpTable.default().row(op, device)
     if dispatcher.has_autocast(op, device):
         return op_rows.NATIVE_DIFFERENCES[device].get(op, row)
     return row if op in op_rows.COVERED_INSIDE else None
 
 
-def _categories(spec: AutocastSpec, device: str) -> Categories:
-    """Returns how a session casts the operators of its table on a device type."""
-    categories: Categories = dict.fromkeys(op_rows.FLOAT64_BESIDE_WEIGHTS, "fp32_beside_float64")
-    categories.update({op: _row(op, device, spec.table) for op in spec.table.rows})
-    for op, category in categories.items():
-        if category in ("banned", "banned_16bit") and spec.allow_banned:
-            categories[op] = "fp32"
-        # The inner row of cuDNN casts a whole RNN's weights into one piece; it knows fp16 only.
-        elif category == "recurrent" and device == "cuda" and torch.version.hip is None:
-            categories[op] = None if spec.dtype is torch.float16 else category
-    return categories
-
-
 def _build(op: str, device: str) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type."""
     call = dispatcher.direct_call(op)
-    rules = rules_for(op, dispatcher.schema(op))
+    casts = OperatorCasts(op, dispatcher.schema(op))
     fall_through = _fall_through(op, device)
     uncast = dispatcher.without_autocast(device)
     native_kernel = dispatcher.native_kernel(op, device)
@@ -198,29 +163,28 @@ def _build(op: str, device: str) -> Kernel:
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype(device)
-        live = _newest(device, low)
+        spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
-            before_each_run(_guard(device, low, None if live is None else live.spec))
+            before_each_run(_guard(device, low, spec))
         tensors = tensors_in(args, kwargs)
         wide = widest(tensors)
-        if live is None:
+        if spec is None:
             category = sessionless
         elif wide is None and backward_id() != -1 and _is_left_alone():
             return fall_through(keyset, *args, **kwargs)
         else:
-            category = live.categories[device].get(op)
+            category = spec.categories[device].get(op)
             if category == "low_precision" and any(map(_is_sparse, tensors)):
                 category = "fp32"
             elif category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
                 category = None  # torch's own kernels work in place on memory of their own
         if native_kernel is not None and category == native and wide is not torch.float64:
             return native_kernel(keyset, *args, **kwargs)
-        rule = rules.get(category)
-        if rule is None:
+        if category is None or category == "refuses":
             return fall_through(keyset, *args, **kwargs)
-        args, kwargs = rule(args, kwargs, low, wide)  # type: ignore[assignment]
+        cast_args, cast_kwargs = casts.apply(category, args, kwargs, low, wide)
         with uncast():
-            return call(*args, **kwargs)
+            return call(*cast_args, **cast_kwargs)
 
     return _of_constants(kernel) if op in op_rows.COMPARISONS else kernel
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from apex._core import tree
 from apex._core.op_table import AutocastSpec
-from apex._core.tree import Args, Call, Kwargs
+from apex._core.tree import Args, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.ambient import (
     OFF,
     Ambient,
     begin_run,
+    devices_of_sessions,
     devices_on,
-    end_run,
     end_stale_casts,
-    is_of_session,
     is_off,
 )
 from apex._torch.dispatcher import weight_cache_is_safe
@@ -45,18 +44,34 @@ def under(
         return under(devices[1:], dtype, fn, *args, **kwargs)
 
 
-class Region(Protocol):
-    """Runs a model's own forward with op casts on or off; picklable and deep-copyable."""
+class Region:
+    """Runs a model's own forward under the casts of its thread, whichever session's they are.
 
-    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    Subclasses turn casts on or off. Picklable and deep-copyable.
+    """
+
+    @inlined
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)``, called inside the region; dynamo can trace it."""
+        if _is_compiling():
+            return self.run_traced(fn, *args, **kwargs)
+        with ExitStack() as until:
+            self.enter(until, args, kwargs)
+            return fn(*args, **kwargs)
 
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
-        """Enters the region until ``until`` closes; returns the arguments for a call inside."""
+    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Does what :meth:`run` does, where dynamo traces it."""
+        return fn(*args, **kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
+        """Enters the region for a call with these arguments, until ``until`` closes."""
 
 
-class AutocastRegion:
+class AutocastRegion(Region):
     """Runs functions with op casts on; while it lives, its rows apply to autocast of its dtype.
+
+    They are on in any thread, except in ``casts_off``. A weight used by several operators is cast
+    once in the outermost run.
 
     Pickling or copying makes an independent region with the same spec.
 
@@ -73,34 +88,23 @@ class AutocastRegion:
     def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
         return AutocastRegion, (self.spec,)
 
-    @inlined
-    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``fn(*args, **kwargs)`` with casts on, in any thread, except in ``casts_off``.
-
-        A weight used by several operators is cast once in the outermost run.
-        """
-        if not _is_compiling():
-            with ExitStack() as until:
-                self.enter(until, args, kwargs)
-                return fn(*args, **kwargs)
+    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         # The digest is a guard: code with other rows is compiled again.
         if not self._digest or is_off():
             return fn(*args, **kwargs)
         self._meet_float64(args, kwargs)
         return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
 
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
-        """Does what :meth:`run` does, until ``until`` closes; returns the arguments for a call."""
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         end_stale_casts()
         if is_off():
-            return args, kwargs
+            return
         self._meet_float64(args, kwargs)
         for device in self.spec.device_types:
             until.enter_context(
                 torch.autocast(device, self.spec.dtype, cache_enabled=weight_cache_is_safe)
             )
-        until.callback(end_run, begin_run())
-        return args, kwargs
+        begin_run(until)
 
     def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
         dtypes = [tensor.dtype for tensor in tree.tensors([*args, *kwargs.values()])]
@@ -127,36 +131,18 @@ def _end(number: int, ambients: list[Ambient]) -> None:
         ambients.pop().end()
 
 
-class NoAutocastRegion:
-    """Runs functions with the casts of every region off; a user's own autocast stays."""
+class NoAutocastRegion(Region):
+    """Runs functions with the casts of every region off; a user's own autocast stays.
 
-    @inlined
-    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``fn(*args, **kwargs)`` with casts off; cast regions inside turn them back on."""
-        if _is_compiling():
-            return under(devices_cast(), None, fn, *args, **kwargs)
-        with ExitStack() as until:
-            self.enter(until, args, kwargs)
-            return fn(*args, **kwargs)
+    Cast regions inside turn them back on.
+    """
 
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
-        """Does what :meth:`run` does, until ``until`` closes; returns the arguments."""
+    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return under(devices_cast(), None, fn, *args, **kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         for device in devices_of_sessions():
             until.enter_context(torch.autocast(device, enabled=False))
-        return args, kwargs
-
-
-class AmbientRegion:
-    """Runs functions under the casts of their thread, whichever session's they are."""
-
-    @inlined
-    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``fn(*args, **kwargs)``."""
-        return fn(*args, **kwargs)
-
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> Call:
-        """Returns the arguments."""
-        return args, kwargs
 
 
 @contextmanager
@@ -187,11 +173,6 @@ def _off(devices: Sequence[str]) -> Iterator[None]:
 def devices_cast() -> list[str]:
     """Returns the device types whose autocast is on, to the dtype of a live session."""
     return [device for device in devices_on() if _is_ours(device)]
-
-
-def devices_of_sessions() -> list[str]:
-    """Returns the device types whose autocast is on as sessions set it, not a user's own block."""
-    return [device for device in devices_on() if is_of_session(device)]
 
 
 @at_tracing

@@ -33,6 +33,7 @@ from apex._pickle import rebuild
 from apex._torch import fsdp
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
+from apex._torch.parameters import grad_version
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -67,14 +68,14 @@ class Converted(nn.Module):
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of the parameters, and of the masters of those that it cleared."""
         state = state_of(self)
-        versions = {param: _grad_version(param) for _, param in named_parameters(self)}
+        versions = {param: grad_version(param) for _, param in named_parameters(self)}
         super().zero_grad(*args, **kwargs)
         if state is None or state.link.session is None:
             return
         dropped = [param for param in versions if param.grad is None]
         zeroed = []
         for param, version in versions.items():
-            if _grad_version(param) not in (None, version):
+            if grad_version(param) not in (None, version):
                 zeroed.append(param)
         state.link.session.clear_grads(dropped, zeroed)
 
@@ -89,6 +90,8 @@ class Converted(nn.Module):
         func, args, inner, *items = [*reduced, None, None, None][:5]
         args, inner = tuple(map(_unconverted, args)), _unconverted(inner)
         if state.plan.casts_down:
+            if inner is None:  # what the class rebuilds has no hooks yet
+                state = replace(state, handles=[])
             return func, args, (state, inner), *items, functools.partial(rebuild, "model")
         if state.inner_forward and isinstance(inner, dict):
             inner = {"forward": state.inner_forward, **inner}
@@ -98,14 +101,14 @@ class Converted(nn.Module):
         """Returns a converted model that shares parameters, session and masters."""
         with _as_plain(self):
             new = copy.copy(self)
-        state = None if new is self else state_of(self)  # its hooks are the original's
+        state = _state_for(new, self)  # its hooks are the original's
         return _continue(new, None if state is None else replace(state, handles=[]))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Returns a converted model with its own parameters; optimizers copy the masters."""
         with _as_plain(self):
             new = copy.deepcopy(self, memo)
-        state = None if new is self else state_of(self)
+        state = _state_for(new, self)
         copied: ModelState | None = copy.deepcopy(state, memo)
         if state is not None and copied is not None and state.plan.casts_down:
             state.writes.note_copy(new, copied.link)
@@ -171,10 +174,6 @@ def _explained(base: type, name: str) -> Any:
     return shown_as(getattr(base, name), explained)
 
 
-def _grad_version(param: Tensor) -> int | None:
-    return None if param.grad is None else param.grad._version
-
-
 def _recompile(module: Any) -> Any:
     """Compiles a graph anew; torch sets the ``forward`` of the object's class."""
     with _as_plain(module):
@@ -196,7 +195,7 @@ def _casting_forward(own: Any) -> Any:
             watched = state.plan.casts_down and state.writes.left > 0
             if watched:
                 state.writes.begin_forward(self, state.link, call)
-            cast_args, cast_kwargs = state.region.enter(call, cast_args, cast_kwargs)
+            state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
@@ -265,7 +264,8 @@ def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     # The class's ``forward`` runs, and calls the one that was set on the object. Scripts that
     # replace ``forward`` for a while leave the class's own there.
     inner = model.__dict__.pop("forward", state.inner_forward)
-    is_class_own = getattr(inner, "__func__", None) is type(model).forward
+    generated = type.__getattribute__(type(model), "forward")
+    is_class_own = getattr(inner, "__func__", None) is generated
     state.inner_forward = None if is_class_own else inner
     cast_parts(model, state, undo)
 
@@ -289,7 +289,14 @@ def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
     state, inner = saved
     if inner is not None:
         model.__setstate__(inner)
-    _continue(model, state)
+    if isinstance(model, nn.Module):
+        _continue(model, state)
+
+
+def _state_for(copied: object, model: nn.Module) -> ModelState | None:
+    """Returns the state for a copy of ``model``, if the class made one and it is a module."""
+    is_copy = copied is not model and isinstance(copied, nn.Module)
+    return state_of(model) if is_copy else None
 
 
 def _continue(model: Any, state: ModelState | None) -> Any:

@@ -45,7 +45,7 @@ class AmpOptimizer(Optimizer):
         prepared = prepared_state(self)
         if prepared is None:
             # Made by ``type(optimizer)(...)``, or an LR scheduler from before amp.restore calls.
-            plain_step = cast(Callable[..., Any], own_class(type(self)).step)
+            plain_step = plain_class(type(self)).step
             arguments = () if closure is None else (closure,)
             return plain_step(self, *arguments, **kwargs)
         # LR schedulers read this to check that the optimizer stepped before them.
@@ -120,7 +120,7 @@ class AmpOptimizer(Optimizer):
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *rest = reduced
-        own = own_class(type(self))
+        own = plain_class(type(self))
         arguments = tuple(own if item is type(self) else item for item in arguments)
         return (rebuild, ("optimizer", function, arguments), *rest)
 
@@ -190,7 +190,7 @@ def prepare_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
 
 def _set_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
     # First, because it can fail: a class may forbid subclasses or have an incompatible layout.
-    optimizer.__class__ = with_mixin(AmpOptimizer, own_class(type(optimizer)))
+    optimizer.__class__ = with_mixin(AmpOptimizer, plain_class(type(optimizer)))
     optimizer.__dict__[PREPARED] = prepared
 
 
@@ -200,16 +200,11 @@ def unprepare_class(optimizer: Optimizer) -> None:
     for each in optimizers_in(optimizer):
         if each.__dict__.get(PREPARED) is prepared:
             each.__dict__.pop(PREPARED, None)
-            own = own_class(type(each))
+            own = plain_class(type(each))
             if type(each) is not own:
                 swap_class(each, own)
     if prepared is not None and prepared.inner_step is not None:
         optimizer.__dict__["step"] = prepared.inner_step
-
-
-def own_class(kind: type[Optimizer]) -> type[Optimizer]:
-    """Returns the optimizer's own class, given that one or the generated one."""
-    return plain_class(kind)
 
 
 def rebuild_optimizer(function: Callable[..., Any], arguments: Any) -> Any:

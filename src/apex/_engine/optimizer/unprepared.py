@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.param_groups import params_of
-from apex._engine.autocast import steps
+from apex._engine.autocast import ambient
 from apex._engine.masters import Master, mark_written, update_model_from_written_masters
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.prepared import PREPARED
@@ -76,13 +76,13 @@ class _Hooks:
 
     @untraced
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        return None if PREPARED in vars(optimizer) else steps.begin(optimizer, args, kwargs)
+        return None if PREPARED in vars(optimizer) else ambient.begin_step(optimizer, args, kwargs)
 
     @untraced
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if PREPARED in vars(optimizer):
             return
-        steps.end(optimizer)
+        ambient.end_step(optimizer)
         for session, versions in [*self._sessions.items()]:
             _look_after(session, versions, optimizer)
 

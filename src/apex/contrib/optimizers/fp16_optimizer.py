@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import nn
 
 from apex.fp16_utils.master_wrapper import MasterWrapper
@@ -12,7 +10,7 @@ from apex.fp16_utils.master_wrapper import MasterWrapper
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     """Like :class:`apex.optimizers.FP16_Optimizer`, but saves masters one by one."""
 
-    _masters_key: ClassVar[str] = "fp32_groups"
+    _masters_key = "fp32_groups"
 
     @property
     def fp32_groups(self) -> list[list[nn.Parameter]]:

@@ -45,7 +45,7 @@ def charts(comparison: Comparison) -> list[Chart]:
     """Returns the charts that have anything to draw: the loss, and its difference from fp32's."""
     losses = {}
     for result in comparison.results:
-        if result.training is not None and not result.emulated:
+        if result.training is not None:
             losses[result.name] = result.training.losses
     fp32 = losses.get(BASELINE, ())
     loss = {level: _running_mean(values) for level, values in losses.items()}

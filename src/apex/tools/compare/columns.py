@@ -16,8 +16,8 @@ class Column(NamedTuple):
 
 COLUMNS = {
     "level": Column("level", "O0 to O5 of amp, and torch's own ways", True, True),
-    "time": Column("ms / step", "median of steps that the levels take in turns", True),
-    "speed": Column("speed", "median over these rounds of fp32's time divided by its own", True),
+    "time": Column("ms / step", "median step time; the levels' steps alternate", True),
+    "speed": Column("speed", "fp32 step time / this level's step time, median over rounds", True),
     "memory": Column("memory", "peak on CUDA; elsewhere bytes stored and saved for backward", True),
     "stored": Column("bytes / param", "weights, masters and optimizer state between steps"),
     "saved": Column("saved", "bytes that autograd saves for backward, not counting weights"),

@@ -8,7 +8,7 @@ from typing import Any
 from apex.tools.compare.charts import charts
 from apex.tools.compare.columns import COLUMNS
 from apex.tools.compare.results import Comparison, Result
-from apex.tools.compare.table import NOTHING, Row, footnote, rows
+from apex.tools.compare.table import NOTHING, Row, rows
 
 GAIN_COLUMNS = ("level", "time", "speed", "memory", "stored", "saved", "verdict")
 TRAINING_COLUMNS = ("level", "loss", "apart", "evaluation", "skipped", "frozen")
@@ -33,7 +33,6 @@ def report(comparison: Comparison) -> str:
             ("Training", _table(TRAINING_COLUMNS, cells)),
         ],
         charts=charts(comparison),
-        footnote=footnote(comparison),
     )
 
 

@@ -26,9 +26,8 @@ class Level:
         meaning: Short description.
         autocast: Whether it trains with ``torch.autocast``, in fp16 with a ``GradScaler``, instead
             of ``amp.initialize``.
-        casts: Whether operators cast their inputs.
+        casts: Whether operators cast their inputs, and the weights stay fp32.
         options: Arguments of ``amp.initialize`` beside the name.
-        fp32_weights: Whether the model's weights stay fp32.
         advised: Whether it may be recommended; the others are only compared with.
     """
 
@@ -38,7 +37,6 @@ class Level:
     autocast: bool = False
     casts: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    fp32_weights: bool = True
     advised: bool = True
 
     @property
@@ -51,21 +49,19 @@ BASELINE = "O0"
 _HALF, _BF16 = torch.float16, torch.bfloat16
 _PLAIN = {"opt_level": "O5", "master_weights": False, "keep_batchnorm_fp32": False}
 _TORCH: Any = {"autocast": True, "casts": True}
-_LOW: Any = {"fp32_weights": False}
-_BARE: Any = {"fp32_weights": False, "advised": False}
 
 LEVELS: Mapping[str, Level] = {
     level.name: level
     for level in (
         Level(BASELINE, torch.float32, "fp32 throughout", advised=False),
         Level("O1", _HALF, "fp16 where it is safe, fp32 weights", casts=True),
-        Level("O2", _HALF, "fp16 model, fp32 batch norm and masters", **_LOW),
-        Level("O3", _HALF, "fp16 throughout, no masters", **_BARE),
+        Level("O2", _HALF, "fp16 model, fp32 batch norm and masters"),
+        Level("O3", _HALF, "fp16 throughout, no masters", advised=False),
         Level("O4", _BF16, "bf16 where it is safe, fp32 weights", casts=True),
-        Level("O5", _BF16, "bf16 model, fp32 batch norm and masters", **_LOW),
+        Level("O5", _BF16, "bf16 model, fp32 batch norm and masters"),
         Level("autocast-fp16", _HALF, "torch.autocast and GradScaler", **_TORCH),
         Level("autocast-bf16", _BF16, "torch.autocast", **_TORCH),
-        Level("bf16", _BF16, "bf16 throughout, no masters", options=_PLAIN, **_BARE),
+        Level("bf16", _BF16, "bf16 throughout, no masters", options=_PLAIN, advised=False),
     )
 }
 """By name, in display order."""
@@ -146,18 +142,14 @@ class Result:
 
     Attributes:
         level: The level.
-        supported: Whether this machine computes in its dtype at all.
-        emulated: Whether it does so by emulation.
-        skipped: Whether the level was not trained for either reason.
+        skipped: Why the level was not trained, such as its dtype being emulated; empty if it was.
         training: Record of the training.
         timing: Time per step.
         errors: Messages of what failed.
     """
 
     level: Level
-    supported: bool = True
-    emulated: bool = False
-    skipped: bool = False
+    skipped: str = ""
     training: Training | None = None
     timing: Timing | None = None
     errors: tuple[str, ...] = ()
@@ -219,7 +211,7 @@ class Comparison:
     Attributes:
         target: As named by the user.
         machine: Description of the machine.
-        steps: Training steps of a level that is not emulated.
+        steps: Training steps of each level.
         seed: Seed of all random numbers.
         results: In display order, the fp32 baseline first.
         notes: Remarks for the reader.
@@ -256,13 +248,11 @@ class Comparison:
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
-    data = {name: value for name, value in asdict(comparison).items() if name != "results"}
-    levels = [_result_data(result, comparison) for result in comparison.results]
-    return {"format": "apex-compare/3", **json_types(data), "levels": json_types(levels)}
-
-
-def _result_data(result: Result, comparison: Comparison) -> dict[str, Any]:
-    level, speed = result.level, comparison.speed(result)
-    data = {name: value for name, value in asdict(result).items() if name != "level"}
-    data["speed"] = None if speed is None else asdict(speed)
-    return {"level": level.name, "meaning": level.meaning, "dtype": level.dtype, **data}
+    data = asdict(comparison)
+    levels = data.pop("results")
+    for result, values in zip(comparison.results, levels, strict=True):
+        level = result.level
+        speed = comparison.speed(result)
+        values["speed"] = None if speed is None else asdict(speed)
+        values.update(level=level.name, meaning=level.meaning, dtype=level.dtype)
+    return {"format": "apex-compare/4", **json_types(data), "levels": json_types(levels)}

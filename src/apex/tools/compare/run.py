@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import warnings
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,13 +27,10 @@ from apex.tools.compare.timing import (
     slowdown,
     time_interleaved,
 )
-from apex.tools.compare.training import Trainer, prepare
+from apex.tools.compare.training import Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
 from apex.tools.errors import TargetError, format_error
-
-EMULATED_STEPS = 10
-"""Training steps of a level whose dtype the machine emulates."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Options:
         rounds: Timed steps of each level.
         seed: Seed of all random numbers.
         device: Device to train on.
-        emulated: Whether to train levels whose dtype the machine emulates, for a few steps.
     """
 
     levels: tuple[Level, ...]
@@ -53,7 +50,6 @@ class Options:
     rounds: int
     seed: int
     device: torch.device
-    emulated: bool = False
 
 
 Tell = Callable[[str], object]
@@ -74,8 +70,7 @@ def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Compariso
     Raises:
         TargetError: If the target cannot be used at any level.
     """
-    with open_target(target, seed=options.seed) as build, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fp16 is emulated")  # the result says so
+    with open_target(target, seed=options.seed) as build:
         load = current_load(options.device)
         if load.busy:
             warn(
@@ -106,14 +101,10 @@ class _Run:
         self.load = Load()
         self._options, self._build, self._stage = options, build, stage
         self.batches = self._draw(build())
-        self.results = {level.name: self._untrained(level) for level in options.levels}
-
-    def _untrained(self, level: Level) -> Result:
-        ratio = slowdown(level.dtype, self._options.device)
-        emulated = ratio > EMULATION_RATIO
-        supported = ratio < float("inf")
-        skipped = not supported or (emulated and not self._options.emulated)
-        return Result(level, supported, emulated, skipped)
+        self.results = {
+            level.name: Result(level, _why_skipped(level, options.device))
+            for level in options.levels
+        }
 
     # -- the phases ----------------------------------------------------------------------
 
@@ -121,15 +112,14 @@ class _Run:
         """Trains at each level, one after another."""
         for name, result in list(self.results.items()):
             if not result.skipped:
-                self._stage(f"train {name}" + " (emulated)" * result.emulated)
+                self._stage(f"train {name}")
                 with self._recording_errors(name, "training"):
                     self._train_one(name)
 
     def _train_one(self, name: str) -> None:
         result = self.results[name]
         experiment, trainer = self._fresh(result)
-        steps = EMULATED_STEPS if result.emulated else len(self.batches)
-        record = training.train(trainer, self.batches[:steps], self._options.device)
+        record = training.train(trainer, self.batches, self._options.device)
         if name == BASELINE:
             self._note_unmoved(experiment.model)
         self._put(name, training=record)
@@ -139,7 +129,7 @@ class _Run:
     def time(self) -> None:
         """Times the levels, which take turns, as long as a verdict on speed can come."""
         baseline = self.results[BASELINE]
-        timed = [r for r in self.results.values() if r.training is not None and not r.emulated]
+        timed = [r for r in self.results.values() if r.training is not None]
         if all(result is baseline or fault(result, baseline) for result in timed):
             return
         meter = LoadMeter()
@@ -188,23 +178,26 @@ class _Run:
         """Returns an experiment with the first weights, prepared at the result's level."""
         gc.collect()  # memory of the previous level would count
         experiment = self._build()
-        trainer = prepare(result.level, experiment, self._options.device)
+        trainer = Trainer(result.level, experiment, self._options.device)
         seed_all(self._options.seed)
         return experiment, trainer
 
     def _draw(self, experiment: Experiment) -> list[Any]:
         """Returns the batch of every step; adds a note if there are fewer."""
         batches: list[Any] = []
-        endless, wanted = _cycle(experiment), self._options.steps
+        wanted = self._options.steps
+        has_more = True
         try:
-            while len(batches) < wanted:
-                batches.append(next(endless))
-        except StopIteration:
-            self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
+            while has_more:
+                drawn = list(itertools.islice(experiment.batches, wanted - len(batches)))
+                batches += drawn
+                has_more = bool(drawn)  # an iterable that can be iterated again starts over
         except Exception as error:
             raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
             raise TargetError("The target gives no batches.")
+        if len(batches) < wanted:
+            self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
         return batches
 
     def _put(self, name: str, **parts: Any) -> None:
@@ -226,11 +219,11 @@ class _Run:
             self._put(name, errors=errors)
 
 
-def _cycle(experiment: Experiment) -> Iterator[Any]:
-    """Yields the batches, starting over if they can be iterated again."""
-    has_batches = True
-    while has_batches:
-        has_batches = False
-        for batch in experiment.batches:
-            has_batches = True
-            yield batch
+def _why_skipped(level: Level, device: torch.device) -> str:
+    """Returns why a level is not worth training on a device; empty if it is."""
+    ratio = slowdown(level.dtype, device)
+    if math.isinf(ratio):
+        return f"{level.short_dtype} is not supported by this machine"
+    if ratio > EMULATION_RATIO:
+        return f"{level.short_dtype} is emulated on this machine"
+    return ""

@@ -127,7 +127,7 @@ def _faults(result: Result, record: Training, base: Training) -> list[str]:
     faults = []
     if not math.isfinite(record.losses[-1]):
         faults.append("the final loss is not finite")
-    elif steps >= LEAST_STEPS and not result.emulated:
+    elif steps >= LEAST_STEPS:
         faults.append(_worse(record, base, result.level.dtype))
     frozen = record.frozen or 0.0
     if frozen - (base.frozen or 0.0) > MOST_FROZEN:

@@ -25,18 +25,6 @@ def rows(comparison: Comparison) -> list[tuple[Result, Row]]:
     return [(r, _row(r, comparison)) for r in comparison.results if not r.skipped]
 
 
-def footnote(comparison: Comparison) -> str:
-    """Returns the meaning of the asterisk; empty if no level has one."""
-    results = comparison.results
-    steps = [len(r.training.losses) for r in results if r.emulated and r.training is not None]
-    if not steps:
-        return ""
-    return (
-        f"* emulated: this machine does not compute in it natively. Trained for only "
-        f"{max(steps)} steps; compare its loss with fp32 after the same number of steps."
-    )
-
-
 def comparison_text(comparison: Comparison, *, wide: bool = False) -> str:
     """Returns the table, failures, notes and the recommendation."""
     advice = comparison.recommendation
@@ -68,9 +56,8 @@ def text_table(comparison: Comparison, *, wide: bool = False) -> str:
     table = aligned(lines, [column.is_left for column in columns.values()])
     body = ["  ".join(line).rstrip() for line in table]
     rule = "-" * max(map(len, body))
-    more = "" if wide else "--wide shows all columns; --help explains them."
-    below = map(wrapped, filter(None, (footnote(comparison), more)))
-    return "\n".join([body[0], rule, *body[1:], rule, *below])
+    more = [] if wide else ["--wide shows all columns; --help explains them."]
+    return "\n".join([body[0], rule, *body[1:], rule, *more])
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -86,7 +73,7 @@ def _row(result: Result, comparison: Comparison) -> Row:
     verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
     row = {
         **dict.fromkeys(COLUMNS, NOTHING),
-        "level": result.name + " *" * result.emulated,
+        "level": result.name,
         "time": NOTHING if timing is None else three_digits(timing.median),
         "speed": NOTHING if speed is None or comparison.load.busy else f"{speed.median:.2f}x",
         "memory": megabytes(memory) if memory else NOTHING,

@@ -40,7 +40,7 @@ PARTS: Mapping[str, tuple[Any, str]] = {
 """What a target provides, in the order of a tuple: names, types, and how errors call them."""
 
 _NAMES = "model, optimizer, batches and loss"
-_HELP = "apex compare --help defines targets."
+_HELP = "See apex compare --help."
 
 _MODULE = "apex_compare_target"
 
@@ -140,14 +140,14 @@ def _look_at(path: Path, function: str) -> None:
         raise TargetError(f"{path} has no function {function}().{similar} {_HELP}")
     missing = [] if {function or FUNCTION, "*"} & names else [n for n in PARTS if n not in names]
     if missing or _calls_backward(top):
-        what = "a training script" if _calls_backward(ast.walk(tree)) else "no target"
-        lacks = f" It lacks {', '.join(missing)}." if missing else ""
+        what = "a training script" if _calls_backward(ast.walk(tree)) else "not a compare target"
+        lacks = f" Missing: {', '.join(missing)}." if missing else ""
         raise TargetError(
-            f"{path} is {what}; compare needs four names: {_NAMES}, or a function {FUNCTION}() "
-            f"that returns them.{lacks} Nothing was run. {_HELP}"
+            f"{path} is {what}. apex compare needs a file that defines {_NAMES}, or a function "
+            f"{FUNCTION}() that returns them.{lacks} The file was not run. {_HELP}"
         )
     if "amp.initialize(" in ast.unparse(tree):
-        raise TargetError(f"{path} {_INITIALIZE} Nothing was run.")
+        raise TargetError(f"{path} {_INITIALIZE} The file was not run.")
 
 
 def _is_main_block(part: ast.stmt) -> bool:
@@ -230,9 +230,9 @@ def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor
             return result
         fault = type(result).__name__
         if isinstance(result, Tensor):
-            fault = f"a tensor of shape {[*result.shape]}" + " without a gradient" * (
-                not result.requires_grad
-            )
+            fault = f"a tensor of shape {[*result.shape]}"
+            if not result.requires_grad:
+                fault += " without a gradient"
         raise TargetError(
             f"loss(model, batch) returned {fault}; it must return one number, a 0-d tensor that "
             f"depends on the model's parameters."

@@ -38,11 +38,20 @@ class Trainer:
     to the others' losses. So casts are off but in ``run``, which turns its own level's on.
     """
 
-    model: nn.Module
-    optimizer: Optimizer
-
     def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
-        self._loss, self._level, self._device = experiment.loss, level, device
+        """Moves the experiment's model to ``device`` and prepares it."""
+        experiment.model.to(device)
+        self._loss = experiment.loss
+        self._level = level
+        self._device = device
+        self._scaling: _Amp | _GradScaler
+        if level.autocast:
+            self._scaling = _GradScaler(level, experiment, device)
+        else:
+            self._scaling = _Amp(level, experiment)
+        self.model: nn.Module = self._scaling.model
+        self.optimizer: Optimizer = self._scaling.optimizer
+        self.loss_scale = self._scaling.loss_scale
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Returns a function's result under the level's casts."""
@@ -57,38 +66,20 @@ class Trainer:
         """Returns the loss (0-d, detached) after its backward pass."""
         with self._casts(on=False):
             loss: Tensor = self.run(self._loss, self.model, batch)
-            self._backward(loss)
+            self._scaling.backward(loss)
         return loss.detach()
 
     def step(self) -> None:
         """Steps unless a gradient overflowed, and clears the gradients."""
         with self._casts(on=False):
-            self._step()
+            self._scaling.step()
         self.optimizer.zero_grad()
 
-    def loss_scale(self) -> float:
-        """Returns the present loss scale."""
-        raise NotImplementedError
 
-    def _backward(self, loss: Tensor) -> None:
-        raise NotImplementedError
+class _Amp:
+    """Prepares with ``amp.initialize`` and scales with ``amp.scale_loss``."""
 
-    def _step(self) -> None:
-        raise NotImplementedError
-
-
-def prepare(level: Level, experiment: Experiment, device: torch.device) -> Trainer:
-    """Moves the experiment's model to ``device``, prepares it and returns the trainer."""
-    experiment.model.to(device)
-    trainer = _AutocastTrainer if level.autocast else _AmpTrainer
-    return trainer(level, experiment, device)
-
-
-class _AmpTrainer(Trainer):
-    """Trains with ``amp.initialize`` and ``amp.scale_loss``."""
-
-    def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
-        super().__init__(level, experiment, device)
+    def __init__(self, level: Level, experiment: Experiment) -> None:
         options = {"opt_level": level.name, **level.options}
         with _quiet():
             self.model, self.optimizer = amp.initialize(
@@ -98,11 +89,11 @@ class _AmpTrainer(Trainer):
     def loss_scale(self) -> float:
         return float(scales.state_dict(self.optimizer)["loss_scaler0"]["loss_scale"])
 
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         with amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()  # type: ignore[no-untyped-call]
 
-    def _step(self) -> None:
+    def step(self) -> None:
         self.optimizer.step()
 
 
@@ -119,22 +110,22 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-class _AutocastTrainer(Trainer):
-    """Trains with ``torch.autocast`` and, in fp16, with ``GradScaler``."""
+class _GradScaler:
+    """Scales with ``GradScaler`` in fp16, beside ``torch.autocast``."""
 
     def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
-        super().__init__(level, experiment, device)
-        self.model, self.optimizer = experiment.model, experiment.optimizer
+        self.model = experiment.model
+        self.optimizer = experiment.optimizer
         scaled = level.dtype is torch.float16
         self._scaler = torch.amp.GradScaler(device.type, enabled=scaled)
 
     def loss_scale(self) -> float:
         return float(self._scaler.get_scale())
 
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def _step(self) -> None:
+    def step(self) -> None:
         self._scaler.step(self.optimizer)
         self._scaler.update()
 

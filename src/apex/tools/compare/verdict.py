@@ -18,14 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from apex.debug.common import counted
-from apex.tools.compare.results import (
-    BASELINE,
-    Comparison,
-    Recommendation,
-    Result,
-    Verdict,
-    Word,
-)
+from apex.tools.compare.results import BASELINE, Comparison, Recommendation, Result, Verdict, Word
 from apex.tools.compare.soundness import LEAST_STEPS, excess, fault
 from apex.tools.compare.timing import LEAST_ROUNDS, Interval
 from apex.tools.compare.training import end_loss
@@ -44,15 +37,6 @@ LEAST_BYTES_MENTIONED = 1e6
 
 LEAST_MEMORY_GAIN = 0.9
 """Largest share of fp32's memory that counts as less."""
-
-ENOUGH_ROUNDS, ENOUGH_STEPS = 20, 100
-
-_FP32_NOT_FINITE = (
-    "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on your "
-    "training script: it names the operator."
-)
-
-MEASURE = "what the others are measured against"
 
 
 @dataclass(frozen=True)
@@ -100,7 +84,7 @@ class _Timed:
     @property
     def preference(self) -> tuple[bool, bool]:
         """A key that sorts the simplest of equally fast levels first."""
-        return not self.result.level.fp32_weights, self.result.level.dtype is torch.float16
+        return not self.result.level.casts, self.result.level.dtype is torch.float16
 
 
 def recommendation(comparison: Comparison) -> Recommendation:
@@ -109,10 +93,14 @@ def recommendation(comparison: Comparison) -> Recommendation:
     if base.training is None:
         return Recommendation(None, "No recommendation: the fp32 baseline failed.", base.errors)
     if not math.isfinite(base.training.losses[-1]):
-        return Recommendation(None, _FP32_NOT_FINITE, base.errors)
+        text = (
+            "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on "
+            "your training script: it names the operator."
+        )
+        return Recommendation(None, text, base.errors)
     if len(comparison.results) == 1:
         return Recommendation(None, "Nothing to compare: only fp32 was trained.")
-    refusals = {result.name: _refusal(result, comparison) for result in comparison.results}
+    refusals = {r.name: r.skipped or fault(r, base) for r in comparison.results}
     timed = {}
     for result in comparison.results:
         speed = comparison.speed(result)
@@ -125,33 +113,21 @@ def recommendation(comparison: Comparison) -> Recommendation:
         word, why = _word(comparison, result, timed.get(result.name), judged, refused)
         verdicts.append(Verdict(result.name, word, why))
     reasons = _grouped(refusals)
-    if judged.best is not None:
-        reasons = [*_reasons(judged.best.result, base), *reasons]
+    if judged.alike:
+        reasons = [*_reasons(judged.alike[0].result, base), *reasons]
     sound = [verdict.level for verdict in verdicts if verdict.word == "unclear"]
     if judged.level is None and sound and comparison.steps >= LEAST_STEPS:
         reasons.append(f"Trains as well as fp32: {', '.join(sound)}.")
     return Recommendation(judged.level, judged.text, tuple(reasons), tuple(verdicts))
 
 
-def _refusal(result: Result, comparison: Comparison) -> str:
-    """Returns why a level is ruled out; empty if it is not."""
-    name = result.level.short_dtype
-    if not result.supported:
-        return f"{name} is not supported by this machine"
-    if result.skipped:
-        return f"{name} is emulated on this machine; --emulated trains it for a few steps"
-    reasons = [f"{name} is emulated on this machine"] if result.emulated else []
-    return "; ".join(filter(None, [*reasons, fault(result, comparison.baseline)]))
-
-
 @dataclass(frozen=True)
 class _Judged:
-    """The recommended level and its text; without a gain, no best and no ties."""
+    """The recommended level, its text, and the levels that gain most, the recommended one first."""
 
     level: str | None
     text: str
-    best: _Timed | None = None
-    ties: tuple[_Timed, ...] = ()
+    alike: Sequence[_Timed] = ()
 
 
 def _judged(
@@ -167,8 +143,8 @@ def _judged(
     if gaining:
         alike = _fastest_and_ties(gaining, comparison)
         best = min(alike, key=lambda candidate: candidate.preference)
-        ties = tuple(candidate for candidate in alike if candidate is not best)
-        return _Judged(best.name, _use(best, ties), best, ties)
+        alike.remove(best)
+        return _Judged(best.name, _use(best, alike), [best, *alike])
     if unclear:
         best = _fastest(unclear)
         rounds = len(best.result.timing.samples) if best.result.timing else 0
@@ -184,22 +160,18 @@ def _undecidable(comparison: Comparison) -> str:
     """Returns why nothing measured can decide, and what to do; empty if it can."""
     timing = comparison.baseline.timing
     rounds = 0 if timing is None else len(timing.samples)
-    whys, again = [], []
+    speed = "No verdict on speed"
     if comparison.load.busy:
-        whys.append(f"No verdict on speed: this machine is busy ({comparison.load}).")
-        again.append("when it is idle")
-    elif timing is None:
-        whys.append("No verdict on speed: fp32 was not timed.")
-        again.append("with fewer --levels")
-    elif rounds < LEAST_ROUNDS:
+        return f"{speed}: this machine is busy ({comparison.load}). Run again when it is idle."
+    if timing is None:
+        return f"{speed}: fp32 was not timed. Run again with fewer --levels."
+    if rounds < LEAST_ROUNDS:
         few = f"{counted(rounds, 'timed step')} per level {'is' if rounds == 1 else 'are'} too few"
-        whys.append(f"No verdict on speed: {few}.")
-        again.append(f"with --rounds {ENOUGH_ROUNDS}")
+        return f"{speed}: {few}. Run again with --rounds 20."
     if comparison.steps < LEAST_STEPS:
         steps = counted(comparison.steps, "step")
-        whys.append(f"No verdict on training: {steps} cannot judge training.")
-        again.append(f"with --steps {ENOUGH_STEPS}")
-    return " ".join([*whys, f"Run again {' and '.join(again)}."]) if whys else ""
+        return f"No verdict on training: {steps} cannot judge training. Run again with --steps 100."
+    return ""
 
 
 def _fastest(candidates: Sequence[_Timed]) -> _Timed:
@@ -250,7 +222,7 @@ def _word(
     """Returns the verdict on a level in one word, and the reason."""
     if result.name == BASELINE:
         stays = judged.level == BASELINE
-        return ("use", "no other level gains") if stays else ("baseline", MEASURE)
+        return ("use", "no other level gains") if stays else ("baseline", "the others' baseline")
     if refused:
         return "skipped" if result.skipped else "no", refused
     facts = "not timed" if timed is None else ", ".join(timed.facts)
@@ -263,11 +235,11 @@ def _word(
         return "unclear", f"trains as well as fp32; {facts}" if enough else facts
     if result.name == judged.level:
         return "use", facts
-    if timed in judged.ties:
+    if timed in judged.alike:
         return "ties", facts
     if timed.is_faster is None:
         return "unclear", f"{facts}; the times do not tell"
-    more = "no gain" if judged.best is None else f"{judged.level} gains more"
+    more = f"{judged.level} gains more" if judged.alike else "no gain"
     return "usable", f"{facts}; {more}"
 
 

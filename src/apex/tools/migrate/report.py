@@ -18,9 +18,6 @@ from apex.tools.source import python_2, read
 SKIPPED = frozenset({"site-packages", "dist-packages", "build", "__pycache__"})
 """Folders skipped as copies or third-party code; hidden folders are skipped too."""
 
-MOST_LINES = 10
-"""Lines named for each use; the JSON has all."""
-
 
 @dataclass(frozen=True)
 class Use:
@@ -90,17 +87,11 @@ def _rows(uses: Sequence[Use]) -> Iterator[str]:
     for (verdict, shared), by_name in groups.items():
         heading = verdict
         for name, lines in by_name.items():
-            yield f"  {heading:<13}  {name}  (line {_listed(lines)})"
+            where = ", ".join(map(str, dict.fromkeys(lines)))
+            yield f"  {heading:<13}  {name}  (line {where})"
             heading = ""
         if shared not in by_name:
             yield textwrap.fill(shared, 100, initial_indent=" " * 17, subsequent_indent=" " * 17)
-
-
-def _listed(lines: Sequence[int]) -> str:
-    distinct = [str(line) for line in dict.fromkeys(lines)]
-    more = len(distinct) - MOST_LINES
-    shown = ", ".join(distinct[:MOST_LINES])
-    return f"{shown} and {more:,} more" if more > 0 else shown
 
 
 def migration_of(path: Path) -> Migration:
