@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from apex._core.dtypes import is_low_precision
 from apex._torch import ranks
 from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
@@ -338,8 +339,9 @@ def _versions_of(prepared_optimizers: Iterable[PreparedOptimizer]) -> list[_Grad
 
 
 def _scratch_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
-    """Returns a few of the parameters whose own gradients no step uses, and no wrapper replaces."""
-    params = _sample([pair.model for pair in prepared.pairs if not pair.lazy])
+    """Returns a few 16-bit parameters whose gradients no step uses, and no wrapper replaces."""
+    models = [pair.model for pair in prepared.pairs if not pair.lazy]
+    params = _sample([model for model in models if is_low_precision(model)])
     session = prepared.session
     if session is None or not session.ddp_tracker.wrappers:
         return params
