@@ -197,7 +197,7 @@ MUTANTS = [
     Mutant(
         "a bucket's view stashed without a copy",
         f"{ENGINE}/ddp.py",
-        "wrapper.gradient_as_bucket_view and id(param) in sent",
+        "wrapper.gradient_as_bucket_view and id(param) in state.sent",
         "False",
         "tests/distributed/test_resume.py",
     ),

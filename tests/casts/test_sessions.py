@@ -49,6 +49,18 @@ def test_the_newest_live_session_s_casts_are_on(levels, first):
         assert product() is (LOW[names[-1]] if names else torch.float32)
 
 
+@pytest.mark.parametrize(
+    "then", [lambda held: held[0](torch.ones(1, 2)), lambda held: amp.restore(*held)]
+)
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_casts_that_ended_in_a_user_s_block_go_at_the_next_call_of_any_model(level, then):
+    first, other = session("O1"), session(level)
+    with torch.autocast("cpu", torch.bfloat16):
+        amp.restore(*first)
+    then(other)
+    assert product() is torch.float32
+
+
 @pytest.mark.parametrize("ends", [lambda held: amp.restore(*held), list.clear])
 def test_a_session_that_ends_inside_disable_casts_leaves_no_casts(ends):
     held = [*session("O4")]

@@ -6,8 +6,11 @@ import itertools
 import pytest
 
 from apex.debug.causes import data
+from apex.debug.check import FrozenUpdates
+from apex.debug.rounding import RoundingTrace
+from apex.debug.script_trace import ScriptTrace
 from apex.tools.script import Script
-from apex.tools.trace import measure, trace
+from apex.tools.trace import FaultFound
 
 HEAD = """\
 import torch
@@ -85,15 +88,18 @@ def first_of(tmp_path):
         gc.collect()  # ends the session of the script before
         path = tmp_path / f"train{next(count)}.py"
         path.write_text(text)
-        if look == "nan":
-            result = trace(Script(str(path)))
-            assert not result.ending.error, text
-            return result.seen.first
-        result = measure(Script(str(path)), digits=look == "digits", keep_going=False)
-        assert not result.ending.error, text
-        return result.measure.worst
+        tools = {"digits": RoundingTrace, "updates": FrozenUpdates}
+        tool = ScriptTrace(on_fault=stop) if look == "nan" else tools[look]()
+        with tool:
+            ending = Script(str(path)).run(stop=FaultFound)
+        assert not ending.error, text
+        return tool.first if look == "nan" else tool.worst
 
     return run
+
+
+def stop():
+    raise FaultFound
 
 
 def changed(text, changes):

@@ -262,10 +262,12 @@ def test_inspection_ends(level):
 # -- several optimizers ----------------------------------------------------------------------
 
 
-def two(level, **options):
+def two(level, sessions=1, **options):
     nets = [loops.net(), loops.net()]
     optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
-    amp.initialize(nets, optimizers, opt_level=level, verbosity=0, **options)
+    calls = [(nets, optimizers)] if sessions == 1 else zip(nets, optimizers, strict=True)
+    for given in calls:
+        amp.initialize(*given, opt_level=level, verbosity=0, **options)
     return nets, optimizers
 
 
@@ -273,14 +275,7 @@ def two(level, **options):
 @pytest.mark.parametrize("order", ["fresh", "held", "zeros", "step between"])
 def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(order, sessions):
     """As in a GAN that does not clear the gradients that the generator's pass leaves."""
-    nets = [loops.net(), loops.net()]
-    optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
-    if sessions == 1:
-        amp.initialize(nets, optimizers, opt_level="O1", verbosity=0)
-    else:
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
-    first, second = optimizers
+    nets, (first, second) = two("O1", sessions)
 
     def train():
         for x, y in loops.batches(3):

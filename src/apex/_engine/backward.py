@@ -10,7 +10,7 @@ Note [Stashed gradients]
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -220,7 +220,7 @@ class BackwardPass:
         prepared_optimizers = self._unfinished()
         if not prepared_optimizers:
             return
-        waits_for_update = self.scaler.waits_for_update
+        unchecked = {**self.scaler.unchecked}
         try:
             with without_overrides():
                 self._unscale(prepared_optimizers)
@@ -228,7 +228,7 @@ class BackwardPass:
                 for prepared in prepared_optimizers:
                     prepared.keep_captured()
         except BaseException:
-            self.scaler.waits_for_update = waits_for_update
+            self.scaler.unchecked = unchecked
             restore_grads(prepared_optimizers, scaled=self.scaled)
             raise
         finally:
@@ -243,11 +243,9 @@ class BackwardPass:
         if self.scaled:
             unscale_grads(prepared_optimizers, scaler, self._scale)
         if scaler.dynamic:
-            params: list[Tensor] = []
             for prepared in prepared_optimizers:
-                params += prepared.params()
                 scaler.unchecked[prepared.overflow] = None
-            scaler.share_overflow(params)
+            scaler.share_overflow(_params_of(prepared_optimizers))
         if not self.delay_overflow_check:
             scaler.end_pass(len(prepared_optimizers))
 
@@ -267,14 +265,6 @@ class BackwardPass:
 
 
 # -- gradients ------------------------------------------------------------------------------------
-
-
-def _pairs_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> Iterable[MasterPair]:
-    """Returns the pairs of optimizers, each once."""
-    pairs: dict[MasterPair, None] = {}
-    for prepared in prepared_optimizers:
-        pairs.update(dict.fromkeys(prepared.pairs))
-    return pairs
 
 
 def _params_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[Tensor]:
@@ -304,9 +294,12 @@ def unscale_grads(
     """
     # Also those of masters that the loss uses themselves.
     scaler.unscale_(finite.values_of(_params_of(prepared_optimizers)), scale)
+    pairs: dict[MasterPair, None] = {}  # optimizers may share some
+    for prepared in prepared_optimizers:
+        pairs.update(dict.fromkeys(prepared.pairs))
     masters: list[Tensor] = []
     grads: list[Tensor] = []
-    for pair in _pairs_of(prepared_optimizers):
+    for pair in pairs:
         grad = pair.model.grad
         if grad is not None:
             masters.append(pair.master)
@@ -332,11 +325,14 @@ def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
     params: list[Tensor] = []
     grads: list[Tensor] = []
     for prepared in prepared_optimizers:
-        if not prepared.masters.stashed:
+        stashed = prepared.masters.stashed
+        if not stashed:
             continue
-        for param, stashed in prepared.unstash_grads():
+        for param in prepared.params():
+            if id(param) not in stashed:
+                continue
             grad = grad_of(param)
-            set_grad(param, stashed)
+            set_grad(param, stashed.pop(id(param))[1])
             if grad is not None:
                 params.append(param)
                 grads.append(grad)

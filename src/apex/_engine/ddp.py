@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,11 +17,29 @@ from apex._engine.scaler import Scaler
 from apex._torch import ddp
 
 
+@dataclass
+class _WrapperState:
+    """What is known of a wrapper.
+
+    Attributes:
+        sent: The ids of the parameters that it keeps equal on all ranks.
+        sends: Whether the latest forward pass under it will send its gradients.
+        traced: Whether its forward passes are compiled, which record nothing.
+        shared: Whether its masters have been made equal on all ranks.
+    """
+
+    sent: set[int]
+    sends: bool = True
+    traced: bool = False
+    shared: bool = False
+
+
 class DDPTracker:
     """The DistributedDataParallel wrappers that a session's models run under.
 
     Attributes:
-        wrappers: Of each wrapper, the ids of the parameters that it keeps equal on all ranks.
+        wrappers: The wrappers, in the order of their first forward passes, so that all ranks
+            communicate alike.
     """
 
     def __init__(self, scalers: Sequence[Scaler], masters: MasterTable) -> None:
@@ -32,14 +51,9 @@ class DDPTracker:
         """
         self._scalers = scalers
         self._masters = masters
-        # In the order of their first forward passes, so that all ranks communicate alike.
-        self.wrappers: weakref.WeakKeyDictionary[Wrapper, set[int]] = weakref.WeakKeyDictionary()
-        # Whether the latest forward pass under a wrapper will send its gradients.
-        self._sends: weakref.WeakKeyDictionary[Wrapper, bool] = weakref.WeakKeyDictionary()
-        # Wrappers with compiled forward passes, which record nothing.
-        self._traced: weakref.WeakSet[Wrapper] = weakref.WeakSet()
-        # Wrappers whose masters have been made equal on all ranks.
-        self._equal: weakref.WeakSet[Wrapper] = weakref.WeakSet()
+        self.wrappers: weakref.WeakKeyDictionary[Wrapper, _WrapperState] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def mark_forward(self, wrapper: Wrapper, *, traced: bool = False) -> None:
         """Records that a model's forward pass begins under a wrapper, and if that sends gradients.
@@ -52,21 +66,21 @@ class DDPTracker:
         """
         if wrapper not in self.wrappers:
             _check_order(wrapper)
-            self.wrappers[wrapper] = ddp.sent_params(wrapper)
+            self.wrappers[wrapper] = _WrapperState(ddp.sent_params(wrapper))
         if ddp.is_joining(wrapper):
             self._check_join()
         if traced:
-            self._traced.add(wrapper)
+            self.wrappers[wrapper].traced = True
         if torch.is_grad_enabled():
-            self._sends[wrapper] = ddp.sends(wrapper)
+            self.wrappers[wrapper].sends = ddp.sends(wrapper)
 
     def owns_buffer(self, param: Tensor) -> bool:
         """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
 
         A buffer of one parameter has the size of its gradient, so that its storage does not tell.
         """
-        for wrapper, sent in self.wrappers.items():
-            if wrapper.gradient_as_bucket_view and id(param) in sent:
+        for wrapper, state in self.wrappers.items():
+            if wrapper.gradient_as_bucket_view and id(param) in state.sent:
                 return True
         return False
 
@@ -77,19 +91,17 @@ class DDPTracker:
         may run.
         """
         trained = {*map(id, prepared.trained_params())}
-        own_wrappers: list[Wrapper] = []
-        for wrapper, sent in self.wrappers.items():
-            if trained.isdisjoint(sent):
+        unshared: list[Wrapper] = []
+        for wrapper, state in self.wrappers.items():
+            if trained.isdisjoint(state.sent):
                 continue
             # A compiled forward pass records nothing: use the state at the backward pass.
-            sends_at_forward = self._sends.get(wrapper, True)
-            if not (ddp.sends(wrapper) if wrapper in self._traced else sends_at_forward):
+            if not (ddp.sends(wrapper) if state.traced else state.sends):
                 return False
-            own_wrappers.append(wrapper)
-        for wrapper in own_wrappers:
-            if wrapper not in self._equal:
-                self._equal.add(wrapper)
-                self._share_masters(wrapper)
+            if not state.shared:
+                unshared.append(wrapper)
+        for wrapper in unshared:
+            self._share_masters(wrapper)
         return True
 
     def _share_masters(self, wrapper: Wrapper) -> None:
@@ -98,8 +110,9 @@ class DDPTracker:
         The wrapper broadcasts rounded weights only, which masters follow at the step. All ranks are
         about to send gradients in one order, so this cannot deadlock, as in ``initialize``.
         """
-        sent = self.wrappers[wrapper]
-        pairs = [pair for pair in self._masters.pairs() if id(pair.model) in sent]
+        state = self.wrappers[wrapper]
+        state.shared = True
+        pairs = [pair for pair in self._masters.pairs() if id(pair.model) in state.sent]
         ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
         for pair in pairs:
             pair.mark_exact()

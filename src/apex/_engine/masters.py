@@ -171,12 +171,6 @@ class MasterPair:
         if self.state is MasterState.FRESH:
             self.state = MasterState.EXACT
 
-    def set_exact(self, value: Tensor) -> None:
-        """Sets the master of a model's parameter that was set to ``value``, rounded."""
-        self.master.copy_(value)
-        self.mark_exact()
-        self.mark_synced()
-
     @property
     def master_written(self) -> bool:
         """Whether the master was written since the two were in sync."""
@@ -327,7 +321,7 @@ def end_step(pairs: Iterable[MasterPair], *, shared: Collection[int]) -> None:
     with without_overrides():
         for pair in pairs:
             pair.state = MasterState.TRAINED
-            if not shared or id(pair) not in shared:
+            if id(pair) not in shared:
                 set_grad(pair.master, None)
 
 
@@ -387,11 +381,7 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
         if grad.is_sparse:
             copies.append(grad.to(device=param.device, dtype=torch.float32).coalesce())
             continue
-        # Without a dtype it is a fifth faster.
-        is_fp32 = param.dtype is torch.float32
-        target = (
-            torch.empty_like(param) if is_fp32 else torch.empty_like(param, dtype=torch.float32)
-        )
+        target = torch.empty_like(param, dtype=torch.float32)
         copies.append(target)
         targets.append(target)
         sources.append(grad)
@@ -433,11 +423,10 @@ class MasterTable:
         self._by_user: weakref.WeakKeyDictionary[object, list[MasterPair]] = (
             weakref.WeakKeyDictionary()
         )
-        # The pairs of a model's parameters, with the count of changes at their lookup.
-        self._by_model: weakref.WeakKeyDictionary[nn.Module, tuple[int, Sequence[MasterPair]]] = (
+        # The pairs of a model's parameters, looked up once between changes of the table.
+        self._by_model: weakref.WeakKeyDictionary[nn.Module, list[MasterPair]] = (
             weakref.WeakKeyDictionary()
         )
-        self._changes = 0
         self._exact: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -470,14 +459,14 @@ class MasterTable:
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""
-        self._changes += 1
+        self._by_model.clear()
         self._by_user.setdefault(user, []).extend(pairs)
         for pair in pairs:
             self._by_param[id(pair.model)] = pair
 
     def release(self, user: object) -> None:
         """Drops the pairs and values that ``user`` keeps alive."""
-        self._changes += 1
+        self._by_model.clear()
         for pair in self._by_user.pop(user, ()):
             self._by_param.pop(id(pair.model), None)
         self._exact.pop(user, None)
@@ -513,11 +502,11 @@ class MasterTable:
 
     def update_model(self, model: nn.Module) -> None:
         """Rounds the written masters of a model's parameters into them."""
-        changes, pairs = self._by_model.get(model, (None, ()))
-        if changes != self._changes:
+        pairs = self._by_model.get(model)
+        if pairs is None:
             known = [self.pair_of(param) for _, param in named_parameters(model)]
             pairs = [pair for pair in known if pair is not None]
-            self._by_model[model] = self._changes, pairs
+            self._by_model[model] = pairs
         update_model_from_written_masters(pairs)
 
     @torch.no_grad()
@@ -530,16 +519,15 @@ class MasterTable:
             pair = self.pair_of(param)
             kept = self._kept_value(param)
             if pair is not None:
-                pair.set_exact(value)
+                pair.master.copy_(value)
+                pair.mark_exact()
+                pair.mark_synced()
                 increment_version(param)
             elif kept is not None:
                 kept.copy_(value)
 
     @untraced
     def move_clipped_grads(self) -> None:
-        """Moves clipped gradients to their masters, before autograd adds to them."""
+        """Moves pending gradients to their masters, before autograd adds to clipped ones."""
         self.has_clipped = False
-        for pair in self.pairs():
-            grad = pair.pending_grad
-            if grad is not None and clip_factor(grad) is not None:
-                move_grads_to_masters([pair])
+        move_grads_to_masters(self.pairs())

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from apex._core.dtypes import is_low_precision
 from apex._torch import ranks
 from apex._torch.autograd import at_end_of_pass
 from apex._torch.dynamo import untraced
@@ -212,6 +213,10 @@ class Mistakes:
                 self.warn(Mistake.CLIPPED_DELAYED)
 
 
+_GradVersion = tuple[Tensor, Tensor | None, int]
+"""A parameter, its gradient, and the gradient's version."""
+
+
 class BlockInspection:
     """Finds the mistakes of one ``scale_loss`` block whose loss is scaled."""
 
@@ -233,9 +238,9 @@ class BlockInspection:
         self._mistakes = mistakes
         self._prepared_optimizers = prepared_optimizers
         self._found: list[Mistake] = []
-        # What a few gradients were before, and after the pass: parameter, gradient, version.
-        self._before: list[tuple[Tensor, Tensor | None, int]] = []
-        self._after_pass: list[tuple[Tensor, Tensor, int]] = []
+        # The others' gradients before the pass, and the block's own ones after it.
+        self._before = _versions_of(others)
+        self._after_pass: list[_GradVersion] = []
         self._started = False
         self._is_running = False
         self._is_late = False
@@ -245,10 +250,6 @@ class BlockInspection:
             _inspect_grads_before(prepared, mistakes)
         if self._ended:
             return
-        for other in others:
-            for param in _sample(other.trained_params()):
-                grad = param.grad
-                self._before.append((param, grad, 0 if grad is None else grad._version))
         scaled_loss.register_hook(self._mark_start)  # type: ignore[no-untyped-call]
         for prepared in prepared_optimizers:
             for param in _sample(prepared.trained_params()):
@@ -273,11 +274,7 @@ class BlockInspection:
 
     def _mark_end(self) -> None:
         self._is_running = False
-        self._after_pass = []
-        for prepared in self._prepared_optimizers:
-            for param in _sample(prepared.trained_params()):
-                if param.grad is not None:
-                    self._after_pass.append((param, param.grad, param.grad._version))
+        self._after_pass = _versions_of(self._prepared_optimizers)
 
     def end_of_gradients(self) -> None:
         """Inspects the gradients of the block, before they are unscaled; idempotent."""
@@ -308,11 +305,10 @@ class BlockInspection:
         """Returns whether all gradients were written between the end of the pass and now."""
         if any(map(_averages, self._prepared_optimizers)):
             return False
-        written = [
-            grad._version != version
-            for param, grad, version in self._after_pass
-            if param.grad is grad
-        ]
+        written: list[bool] = []
+        for param, grad, version in self._after_pass:
+            if grad is not None and param.grad is grad:
+                written.append(grad._version != version)
         return bool(written) and all(written)
 
     def close(self) -> None:
@@ -333,9 +329,19 @@ def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
     return params[:: max(1, len(params) // _SAMPLED)]
 
 
+def _versions_of(prepared_optimizers: Iterable[PreparedOptimizer]) -> list[_GradVersion]:
+    versions: list[_GradVersion] = []
+    for prepared in prepared_optimizers:
+        for param in _sample(prepared.trained_params()):
+            grad = param.grad
+            versions.append((param, grad, 0 if grad is None else grad._version))
+    return versions
+
+
 def _scratch_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
-    """Returns a few of the parameters whose own gradients no step uses, and no wrapper replaces."""
-    params = _sample([pair.model for pair in prepared.pairs if not pair.lazy])
+    """Returns a few 16-bit parameters whose gradients no step uses, and no wrapper replaces."""
+    models = [pair.model for pair in prepared.pairs if not pair.lazy]
+    params = _sample([model for model in models if is_low_precision(model)])
     session = prepared.session
     if session is None or not session.ddp_tracker.wrappers:
         return params
@@ -424,9 +430,10 @@ def _inspect_first_step(prepared: PreparedOptimizer, session: Session, *, is_fir
         if is_first:
             session.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
         return
+    needs_scale = not session.masters.lazy and session.policy.low_precision is torch.float16
     is_without_blocks = not (prepared.had_block or session.mistakes.has_blocks)
     learns = any(map(_is_learning, prepared.optimizer.param_groups))
-    if session.needs_scale and is_without_blocks and learns:
+    if needs_scale and is_without_blocks and learns:
         session.mistakes.warn(Mistake.NO_SCALE_LOSS)
 
 

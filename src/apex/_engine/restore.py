@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes, tree
 from apex._core.param_groups import is_from, optimizers_in, params_of, states_in
+from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.conversion import casts, checks
 from apex._engine.optimizer import subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -26,6 +27,7 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
     values. Gradients that overflowed are dropped, with a warning.
     """
     models = list(models)
+    end_stale_casts()
     checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
     prepared_optimizers: list[PreparedOptimizer] = []
@@ -46,6 +48,7 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
         _make_optimizer_plain(prepared)
     for prepared in prepared_optimizers:
         if prepared.session is not None:
+            prepared.session.forget(prepared)
             for user in (prepared, *models):
                 prepared.session.masters.release(user)
     match_states(optimizers, old_dtypes)
@@ -53,7 +56,6 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
 
 def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
     """Gives the model's parameters their masters' gradients, and the optimizer its own class."""
-    optimizer = prepared.optimizer
     for pair in prepared.pairs:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
             pair.model.grad = None
@@ -61,9 +63,7 @@ def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
         grad = pair.master.grad
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
     prepared.close()
-    subclass.unprepare_class(optimizer)
-    if prepared.session is not None:
-        prepared.session.forget(prepared)
+    subclass.unprepare_class(prepared.optimizer)
 
 
 def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
@@ -87,9 +87,15 @@ def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dty
                 continue
             for param, state in states_in(part.state):
                 old = before.get(id(models.get(id(param), param)), param.dtype)
-                # A frozen parameter's state is for the fp32 master that it gets when unfrozen.
-                is_frozen = prepared is not None and prepared.is_frozen(param)
-                _cast_state(state, old, torch.float32 if is_frozen else param.dtype)
+                new = param.dtype
+                if (
+                    prepared is not None
+                    and prepared.master_weights
+                    and dtypes.is_low_precision(param)
+                ):
+                    # Frozen: the state is for the fp32 master that it gets when unfrozen.
+                    new = torch.float32
+                _cast_state(state, old, new)
 
 
 def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:

@@ -95,9 +95,8 @@ class Readback(Generic[T]):
         while self._in_flight and (wait or self._in_flight[0][1].arrived):
             source, copy = self._in_flight.popleft()
             self._ready.append((source, tuple(copy.wait().tolist())))
-        if not self._ready:
-            return []
-        arrived, self._ready = self._ready, []
+        arrived = self._ready
+        self._ready = []
         return arrived
 
 
@@ -114,10 +113,9 @@ class Scaler(ABC):
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
         loss_id: Index of the loss in its session.
-        waits_for_update: Whether the scale is not updated from the flag yet: the next pass adds to
-            it.
-        unchecked: Flags of the optimizers of those passes, as the keys of a dict; raised when a
-            block updates the scale, and not when a script does.
+        unchecked: Flags of the optimizers of passes from which the scale is not updated yet, as
+            the keys of a dict. The next pass adds to ``found_inf``. They are raised when a block
+            updates the scale, and not when a script does.
         version: Changes with the scale.
         own_update: What a script put in place of a dynamic scale's update: reads and sets flag,
             scale and count itself, and returns whether to skip the step. ``None`` without one.
@@ -133,7 +131,6 @@ class Scaler(ABC):
         self._bind(torch.tensor([first, 0.0], dtype=torch.float32, device="cpu"))
         self.rule = rule
         self.loss_id = loss_id
-        self.waits_for_update = False
         self.unchecked: dict[OverflowFlag, None] = {}
         self.version = 0
         self.own_update: Callable[[], object] | None = None
@@ -148,11 +145,12 @@ class Scaler(ABC):
         if self.loss_scale.device != loss.device and loss.device.type != "meta":
             self.move_to(loss.device)
         factor = self.factor()
-        wide = loss.dtype in (torch.float32, torch.float64)
-        return self._scaled(loss if wide else loss.float(), factor), factor
-
-    def _scaled(self, loss: Tensor, factor: Tensor | float) -> Tensor:
-        return loss * factor
+        if loss.dtype not in (torch.float32, torch.float64):
+            loss = loss.float()
+        # A loss that a script gave a backward of its own, around this pass, would call that again.
+        if self.is_identity and "backward" not in vars(loss):
+            return loss, factor
+        return loss * factor, factor
 
     @abstractmethod
     def factor(self) -> Tensor | float:
@@ -160,7 +158,8 @@ class Scaler(ABC):
 
     def begin_pass(self) -> None:
         """Clears the flag of a dynamic scale, unless the scale is not updated from it yet."""
-        return
+        if self.dynamic and not self.unchecked:
+            self.found_inf.zero_()
 
     @abstractmethod
     def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
@@ -182,7 +181,13 @@ class Scaler(ABC):
 
     def end_pass(self, optimizers: int) -> None:
         """Ends a block that updates the scale, and raises the flags of its optimizers."""
-        self.update(optimizers)
+        unchecked = self.unchecked  # first, because the script's own update clears it
+        own_update = self.own_update
+        if own_update is not None:
+            self.found_inf.fill_(float(bool(own_update())))
+        for flag in unchecked:
+            flag.add(self.found_inf)
+        self.update(optimizers, is_done=own_update is not None)
 
     @abstractmethod
     def update(self, optimizers: int, *, is_done: bool = False) -> None:
@@ -263,11 +268,6 @@ class StaticScaler(Scaler):
         self._scale = checked_static(loss_scale)  # exact; fp32 may round it
         self.is_identity = self._scale == 1.0
 
-    def _scaled(self, loss: Tensor, factor: Tensor | float) -> Tensor:
-        # A loss that a script gave a backward of its own, around this pass, would call that again.
-        same = self.is_identity and "backward" not in vars(loss)
-        return loss if same else loss * factor
-
     def factor(self) -> float:
         return self._scale
 
@@ -325,11 +325,6 @@ class DynamicScaler(Scaler):
     def factor(self) -> Tensor:
         return self.loss_scale.clone()
 
-    def begin_pass(self) -> None:
-        if not self.waits_for_update:
-            self.found_inf.zero_()
-        self.waits_for_update = True
-
     def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
         """Divides gradients in place, and raises the flag on inf or NaN."""
         if values:
@@ -338,23 +333,12 @@ class DynamicScaler(Scaler):
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
             unscale_and_check_(values, inverse, self.found_inf)
 
-    def end_pass(self, optimizers: int) -> None:
-        """Ends a block that updates the scale, and raises the flags of its optimizers."""
-        unchecked = self.unchecked  # first, because the script's own update clears it
-        own_update = self.own_update
-        if own_update is not None:
-            self.found_inf.fill_(float(bool(own_update())))
-        for flag in unchecked:
-            flag.add(self.found_inf)
-        self.update(optimizers, is_done=own_update is not None)
-
     def update(self, optimizers: int, *, is_done: bool = False) -> None:
         """Updates the scale from the flag, on the device, and sends both to the host."""
         # First, because memory may run out.
         send = self._readback.prepare(optimizers, self._scale_and_flag)
         if not is_done:
             update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
-        self.waits_for_update = False
         self.unchecked = {}
         self.version += 1
         send()

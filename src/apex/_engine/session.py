@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -173,7 +172,7 @@ class Session:
             if param is not None and has_masters and is_trained(param):
                 self.masters.create(param, model, exact)
             elif exact.dtype is not tensor.dtype and (self._keep_fp32 or param is None):
-                kept.append((tensor, exact.to(torch.float32)))
+                kept.append((tensor, exact.float()))
         self.masters.keep_exact(kept, model)
 
     def start(self) -> None:
@@ -224,11 +223,6 @@ class Session:
     def can_skip(self) -> bool:
         """Whether an overflow skips steps."""
         return any(scaler.dynamic for scaler in self.scalers)
-
-    @property
-    def needs_scale(self) -> bool:
-        """Whether small gradients become zero without the session's loss scale."""
-        return not self.masters.lazy and self.policy.low_precision is torch.float16
 
     # -- training ----------------------------------------------------------------------------
 
@@ -340,17 +334,20 @@ class Session:
         cleared: list[Tensor] = []
         for param in dropped:
             pair = self.masters.pair_of(param)
-            if pair is not None:
-                set_grad(pair.master, None)
-            cleared.append(param if pair is None else pair.master)
+            stepped = param if pair is None else pair.master
+            set_grad(stepped, None)
+            cleared.append(stepped)
         for param in zeroed:
             pair = self.masters.pair_of(param)
-            grad = None if pair is None else grad_of(pair.master)
+            if pair is None:
+                cleared.append(param)
+                continue
+            grad = grad_of(pair.master)
             if grad is not None:
                 grad.detach().zero_()
-            if pair is not None and not pair.lazy:
+            if not pair.lazy:
                 param.grad = None
-            cleared.append(param if pair is None else pair.master)
+            cleared.append(pair.master)
         self.drop_cleared(cleared)
 
     def drop_cleared(self, params: Iterable[Tensor]) -> None:

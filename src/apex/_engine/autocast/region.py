@@ -141,6 +141,7 @@ class NoAutocastRegion(Region):
         return under(devices_cast(), None, fn, *args, **kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
+        end_stale_casts()
         for device in devices_of_sessions():
             until.enter_context(torch.autocast(device, enabled=False))
 

@@ -33,6 +33,7 @@ from apex._pickle import rebuild
 from apex._torch import fsdp
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
+from apex._torch.parameters import grad_version
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -68,14 +69,14 @@ class Converted(nn.Module):
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of the parameters, and of the masters of those that it cleared."""
         state = state_of(self)
-        versions = {param: _grad_version(param) for _, param in named_parameters(self)}
+        versions = {param: grad_version(param) for _, param in named_parameters(self)}
         super().zero_grad(*args, **kwargs)
         if state is None or state.link.session is None:
             return
         dropped = [param for param in versions if param.grad is None]
         zeroed = []
         for param, version in versions.items():
-            if _grad_version(param) not in (None, version):
+            if grad_version(param) not in (None, version):
                 zeroed.append(param)
         state.link.session.clear_grads(dropped, zeroed)
 
@@ -173,10 +174,6 @@ def _explained(base: type, name: str) -> Any:
                 raise
 
     return shown_as(getattr(base, name), explained)
-
-
-def _grad_version(param: Tensor) -> int | None:
-    return None if param.grad is None else param.grad._version
 
 
 def _recompile(module: Any) -> Any:

@@ -26,7 +26,6 @@ from apex._core import tree
 from apex._core.foreach.scalars import multiply_
 from apex._engine import masters
 from apex._engine.masters import MasterPair
-from apex._engine.optimizer.fused import reads_gradients_in_kernels
 from apex._torch import dispatch_modes, foreach, parameters
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import without_overrides
@@ -58,27 +57,20 @@ _place = operator.attrgetter("shape", "device")
 
 
 @untraced
-def begin(prepared: PreparedOptimizer, *, compiled: bool) -> BlockStep | None:
-    """Begins a step block by block; if it is none, moves waiting gradients to the masters."""
-    if not compiled and takes(prepared):
-        return BlockStep(prepared)
-    masters.move_grads_to_masters(prepared.pairs)
-    return None
+def begin(prepared: PreparedOptimizer) -> BlockStep | None:
+    """Begins a step block by block if the gradients pending on the model are large enough.
 
-
-def takes(prepared: PreparedOptimizer) -> bool:
-    """Returns whether the next step goes block by block."""
+    Expects an optimizer whose fused kernels alone read gradients.
+    """
     elements = 0
     with without_overrides():
         for pair in prepared.pairs:
             if pair.model.grad is not None:
                 elements += pair.model.numel()
-    if elements < min(least_elements, device_elements):
-        return False
-    on_cpu = all(pair.master.device.type == "cpu" for pair in prepared.pairs)
-    if elements < (least_elements if on_cpu else device_elements):
-        return False
-    return reads_gradients_in_kernels(prepared.optimizer) and not prepared.shared_pairs()
+    on_cpu = prepared.pairs[0].master.device.type == "cpu"
+    if elements < (least_elements if on_cpu else device_elements) or prepared.shared_pairs():
+        return None
+    return BlockStep(prepared)
 
 
 class BlockStep(TorchDispatchMode):

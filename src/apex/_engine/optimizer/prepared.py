@@ -22,7 +22,7 @@ from apex._torch import dtensor
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy, capturing, moved
 from apex._torch.dynamo import untraced
-from apex._torch.parameters import grad_of, set_grad, without_overrides
+from apex._torch.parameters import grad_of, grad_version, set_grad, without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.backward import BackwardPass
@@ -100,10 +100,6 @@ class OverflowFlag:
         if not self._host_copy.arrived:
             return None
         return bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
-
-
-def _version_of(grad: Tensor | None) -> int | None:
-    return None if grad is None else grad._version
 
 
 class PreparedOptimizer:
@@ -185,10 +181,6 @@ class PreparedOptimizer:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         return [*(pair.model for pair in self.pairs), *self.direct_params()]
 
-    def is_frozen(self, param: Tensor) -> bool:
-        """Returns whether ``param``, in a group, is frozen and gets its master when unfrozen."""
-        return self.master_weights and dtypes.is_low_precision(param)
-
     def check_new_params(self, params: Iterable[nn.Parameter]) -> None:
         """Raises ValueError unless the optimizer can take these parameters of models now."""
         new = list(params)
@@ -242,10 +234,10 @@ class PreparedOptimizer:
     # -- gradients ---------------------------------------------------------------------------
 
     @untraced
-    def update_masters(self) -> None:
+    def update_masters(self, *, before_step: bool = False) -> None:
         """Brings masters up to date with written weights, for a script that asks, or the step."""
         self.create_missing_masters()
-        if masters.update_masters_from_model(self.pairs):
+        if masters.update_masters_from_model(self.pairs, before_step=before_step):
             move_state(self.optimizer)
 
     @untraced
@@ -299,14 +291,6 @@ class PreparedOptimizer:
             return grad.clone()
         return grad
 
-    def unstash_grads(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns the stashed gradients of the optimizer's parameters, which end."""
-        stashed = self.masters.stashed
-        if not stashed:
-            return []
-        own = [id(param) for param in self.params()]
-        return [stashed.pop(key) for key in own if key in stashed]
-
     def clear_grads(self, *, set_to_none: bool) -> None:
         """Clears all gradients; with zeros, those of stepped parameters are zeros already."""
         params = self.params()
@@ -322,12 +306,12 @@ class PreparedOptimizer:
 
     def clear_grads_by(self, clear: Callable[[], None]) -> None:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
-        before = [(param, _version_of(grad_of(param))) for param in self.params()]
+        before = [(param, grad_version(param)) for param in self.params()]
         clear()
         cleared: list[Tensor] = []
         for param, version in before:
-            grad = grad_of(param)
-            if grad is None or grad._version != version:
+            now = grad_version(param)
+            if now is None or now != version:
                 cleared.append(param)
         masters = {*map(id, cleared)}
         for pair in self.pairs:
@@ -358,9 +342,7 @@ class PreparedOptimizer:
             self._check_captured()
         if not has_closure:
             self.finish_backward()
-        self.create_missing_masters()
-        if masters.update_masters_from_model(self.pairs, before_step=True):
-            move_state(self.optimizer)
+        self.update_masters(before_step=True)
         self.steps += 1
         self.stepping = True
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-import functools
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from apex._core.param_groups import params_of
 from apex._engine import masters
 from apex._engine.autocast.ambient import UncastBlock
 from apex._engine.mistakes import inspect_step
 from apex._engine.optimizer import block_step
-from apex._engine.optimizer.fused import skips_in_kernel
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 from apex._torch.parameters import without_overrides
 
@@ -26,6 +28,9 @@ Closure = Callable[[], Any]
 
 _OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master, masters.LazyMaster})
 """Classes of parameters that change nothing about torch's functions."""
+
+
+_FUSED_CLASSES = (SGD, Adagrad, AdamW, Adam)
 
 
 @untraced_frame
@@ -40,16 +45,21 @@ def run_step(prepared: PreparedOptimizer, run: Run) -> Any:
         inspect_step(prepared)
     prepared.begin_step()
     blocks: block_step.BlockStep | None = None
+    overrides: AbstractContextManager[Any] = nullcontext()
     failed = True
     try:
         with UncastBlock():
             if prepared.pairs:
                 compiled = is_compiling_here()
                 if prepared.masters.lazy:
-                    blocks = block_step.begin(prepared, compiled=compiled)
+                    if not compiled and _reads_gradients_in_kernels(prepared.optimizer):
+                        blocks = block_step.begin(prepared)
+                    if blocks is None:
+                        masters.move_grads_to_masters(prepared.pairs)
                 if not compiled and _sees_only_parameters(prepared):
-                    run = functools.partial(_run_without_overrides, run)
-            result = _run_unless_overflow(prepared, run)
+                    overrides = without_overrides()
+            with overrides:
+                result = _run_unless_overflow(prepared, run)
         failed = False
         return result
     finally:
@@ -65,7 +75,7 @@ def _run_unless_overflow(prepared: PreparedOptimizer, run: Run) -> Any:
         result = run()
         overflow.consume(skipped=False)
         return result
-    if not skips_in_kernel(optimizer, flag):
+    if not _skips_in_kernel(optimizer, flag):
         skipped = prepared.must_skip()
         result = None if skipped else run()
         overflow.consume(skipped)
@@ -94,9 +104,60 @@ def _sees_only_parameters(prepared: PreparedOptimizer) -> bool:
     return known and _OVERRIDE_NOTHING.issuperset(map(type, prepared.params()))
 
 
-def _run_without_overrides(run: Run) -> Any:
-    with without_overrides():
-        return run()
+# -- fused kernels -------------------------------------------------------------------------------
+
+
+def _fused_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Returns torch's class whose fused kernel steps every group; ``None`` if there is none."""
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            return None
+    for fused_class in _FUSED_CLASSES:
+        if issubclass(type(optimizer), fused_class):
+            return fused_class
+    return None
+
+
+def _reads_gradients_in_kernels(optimizer: Optimizer) -> bool:
+    """Returns whether only torch's fused kernels read the values of gradients in its step.
+
+    Optimizers of other classes declare it by ``gradients_in_kernels`` in the class itself, as a
+    subclass may read them elsewhere.
+    """
+    own: Any = optimizer.__class__  # not the class that amp generates
+    return own is _fused_class(optimizer) or bool(vars(own).get("gradients_in_kernels"))
+
+
+@untraced
+def _skips_in_kernel(optimizer: Optimizer, found_inf: Tensor) -> bool:
+    """Returns whether the optimizer's step reads ``found_inf`` on the device and skips by itself.
+
+    torch's fused optimizers do if every group is fused; so do others that declare
+    ``_step_supports_amp_scaling``, but not by a step that takes a ``grad_scaler``, which it asks.
+    """
+    # torch's fused optimizers copy it to CPU parameters without synchronizing (torch 2.13).
+    flag_on_cpu = found_inf.device.type == "cpu"
+    if not flag_on_cpu and any(param.device.type == "cpu" for param in params_of(optimizer)):
+        return False
+    # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
+    fused_class = _fused_class(optimizer)
+    if fused_class is not None:
+        return fused_class is not SGD or not _starts_momentum(optimizer)
+    declared = getattr(optimizer, "_step_supports_amp_scaling", False)
+    fused = declared and all(group.get("fused", True) for group in optimizer.param_groups)
+    own: Any = optimizer.__class__
+    return fused and "grad_scaler" not in inspect.signature(own.step).parameters
+
+
+def _starts_momentum(optimizer: Optimizer) -> bool:
+    # torch's fused SGD kernel leaves the momentum uninitialized if it skips the first step, and the
+    # next step uses it (torch 2.13). So the host decides whether a group's first step is skipped.
+    state = optimizer.state
+    return any(
+        group["momentum"] != 0
+        and not any("momentum_buffer" in state[p] for p in group["params"] if p in state)
+        for group in optimizer.param_groups
+    )
 
 
 # -- with a closure, which computes the gradients itself, perhaps several times ------------------
