@@ -232,17 +232,10 @@ def test_float_between_backward_and_step_changes_no_step(level):
     assert loops.same(loops.masters(optimizer), loops.masters(expected[1]))
 
 
-@pytest.mark.parametrize(
-    ("level", "part", "dtype"),
-    [
-        ("O0", "", torch.float16),
-        ("O0", "2", torch.float64),
-        ("O1", "", torch.float64),
-        ("O4", "2", torch.float64),
-    ],
-)
-def test_an_error_names_parameters_that_were_cast_later(level, part, dtype):
-    model, _ = prepared(level)
+@pytest.mark.parametrize(("part", "dtype"), [("", torch.float16), ("2", torch.float64)])
+def test_an_error_names_parameters_that_were_cast_later(part, dtype):
+    """At O1 and O4 operators cast them, as soon as one has met float64 beside fp32."""
+    model, _ = prepared("O0")
     model.get_submodule(part).to(dtype)
     with pytest.raises(
         RuntimeError, match=f"{dtype}"[6:] + r"\).*cast, added or assigned after amp\.init"
