@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -88,6 +89,7 @@ class Session:
             self.scalers.append(scaler_for(policy.loss_scale, rule or ScaleRule(), loss_id=index))
         self.region = _region(policy, spec)
         self._functions = functions if spec is not None else None
+        self._thread = threading.get_ident()
         self._listeners = list(listeners)
         self._keep_fp32 = keep_fp32
         # Without a scale, the model's gradients are the masters', from now on.
@@ -307,11 +309,15 @@ class Session:
     ) -> tuple[list[PreparedOptimizer], list[PreparedOptimizer]]:
         """Returns optimizers with all that share parameters with them or each other, and the rest.
 
-        Of all sessions; those that were given come first.
+        Of all sessions; those that were given come first. The rest is of sessions that began in
+        this thread, as others' passes may run meanwhile.
         """
         sharing = list(prepared_optimizers)
         rest: list[PreparedOptimizer] = []
+        elsewhere: set[PreparedOptimizer] = set()
         for session in cls.live:
+            if session._thread != threading.get_ident():
+                elsewhere.update(session.prepared_optimizers)
             if len(session._prepared_optimizers) > 1 or len(cls.live) > 1 or not sharing:
                 rest += [other for other in session.prepared_optimizers if other not in sharing]
         for prepared in sharing if rest else ():  # which grows meanwhile
@@ -320,7 +326,7 @@ class Session:
                 if not trained.isdisjoint(map(id, other.trained_params())):
                     rest.remove(other)
                     sharing.append(other)
-        return sharing, rest
+        return sharing, [other for other in rest if other not in elsewhere]
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Casts modules that were added to a model, if they hold some of these parameters."""
