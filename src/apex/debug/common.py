@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import arguments, dtypes, tree
+from apex._core.param_groups import params_of
 from apex._engine.autocast.region import casts_off as casts_off
+from apex._engine.optimizer.subclass import prepared_state
 from apex._torch.devices import accelerator
 from apex._torch.modules import named_parameters, named_tensors
 from apex.amp.optimizers import unwrap
-from apex.debug.place import unwrapped
+from apex.debug.place import prefixed, unwrapped
 
 # -- arguments -------------------------------------------------------------------------------------
 
@@ -91,6 +93,52 @@ def check_loss(caller: str, loss: object, *, instead: str = "") -> None:
             f"{caller} got a loss that does not require gradients: either no parameter does, or "
             f"the loss was detached or computed under no_grad.{instead}"
         )
+
+
+# -- what is held ------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """What a model or its optimizer holds.
+
+    Attributes:
+        name: Qualified name of the parameter or buffer in the model.
+        role: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"master"`` or ``"state NAME"``.
+        value: A tensor; of a state, perhaps a list of tensors or a number.
+    """
+
+    name: str
+    role: str
+    value: Any
+
+
+def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[Held]:
+    """Yields what models and their optimizers hold."""
+    names: dict[int, str] = {}
+    for prefix, model in prefixed(models):
+        for name, param in named_parameters(model):
+            names[id(param)] = prefix + name
+            yield from _with_gradient(prefix + name, "parameter", param)
+        for name, buffer in model.named_buffers():
+            yield Held(prefix + name, "buffer", buffer)
+    for optimizer in optimizers:
+        prepared = prepared_state(optimizer)
+        pairs = [] if prepared is None else prepared.pairs
+        weights = {id(pair.master): pair.model for pair in pairs}
+        for param in params_of(optimizer):
+            weight = weights.get(id(param), param)
+            name = names.get(id(weight), "(a parameter of another model)")
+            if id(param) not in names:
+                role = "parameter" if weight is param else "master"
+                yield from _with_gradient(name, role, param)
+            for key, value in optimizer.state.get(param, {}).items():
+                yield Held(name, f"state {key}", value)
+
+
+def _with_gradient(name: str, role: str, param: Tensor) -> Iterator[Held]:
+    yield Held(name, role, param)
+    if param.grad is not None:
+        yield Held(name, "gradient", param.grad)
 
 
 # -- the state around a run ------------------------------------------------------------------------

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from apex._core.param_groups import params_of, states_in
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
-from apex._torch.modules import named_parameters
 from apex.debug import tracing
 from apex.debug.births import Birth, Births, Cause, operator_name
 from apex.debug.causes import finding_of
-from apex.debug.common import listed
+from apex.debug.common import Held, held_by, listed
 from apex.debug.place import Finding, current_node, imports_numpy, node_name, owner_of
 from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Kind, Trace, floating, keys, kind_of
@@ -29,6 +27,7 @@ _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _FATEFUL = _MASKS | _SOFTMAXES | _MAP_TO_ZERO
+_PARAMETERS = {"parameter", "master"}
 _MAX_INPUTS = 4
 
 _MAX_COPIED = 2**24
@@ -275,14 +274,16 @@ class OverflowTrace(Trace):
 
     def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> None:
         birth = self._origin(call, before, bad, kind)
+        is_mask = birth.deliberate and birth.cause != "update"
+        # Batch norms in eval mode leave their statistics alone.
+        written = keys(call.written)
+        held = self._held() if written else {}
         for tensor in bad:
             self._born.note(tensor, birth)
-        is_mask = birth.deliberate and birth.cause != "update"
-        spoiled = [tensor for tensor in bad if not self._is_mask_buffer(tensor)]
-        # Batch norms in eval mode leave their statistics alone.
-        written = keys(call.written) & keys(spoiled)
-        if not is_mask and not written.isdisjoint(self._weights() if written else ()):
-            self._births.reach(birth, spoils=True)
+            if written.isdisjoint(keys(tensor)) or is_mask:
+                continue
+            if _is_weight(held, tensor):
+                self._births.reach(birth, spoils=True)
 
     def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
         """Adds a use of gradients that still carry the loss scale."""
@@ -353,29 +354,26 @@ class OverflowTrace(Trace):
             birth = self._birth(call, before, kind, [argument], cause, deliberate=deliberate)
             self._born.note(argument, birth)
             return birth
-        is_weight = tracing.storage_key(argument) in keys(self._params())
-        if is_weight and not birth.deliberate and not tracing.is_mask(read.values):
+        if not birth.deliberate and _is_weight(self._held(), read.values):
             self._births.reach(birth, spoils=True)  # of an average that was not called
         return birth
 
     def _source(self, tensor: Tensor, call: Call) -> Cause:
+        held = self._held()
+        own = held.get(tracing.storage_key(tensor))
+        role = "" if own is None else own.role
+        in_backward = self._tracker.direction == "backward"
         if self._stale.of(tensor):
             return "gradients"
-        key = tracing.storage_key(tensor)
-        in_backward = self._tracker.direction == "backward"
-        exchanged = in_backward or key in keys([param.grad for param in self._params()])
-        if ranks.world_size() > 1 and exchanged:
+        if ranks.world_size() > 1 and (in_backward or role == "gradient"):
             return "another rank"
-        if self._stepping is not None:
-            if key in keys([param.grad for param in params_of(self._stepping)]):
-                return "gradients"
-            if key in keys([list(state.values()) for _, state in states_in(self._stepping.state)]):
-                return "optimizer state"
-        if key in self._weights() and not self._is_mask_buffer(tensor):
-            return "weights"
+        if role == "gradient":
+            return "gradients"
+        if role.startswith("state"):
+            return "optimizer state"
         # Of a model that no forward has made known yet, too.
         loads = any(isinstance(written, nn.Parameter) for written in call.written)
-        return "weights" if loads else "data"
+        return "weights" if loads or _is_weight(held, tensor) else "data"
 
     def _birth(
         self,
@@ -424,58 +422,46 @@ class OverflowTrace(Trace):
 
     def _name_weights(self, birth: Birth, bad: list[Tensor]) -> None:
         """Names the weights that a birth is about: those that were bad, or never written."""
-        if birth.given == "weights":
-            birth.names = ", ".join(self._names_of(keys(bad)))
         if birth.given not in ("", "weights"):
             return
-        unwritten = [param for param in self._params() if self._unwritten.of(param)]
-        own = [n for n in self._names_of(keys(unwritten)) if owner_of(n) == birth.place.module]
-        if own:
+        memory = keys(bad) if birth.given else set()
+        names = []
+        unwritten = []
+        for key, (name, role, value) in self._held().items():
+            if key in memory:
+                names.append(name)
+            if role in _PARAMETERS and self._unwritten.of(value):
+                if owner_of(name) == birth.place.module:
+                    unwritten.append(name)
+        if unwritten:
             birth.given = "weights"
             birth.unwritten = True
-            birth.names = ", ".join(own)
+        birth.names = ", ".join(unwritten or names)
 
-    def _names_of(self, memory: set[int]) -> list[str]:
-        """Returns the names of the parameters and buffers in some memory."""
-        held = [*self._tracker.parameters.items()]
-        for model in self._tracker.models:
-            held += [(buffer, name) for name, buffer in model.named_buffers()]
-        return [name for tensor, name in held if tracing.storage_key(tensor) in memory]
+    # -- weights and loss scales -------------------------------------------------------------------
+
+    def _held(self) -> dict[int, Held]:
+        """Returns what the models and the optimizers that have stepped hold, by its memory."""
+        held = {}
+        for each in held_by(self._tracker.models, self._optimizers):
+            held |= dict.fromkeys(keys(each.value), each)
+        return held
 
     def _is_update(self, call: Call) -> bool:
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
         if self._tracker.module[1] or self._tracker.direction == "backward":
             return False
-        return self._in_step or not keys(call.written).isdisjoint(self._weights())
-
-    # -- weights and loss scales -------------------------------------------------------------------
+        held = self._held()
+        return self._in_step or any(_is_weight(held, tensor) for tensor in call.written)
 
     def _weighs(self, call: Call) -> bool:
         """Returns whether an argument of a call is a parameter, or its cast."""
-        read = list(floating(call.arguments))
-        if any(map(self._casts.of, read)):
-            return True
-        return not keys(read).isdisjoint(keys(self._params()))
-
-    def _params(self) -> list[Tensor]:
-        """Returns the parameters of all models, and those that optimizers have stepped."""
-        params: list[Tensor] = []
-        for model in self._tracker.models:
-            params += [param for _, param in named_parameters(model)]
-        for optimizer in self._optimizers:
-            params += params_of(optimizer)
-        return params
-
-    def _buffers(self) -> set[int]:
-        return keys([list(model.buffers()) for model in self._tracker.models])
-
-    def _weights(self) -> set[int]:
-        """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
-        masters = [pair.master for session in self._sessions for pair in session.masters.pairs()]
-        return self._buffers() | keys([self._params(), masters])
-
-    def _is_mask_buffer(self, tensor: Tensor) -> bool:
-        return tracing.storage_key(tensor) in self._buffers() and tracing.is_mask(tensor)
+        held = self._held()
+        for tensor in floating(call.arguments):
+            own = held.get(tracing.storage_key(tensor))
+            if self._casts.of(tensor) or (own is not None and own.role in _PARAMETERS):
+                return True
+        return False
 
     def _loss_scale(self) -> tuple[float | None, bool]:
         """Returns the largest scale of the models' sessions, or the scaler's, and if it adapts."""
@@ -500,6 +486,13 @@ def headed(finding: Finding) -> str:
 def hit_lines(gradients: Sequence[str]) -> list[str]:
     """Returns the report's line on the parameters whose gradients were hit; none without any."""
     return [f"  hit    the gradients of {listed(gradients, 3)}"] if gradients else []
+
+
+def _is_weight(held: dict[int, Held], tensor: Tensor) -> bool:
+    """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
+    own = held.get(tracing.storage_key(tensor))
+    role = "" if own is None else own.role
+    return role in _PARAMETERS or (role == "buffer" and not tracing.is_mask(tensor))
 
 
 def _outputs(call: Call, result: Any) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
@@ -233,7 +233,7 @@ class Tracker:
         return [model for found in self._models if (model := found()) is not None]
 
     def _add_names(self) -> None:
-        for prefix, model in _prefixed(self.models):
+        for prefix, model in prefixed(self.models):
             for name, module in model.named_modules():
                 self.names.setdefault(module, prefix + name)
             for name, parameter in named_parameters(model):
@@ -391,8 +391,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _prefixed(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields what names begin with, if there are several models, and each model."""
     seen: dict[str, int] = {}
+    models = list(models)
     for model in models:
         name = type(model).__name__
         count = seen[name] = seen.get(name, -1) + 1

@@ -16,14 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes, tree
-from apex._core.param_groups import params_of, states_in
 from apex._torch.dispatch_modes import suspend_modes
-from apex._torch.modules import named_parameters
 from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
 from apex.debug.causes import data, in_fp32, remedies
-from apex.debug.common import json_types, listed
+from apex.debug.common import held_by, json_types, listed
 from apex.debug.place import Finding, Place, innermost_line
 from apex.debug.tracing import Call, Trace, floating
 
@@ -237,10 +235,9 @@ class RoundingTrace(Trace):
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         super()._leave_step(optimizer)
-        own = [list(dict(named_parameters(model)).values()) for model in self._tracker.models]
-        state = [list(each.values()) for _, each in states_in(optimizer.state)]
-        for tensor in floating([own, params_of(optimizer), state]):
-            self._shadows.discard(tensor)
+        for _, _, value in held_by(self._tracker.models, [optimizer]):
+            for tensor in floating(value):
+                self._shadows.discard(tensor)
 
     def _before(self, call: Call) -> _ShadowCall | Exception | None:
         """Returns the call on shadows of what it overwrites, which has to be read before."""
