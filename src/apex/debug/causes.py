@@ -168,7 +168,6 @@ _FLAGS: dict[str, Callable[[Birth], bool]] = {
     "masked": _is_masked,
     "number": lambda birth: birth.number is not None,
     "unwritten": lambda birth: birth.unwritten,
-    "numpy": lambda birth: birth.by_numpy,
     "no-eps": _loses_eps,
     "nan": lambda birth: birth.kind == "nan",
     "unhealed": lambda birth: not birth.heals,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from apex._engine.optimizer.subclass import prepared_state
 from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.causes import data, remedies
-from apex.debug.common import counted, held_by, inner, percent
+from apex.debug.common import counted, held_by, inner, percent, to_json
 from apex.debug.place import Finding, Place, innermost_line, unwrapped
 
 
@@ -283,14 +282,14 @@ class FrozenUpdates:
 
     def to_json(self) -> str:
         """Returns all data as JSON."""
-        worst = self.worst
-        found = {
-            "worst": None if worst is None else worst.as_dict(),
-            "steps": self._steps,
-            "wanted": self.wanted,
-            "frozen": self.frozen,
-        }
-        return json.dumps(found)
+        return to_json(
+            {
+                "worst": self.worst,
+                "steps": self._steps,
+                "wanted": self.wanted,
+                "frozen": self.frozen,
+            }
+        )
 
     def __str__(self) -> str:
         lines = [f"{name} has no verdict: {e}" for name, e in self.errors.items()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from apex._engine.optimizer.subclass import prepared_state
 from apex._torch.devices import accelerator
 from apex._torch.modules import named_parameters, named_tensors
 from apex.amp.optimizers import unwrap
-from apex.debug.place import prefixed, unwrapped
+from apex.debug.place import Finding, prefixed, unwrapped
 
 # -- arguments -------------------------------------------------------------------------------------
 
@@ -65,19 +67,23 @@ def checked_model(caller: str, model: Any, given: object, loss_fn: object) -> nn
     return inner
 
 
-def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[Tensor]:
-    """Returns the tensors to derive a loss from; raises, with a second remedy, if there is none."""
-    floating = [tensor for tensor in tree.tensors(output) if tensor.is_floating_point()]
-    if not floating:
-        raise ValueError(
-            f"{caller} got a model whose output ({type(output).__name__}) holds no floating-point "
-            f"tensor, so it cannot derive a loss. Pass loss_fn=...{instead}."
-        )
-    return floating
+def loss_of(
+    caller: str, output: object, loss_fn: Callable[[Any], Any] | None, *, instead: str = ""
+) -> Tensor:
+    """Returns the loss of a model's output; by default the mean of its squares.
 
-
-def check_loss(caller: str, loss: object, *, instead: str = "") -> None:
-    """Raises unless ``loss`` is one number with a gradient, for which there may be a remedy."""
+    Raises, with a remedy, unless it is one number with a gradient, where gradients are enabled.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(output)
+    else:
+        floating = [tensor for tensor in tree.tensors(output) if tensor.is_floating_point()]
+        if not floating:
+            raise ValueError(
+                f"{caller} got a model whose output ({type(output).__name__}) holds no "
+                f"floating-point tensor, so it cannot derive a loss. Pass loss_fn=....{instead}"
+            )
+        loss = torch.stack([_widened(tensor).square().mean() for tensor in floating]).sum()
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"{caller}'s loss_fn returned {type(loss).__name__}; it must take the model's output "
@@ -88,14 +94,25 @@ def check_loss(caller: str, loss: object, *, instead: str = "") -> None:
             f"{caller} got a loss of shape {tuple(loss.shape)} and {loss.dtype}; it takes one "
             "floating-point number. Reduce it in loss_fn, for example with .mean()."
         )
-    if not loss.requires_grad:
+    if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(
             f"{caller} got a loss that does not require gradients: either no parameter does, or "
             f"the loss was detached or computed under no_grad.{instead}"
         )
+    return loss
 
 
-# -- what is held ------------------------------------------------------------------------------------
+def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Returns the gradients of a loss; neither writes ``.grad`` nor runs its hooks."""
+    with casts_off(), torch.enable_grad():
+        return torch.autograd.grad(_widened(loss), tensors, allow_unused=True)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+# -- what is held ----------------------------------------------------------------------------------
 
 
 class Held(NamedTuple):
@@ -262,8 +279,17 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+def to_json(value: Any) -> str:
+    """Returns nested data as JSON; see :func:`json_types`."""
+    return json.dumps(json_types(value), indent=1)
+
+
 def json_types(value: Any) -> Any:
     """Returns nested data in JSON types: None for NaN and infinity, dtypes by name."""
+    if isinstance(value, Finding):
+        value = value.as_dict()
+    elif is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {key: json_types(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -16,12 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
-from apex.debug.births import Birth, Births, Cause, operator_name
+from apex.debug.births import Birth, Births, operator_name
 from apex.debug.causes import finding_of
-from apex.debug.common import Held, held_by, listed
-from apex.debug.place import Finding, current_node, imports_numpy, node_name, owner_of
+from apex.debug.common import Held, held_by, listed, to_json
+from apex.debug.place import Finding, current_node, node_name, owner_of
 from apex.debug.scaled import ScaledGradients
-from apex.debug.tracing import ByMemory, Call, Kind, Trace, floating, keys, kind_of
+from apex.debug.tracing import ByMemory, Call, Trace, floating, keys, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
@@ -78,7 +77,7 @@ class _Input(NamedTuple):
 
     argument: Tensor
     values: Tensor
-    kind: Kind | None
+    kind: str
 
 
 class _Inputs:
@@ -168,13 +167,13 @@ class OverflowTrace(Trace):
 
     def to_json(self) -> str:
         """Returns ``{"first": {...} or null, "operators": n, "gradients": [names]}``."""
-        first = self.first
-        data = {
-            "first": None if first is None else first.as_dict(),
-            "operators": self._births.time,
-            "gradients": self.gradients,
-        }
-        return json.dumps(data)
+        return to_json(
+            {
+                "first": self.first,
+                "operators": self._births.time,
+                "gradients": self.gradients,
+            }
+        )
 
     def __str__(self) -> str:
         first = self.first
@@ -239,14 +238,14 @@ class OverflowTrace(Trace):
         saves = call.name.rpartition(".")[2].startswith(tracing.SAVES_INFINITIES)
         for tensor in floating(result[1:] if saves else []):
             kind = kind_of(tensor)
-            if kind is not None:
+            if kind:
                 birth = self._birth(call, before, kind, [tensor], "constant", deliberate=True)
                 self._born.note(tensor, birth)
         bad: list[Tensor] = []
-        worst: Kind = "inf"
+        worst: str = "inf"
         for tensor in _outputs(call, result[:1] if saves else result):
             kind = kind_of(tensor)
-            if kind is not None:
+            if kind:
                 bad.append(tensor)
                 if kind == "nan":
                     worst = kind
@@ -272,7 +271,7 @@ class OverflowTrace(Trace):
                 birth.masked |= name in _MASKS and not birth.deliberate
                 birth.absorbed |= name in _MAP_TO_ZERO
 
-    def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> None:
+    def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> None:
         birth = self._origin(call, before, bad, kind)
         is_mask = birth.deliberate and birth.cause != "update"
         # Batch norms in eval mode leave their statistics alone.
@@ -305,10 +304,10 @@ class OverflowTrace(Trace):
 
     def _births_read(self, call: Call, before: _Inputs) -> list[Birth]:
         """Returns the births of the non-finite inputs."""
-        bad = [read for read in before.inputs if read.kind is not None]
+        bad = [read for read in before.inputs if read.kind]
         return [self._input_birth(read, call, before) for read in bad]
 
-    def _origin(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> Birth:
+    def _origin(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
         """Returns the birth of a call's non-finite outputs."""
         births = self._births_read(call, before)
         if not births:
@@ -322,7 +321,7 @@ class OverflowTrace(Trace):
             worst.note_next(self._tracker.place, tracing.largest_in_double(clamped))
         return worst
 
-    def _first_birth(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> Birth:
+    def _first_birth(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
         """Returns the birth of non-finite outputs of finite inputs."""
         forward = self._tracker.forward_site
         created = self._tracker.created_site
@@ -331,7 +330,7 @@ class OverflowTrace(Trace):
             known.masked_again |= known.masked
             return known  # its derivative is infinite, too
         is_constant = _number(call) is not None
-        cause: Cause | None = None
+        cause = ""
         if is_constant:
             in_update = self._stepping is not None and self._is_update(call)
             cause = "update" if in_update else "constant"
@@ -358,7 +357,7 @@ class OverflowTrace(Trace):
             self._births.reach(birth, spoils=True)  # of an average that was not called
         return birth
 
-    def _source(self, tensor: Tensor, call: Call) -> Cause:
+    def _source(self, tensor: Tensor, call: Call) -> str:
         held = self._held()
         own = held.get(tracing.storage_key(tensor))
         role = "" if own is None else own.role
@@ -379,16 +378,16 @@ class OverflowTrace(Trace):
         self,
         call: Call,
         before: _Inputs,
-        kind: Kind,
+        kind: str,
         bad: list[Tensor],
-        cause: Cause | None,
+        cause: str,
         *,
         deliberate: bool = False,
     ) -> Birth:
         place = self._tracker.place
         node = current_node()
         backward = place.direction == "backward"
-        if cause is None and self._is_update(call):
+        if not cause and self._is_update(call):
             cause = "update"
         values = [] if deliberate or self._in_step else [read.values for read in before.inputs]
         is_small = before.known and tracing.elements(values) <= _MAX_COPIED
@@ -400,12 +399,12 @@ class OverflowTrace(Trace):
             bad[0].dtype,
             way=self._way,
             device=bad[0].device.type,
-            given=cause or "",
+            given=cause,
             deliberate=deliberate,
             number=_number(call) if cause in ("constant", "update") else None,
             numbers=tuple(_numbers(call)),
             inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if is_small else (),
-            true=tracing.largest_in_double(before.call) if cause is None and is_small else None,
+            true=tracing.largest_in_double(before.call) if not cause and is_small else None,
             node="" if node is None or not backward else node_name(node),
             formula=self._tracker.runs_formula,
             eps=None if self._stepping is None else self._stepping.param_groups[0].get("eps"),
@@ -415,7 +414,6 @@ class OverflowTrace(Trace):
             dynamic=dynamic,
             # A norm of scaled gradients may overflow. What comes of it is what counts.
             absorbed=not backward and self._scaled.scale_of(call.arguments) != 1.0,
-            by_numpy=cause == "data" and imports_numpy(),
         )
         self._name_weights(birth, bad)
         return self._births.add(birth)
@@ -430,9 +428,9 @@ class OverflowTrace(Trace):
         for key, (name, role, value) in self._held().items():
             if key in memory:
                 names.append(name)
-            if role in _PARAMETERS and self._unwritten.of(value):
-                if owner_of(name) == birth.place.module:
-                    unwritten.append(name)
+            is_own = role in _PARAMETERS and owner_of(name) == birth.place.module
+            if is_own and self._unwritten.of(value):
+                unwritten.append(name)
         if unwritten:
             birth.given = "weights"
             birth.unwritten = True
@@ -442,7 +440,7 @@ class OverflowTrace(Trace):
 
     def _held(self) -> dict[int, Held]:
         """Returns what the models and the optimizers that have stepped hold, by its memory."""
-        held = {}
+        held: dict[int, Held] = {}
         for each in held_by(self._tracker.models, self._optimizers):
             held |= dict.fromkeys(keys(each.value), each)
         return held

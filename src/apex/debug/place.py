@@ -6,7 +6,6 @@ import functools
 import inspect
 import linecache
 import os
-import sys
 import sysconfig
 import threading
 import traceback
@@ -15,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
@@ -133,9 +132,9 @@ class Finding:
         return "\n".join(f"{number}. {each}" for number, each in enumerate(self.remedies, 1))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all data in JSON types."""
-        own = asdict(self)
-        return {**own.pop("place"), **own, "source": self.source}
+        """Returns all data, the place's with its own."""
+        own = {name: value for name, value in vars(self).items() if name != "place"}
+        return {**vars(self.place), **own, "source": self.source}
 
     def __str__(self) -> str:
         known = f" This is {self.pattern}." if self.pattern else ""
@@ -462,18 +461,6 @@ def runs_in_scaler() -> bool:
 def is_user_file(filename: str) -> bool:
     """Returns whether a file belongs to neither torch, apex nor the standard library."""
     return _kind(filename) == "user"
-
-
-def imports_numpy() -> bool:
-    """Returns whether code of the user's own, outside of site-packages, has numpy at hand."""
-    numpy = sys.modules.get("numpy")
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if numpy is None or "site-packages" in file or not is_user_file(file):
-            continue
-        if any(value is numpy for value in list(vars(module).values())):
-            return True
-    return False
 
 
 def _frames() -> Iterator[tuple[str, str]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -21,11 +20,10 @@ from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
 from apex.debug.causes import data, in_fp32, remedies
-from apex.debug.common import held_by, json_types, listed
+from apex.debug.common import held_by, listed, to_json
 from apex.debug.place import Finding, Place, innermost_line
 from apex.debug.tracing import Call, Trace, floating
 
-Kind = Literal["rounding", "cancellation", "chain", "lost update", "underflow"]
 MasterPair = tuple[Tensor, Tensor]
 """A tensor, and its values in fp32."""
 
@@ -222,21 +220,22 @@ class RoundingTrace(Trace):
 
     def to_json(self) -> str:
         """Returns all data as JSON; an infinite number as null."""
-        found = {
-            "worst": None if self.worst is None else self.worst.as_dict(),
-            "lost": [row.as_dict() for row in self.lost],
-            "skipped": list(map(asdict, self.skipped)),
-            "operators": self.operators,
-        }
-        return json.dumps(json_types(found), indent=2)
+        return to_json(
+            {
+                "worst": self.worst,
+                "lost": self.lost,
+                "skipped": self.skipped,
+                "operators": self.operators,
+            }
+        )
 
     # -- operators -------------------------------------------------------------------------------
 
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         super()._leave_step(optimizer)
-        for _, _, value in held_by(self._tracker.models, [optimizer]):
-            for tensor in floating(value):
+        for held in held_by(self._tracker.models, [optimizer]):
+            for tensor in floating(held.value):
                 self._shadows.discard(tensor)
 
     def _before(self, call: Call) -> _ShadowCall | Exception | None:
@@ -327,7 +326,7 @@ class RoundingTrace(Trace):
             if found is None:
                 return False
             error, tolerance = found
-            kind: Kind = "lost update"
+            kind = "lost update"
             least = 0.0
             if error > tolerance:
                 kind = self._kind(call, result, index, error)
@@ -342,7 +341,7 @@ class RoundingTrace(Trace):
         return True
 
     def _lose(
-        self, call: _ShadowCall, dtype: str, error: float, tolerance: float, kind: Kind
+        self, call: _ShadowCall, dtype: str, error: float, tolerance: float, kind: str
     ) -> None:
         """Logs a result beyond its tolerance: what happened, why, and what to do."""
         place = self._tracker.place
@@ -414,7 +413,7 @@ class RoundingTrace(Trace):
             return 0.0
         return rules.distance(low.detach() - call.first, exact - call.first).relative
 
-    def _kind(self, call: _ShadowCall, result: Any, index: int, error: float) -> Kind:
+    def _kind(self, call: _ShadowCall, result: Any, index: int, error: float) -> str:
         """Returns what lost the digits; see :class:`RoundingRow`."""
         low, exact = call.own_pairs(result)[index]
         if 2 * _distance(call, low.detach(), exact).relative > error:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -32,7 +32,6 @@ from apex._torch.sparse import stored_values, with_memory
 from apex.debug.common import eager
 from apex.debug.place import Tracker
 
-Kind = Literal["inf", "nan"]
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
 Fact = TypeVar("Fact")
 
@@ -402,19 +401,19 @@ class ByMemory(Generic[Fact]):
             self._facts.pop(storage(tensor), None)
 
 
-def kind_of(tensor: Tensor) -> Kind | None:
-    """Returns ``"nan"`` if a tensor holds any, else ``"inf"`` if it does, else None. Syncs.
+def kind_of(tensor: Tensor) -> str:
+    """Returns ``"nan"`` if a tensor holds any, else ``"inf"`` if it does, else ``""``. Syncs.
 
-    Also returns None while a CUDA graph is captured, when nothing has been computed yet.
+    Also returns ``""`` while a CUDA graph is captured, when nothing has been computed yet.
     ``aminmax`` makes one pass without a copy and keeps NaN: 10 to 60 times as fast as ``isfinite``.
     """
     values = dense(tensor)
     if values.numel() == 0 or capturing(values.device):
-        return None
-    found = [float(each) for each in torch.aminmax(real(values))]  # sync: tracing is a diagnosis
-    if all(map(math.isfinite, found)):
-        return None
-    return "nan" if any(map(math.isnan, found)) else "inf"
+        return ""
+    ends = [float(end) for end in torch.aminmax(real(values))]  # sync: tracing is a diagnosis
+    if any(map(math.isnan, ends)):
+        return "nan"
+    return "inf" if any(map(math.isinf, ends)) else ""
 
 
 def is_negative(tensor: Tensor) -> bool:
