@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from apex.debug.place import Place
-from apex.debug.tracing import Values
+from apex.debug.tracing import Values, operator_name
 
 _DIVIDES = set(
     """div divide reciprocal rsqrt pow remainder fmod mean var std var_mean std_mean addcdiv
@@ -173,11 +173,6 @@ class Birth:
         """Returns what sorts births, the most severe first."""
         stale = self.given == "gradients"  # left by an earlier step
         return self.deliberate, self.spoils, stale, self.masked, self.time
-
-
-def operator_name(op: str) -> str:
-    """Returns an operator's name without namespace and underscores."""
-    return op.rpartition(".")[2].strip("_").removeprefix("foreach_")
 
 
 class Births:

@@ -15,17 +15,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
-from apex.debug.births import Birth, Births, operator_name
+from apex.debug.births import Birth, Births
 from apex.debug.causes import finding_of
 from apex.debug.common import Held, held_by, listed, to_json
 from apex.debug.place import Finding, current_node, node_name, owner_of
+from apex.debug.rules import SOFTMAXES
 from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Trace, floating, keys, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
-_SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
-_FATEFUL = _MASKS | _SOFTMAXES | _MAP_TO_ZERO
+_FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO
 _PARAMETERS = {"parameter", "master"}
 _MAX_INPUTS = 4
 
@@ -235,7 +235,7 @@ class OverflowTrace(Trace):
             self._casts.note(result, True)
 
     def _check(self, call: Call, before: _Inputs, result: Any) -> None:
-        saves = call.name.rpartition(".")[2].startswith(tracing.SAVES_INFINITIES)
+        saves = call.base.startswith(tracing.SAVES_INFINITIES)
         for tensor in floating(result[1:] if saves else []):
             kind = kind_of(tensor)
             if kind:
@@ -243,7 +243,7 @@ class OverflowTrace(Trace):
                 self._born.note(tensor, birth)
         bad: list[Tensor] = []
         worst: str = "inf"
-        for tensor in _outputs(call, result[:1] if saves else result):
+        for tensor in tracing.outputs(call, result[:1] if saves else result):
             kind = kind_of(tensor)
             if kind:
                 bad.append(tensor)
@@ -258,7 +258,7 @@ class OverflowTrace(Trace):
 
     def _mark_fate(self, call: Call, before: _Inputs, *, is_finite: bool) -> None:
         """Records what a call does to the births that it reads."""
-        name = operator_name(call.name)
+        name = call.base
         # Autograd starts a backward pass by a 1 like the loss.
         starts = call.name == "aten.ones_like" and call.args[0].numel() == 1
         if not starts and name not in _FATEFUL:
@@ -266,7 +266,7 @@ class OverflowTrace(Trace):
         for birth in self._births_read(call, before):
             if starts:
                 self._births.reach(birth)
-            birth.feeds_softmax |= name in _SOFTMAXES
+            birth.feeds_softmax |= name in SOFTMAXES
             if is_finite:
                 birth.masked |= name in _MASKS and not birth.deliberate
                 birth.absorbed |= name in _MAP_TO_ZERO
@@ -491,14 +491,6 @@ def _is_weight(held: dict[int, Held], tensor: Tensor) -> bool:
     own = held.get(tracing.storage_key(tensor))
     role = "" if own is None else own.role
     return role in _PARAMETERS or (role == "buffer" and not tracing.is_mask(tensor))
-
-
-def _outputs(call: Call, result: Any) -> Iterator[Tensor]:
-    """Yields the floating-point tensors that a call returned or wrote."""
-    returned = list(floating(result))
-    known = set(map(id, returned))
-    yield from returned
-    yield from (tensor for tensor in call.written if id(tensor) not in known)
 
 
 def _numbers(call: Call) -> Iterator[float]:

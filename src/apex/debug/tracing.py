@@ -41,7 +41,7 @@ WIDE = {
 }
 """The dtypes of values that are checked, and the widest of their kind."""
 
-SAVES_INFINITIES = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_efficient")
+SAVES_INFINITIES = ("ctc_loss", "scaled_dot_product", "flash_attention", "efficient")
 """How operators begin whose outputs after the first, saved for backward, may hold infinities."""
 
 EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
@@ -50,12 +50,11 @@ EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
 _LOCAL = ("aten.", "torchvision.")
 """Namespaces whose operators compute in this process alone."""
 
-_OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_"}
-_OVERWRITES |= {"recv_", "recv_any_source_"}
+_OVERWRITES = {"copy", "fill", "zero", "uniform", "normal", "recv", "recv_any_source"}
 # They write the running mean and variance, which their schemas do not say.
 _WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 # Views whose schema does not say so.
-_SHARING = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
+_SHARING = {"unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
 _UNINITIALIZED = ("empty", "new_empty", "resize", "set_")
 
 
@@ -63,7 +62,8 @@ class Traits(NamedTuple):
     """What an operator's schema says.
 
     Attributes:
-        name: Namespace and operator, such as ``"aten.exp"``.
+        name: Namespace and operator, such as ``"aten.exp_"``.
+        base: The operator without namespace, underscores and ``foreach``, such as ``"exp"``.
         view: Whether it returns a view of its input and writes nothing.
         writes: Positions (names if keyword-only) of the arguments that it writes.
         reads_written: Whether the result depends on the previous values of these arguments.
@@ -73,6 +73,7 @@ class Traits(NamedTuple):
     """
 
     name: str
+    base: str
     view: bool
     writes: tuple[int | str, ...]
     reads_written: bool
@@ -90,8 +91,13 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Namespace and operator, such as ``"aten.exp"``."""
+        """Namespace and operator, such as ``"aten.exp_"``."""
         return self.traits.name
+
+    @property
+    def base(self) -> str:
+        """The operator without namespace, underscores and ``foreach``, such as ``"exp"``."""
+        return self.traits.base
 
     def run(self) -> Any:
         """Runs the operator."""
@@ -145,11 +151,12 @@ def traits(func: Any) -> Traits:
     """Returns the traits of an operator overload."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
+    base = operator_name(name)
     written = [
         (argument.name if argument.kwarg_only else place, argument.is_out)
         for place, argument in written_arguments(func)
     ]
-    if name in _WRITES_RUNNING_STATISTICS:
+    if base in _WRITES_RUNNING_STATISTICS:
         written = [(3, False), (4, False)]
     if name == "set_":  # gives the tensor other memory: a loaded file's, a worker process's
         written = []
@@ -157,14 +164,19 @@ def traits(func: Any) -> Traits:
         names = [argument.name for argument in schema.arguments]
         written = [(place, False) for place, n in enumerate(names) if n == "all_gather_output"]
     aliases = any(result.alias_info is not None for result in schema.returns)
-    view = not written and (aliases or name in _SHARING)
-    reads = name not in _OVERWRITES and not any(out for _, out in written)
+    view = not written and (aliases or base in _SHARING)
+    reads = base not in _OVERWRITES and not any(out for _, out in written)
     if receives(func) and "Tensor" in str(schema.arguments[1].type):  # what it sends
         reads = False
     exchanges = namespace.startswith(EXCHANGES) and name != "wait_tensor"
     places = tuple(place for place, _ in written)
     uninitialized = name.lstrip("_").startswith(_UNINITIALIZED)
-    return Traits(f"{namespace}.{name}", view, places, reads, exchanges, uninitialized)
+    return Traits(f"{namespace}.{name}", base, view, places, reads, exchanges, uninitialized)
+
+
+def operator_name(op: str) -> str:
+    """Returns an operator's name without namespace, underscores and ``foreach``."""
+    return op.rpartition(".")[2].strip("_").removeprefix("foreach_")
 
 
 class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -333,6 +345,14 @@ class Values:
         span = f"from {self.low:.4g} to {self.high:.4g}"
         span = f"{self.low:.4g}" if self.low == self.high else span
         return f"{self.dtype} {list(self.shape)} {span}{bad}"
+
+
+def outputs(call: Call, result: Any) -> Iterator[Tensor]:
+    """Yields the floating-point tensors that a call returned or wrote."""
+    returned = list(floating(result))
+    known = set(map(id, returned))
+    yield from returned
+    yield from (tensor for tensor in call.written if id(tensor) not in known)
 
 
 def leaves(value: Any) -> Iterator[Any]:
