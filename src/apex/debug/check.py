@@ -25,7 +25,7 @@ from apex._engine.optimizer.prepared import PREPARED
 from apex._engine.optimizer.subclass import prepared_state
 from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
-from apex.debug.causes import data, remedies
+from apex.debug.causes import explained, remedies
 from apex.debug.common import counted, held_by, inner, percent, to_json
 from apex.debug.place import Finding, Place, innermost_line, unwrapped
 
@@ -263,14 +263,11 @@ class FrozenUpdates:
             return None
         stayed = ", ".join(sorted(self._stayed))
         return Finding(
-            self._place,
-            "step",
-            "frozen",
-            stayed,
+            **vars(self._place),
+            op="step",
+            kind="frozen",
             what=f"{self._counts} ({stayed})",
-            cause="frozen",
-            why=data()["frozen"]["why"],
-            remedies=tuple(remedies("frozen", self._level)[:3]),
+            **explained("frozen", remedies("frozen", self._level), cause="frozen", dtype=stayed),
         )
 
     @property

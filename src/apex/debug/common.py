@@ -259,11 +259,6 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{plural * (count != 1)}"
 
 
-def place(module: str, inside: bool = True) -> str:
-    """Returns where something ran: a module, the model itself, or outside the model."""
-    return module or ("(model)" if inside else "(outside)")
-
-
 def listed(names: Sequence[str], most: int) -> str:
     """Returns the first ``most`` names, and how many more there are."""
     more = len(names) - most

@@ -216,7 +216,7 @@ _HEAD = ("where", "operator", "pass", "calls", "dtypes", "time", "bytes cast")
 def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
     taken = " + ".join(map(common.short, row.dtypes_in)) or common.short("")
     return (
-        common.place(row.module, row.inside),
+        row.module or ("(model)" if row.inside else "(outside)"),
         row.op.removeprefix("aten.")[:26],
         row.direction,
         str(row.calls),

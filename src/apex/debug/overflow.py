@@ -21,7 +21,7 @@ from apex.debug.common import Held, held_by, listed, to_json
 from apex.debug.place import Finding, current_node, node_name, owner_of
 from apex.debug.rules import SOFTMAXES
 from apex.debug.scaled import ScaledGradients
-from apex.debug.tracing import ByMemory, Call, Trace, floating, keys, kind_of
+from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
@@ -274,14 +274,12 @@ class OverflowTrace(Trace):
     def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> None:
         birth = self._origin(call, before, bad, kind)
         is_mask = birth.deliberate and birth.cause != "update"
-        # Batch norms in eval mode leave their statistics alone.
-        written = keys(call.written)
-        held = self._held() if written else {}
+        written = set(map(id, call.written))
+        held = self._held() if written else ByMemory()
         for tensor in bad:
             self._born.note(tensor, birth)
-            if written.isdisjoint(keys(tensor)) or is_mask:
-                continue
-            if _is_weight(held, tensor):
+            # Batch norms in eval mode leave their statistics alone.
+            if not is_mask and id(tensor) in written and _is_weight(held, tensor):
                 self._births.reach(birth, spoils=True)
 
     def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
@@ -359,8 +357,7 @@ class OverflowTrace(Trace):
 
     def _source(self, tensor: Tensor, call: Call) -> str:
         held = self._held()
-        own = held.get(tracing.storage_key(tensor))
-        role = "" if own is None else own.role
+        role = _role(held, tensor)
         in_backward = self._tracker.direction == "backward"
         if self._stale.of(tensor):
             return "gradients"
@@ -422,12 +419,10 @@ class OverflowTrace(Trace):
         """Names the weights that a birth is about: those that were bad, or never written."""
         if birth.given not in ("", "weights"):
             return
-        memory = keys(bad) if birth.given else set()
-        names = []
+        held = self._held()
+        names = [own.name for own in map(held.of, bad) if own is not None and birth.given]
         unwritten = []
-        for key, (name, role, value) in self._held().items():
-            if key in memory:
-                names.append(name)
+        for name, role, value in held_by(self._tracker.models, self._optimizers):
             is_own = role in _PARAMETERS and owner_of(name) == birth.place.module
             if is_own and self._unwritten.of(value):
                 unwritten.append(name)
@@ -438,11 +433,12 @@ class OverflowTrace(Trace):
 
     # -- weights and loss scales -------------------------------------------------------------------
 
-    def _held(self) -> dict[int, Held]:
-        """Returns what the models and the optimizers that have stepped hold, by its memory."""
-        held: dict[int, Held] = {}
-        for each in held_by(self._tracker.models, self._optimizers):
-            held |= dict.fromkeys(keys(each.value), each)
+    def _held(self) -> ByMemory[Held]:
+        """Returns what the models and the optimizers that have stepped hold."""
+        held: ByMemory[Held] = ByMemory()
+        for item in held_by(self._tracker.models, self._optimizers):
+            for tensor in floating(item.value):
+                held.note(tensor, item)
         return held
 
     def _is_update(self, call: Call) -> bool:
@@ -456,8 +452,7 @@ class OverflowTrace(Trace):
         """Returns whether an argument of a call is a parameter, or its cast."""
         held = self._held()
         for tensor in floating(call.arguments):
-            own = held.get(tracing.storage_key(tensor))
-            if self._casts.of(tensor) or (own is not None and own.role in _PARAMETERS):
+            if self._casts.of(tensor) or _role(held, tensor) in _PARAMETERS:
                 return True
         return False
 
@@ -486,10 +481,14 @@ def hit_lines(gradients: Sequence[str]) -> list[str]:
     return [f"  hit    the gradients of {listed(gradients, 3)}"] if gradients else []
 
 
-def _is_weight(held: dict[int, Held], tensor: Tensor) -> bool:
+def _role(held: ByMemory[Held], tensor: Tensor) -> str:
+    own = held.of(tensor)
+    return "" if own is None else own.role
+
+
+def _is_weight(held: ByMemory[Held], tensor: Tensor) -> bool:
     """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
-    own = held.get(tracing.storage_key(tensor))
-    role = "" if own is None else own.role
+    role = _role(held, tensor)
     return role in _PARAMETERS or (role == "buffer" and not tracing.is_mask(tensor))
 
 

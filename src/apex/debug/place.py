@@ -65,21 +65,22 @@ class Place:
         """The location and, on a line of its own, the source; ``""`` if there is none."""
         return "\n".join(filter(None, [self.location, self.source]))
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """The module in words, such as ``"in body.0"``."""
         if self.module:
             return f"in {self.module}"
         return "in the model" if self.inside else "outside the model"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Place):
     """Where low precision, or a formula, went wrong, why, and what to do.
 
     Attributes:
-        place: The module, the direction and the line.
         op: Operator, such as ``"aten.exp"``.
         kind: What happened: ``"inf"``, ``"nan"``, ``"scaled"``, ``"rounding"``,
-            ``"cancellation"``, ``"chain"``, ``"lost update"``, ``"underflow"``.
+            ``"cancellation"``, ``"chain"``, ``"lost update"``, ``"underflow"``, ``"frozen"``.
         dtype: Name of the dtype of the result.
         what: What happened, in a line.
         cause: Why, in one to three words.
@@ -91,7 +92,6 @@ class Finding:
         notes: What else to know, each a label of at most six letters and a text.
     """
 
-    place: Place
     op: str
     kind: str
     dtype: str
@@ -105,26 +105,6 @@ class Finding:
     notes: tuple[tuple[str, str], ...] = ()
 
     @property
-    def module(self) -> str:
-        """Qualified name of the module; ``""`` for the model itself and outside it."""
-        return self.place.module
-
-    @property
-    def direction(self) -> Direction:
-        """``"forward"`` or ``"backward"``."""
-        return self.place.direction
-
-    @property
-    def location(self) -> str:
-        """``"file:line"`` of user code; ``""`` if there is none."""
-        return self.place.location
-
-    @property
-    def source(self) -> str:
-        """The line of code at ``location``; ``""`` if there is none to read."""
-        return self.place.source
-
-    @property
     def remedy(self) -> str:
         """The remedies, one a line, numbered if there are several."""
         if len(self.remedies) == 1:
@@ -132,14 +112,13 @@ class Finding:
         return "\n".join(f"{number}. {each}" for number, each in enumerate(self.remedies, 1))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all data, the place's with its own."""
-        own = {name: value for name, value in vars(self).items() if name != "place"}
-        return {**vars(self.place), **own, "source": self.source}
+        """Returns all data, with the line of code."""
+        return {**vars(self), "source": self.source}
 
     def __str__(self) -> str:
         known = f" This is {self.pattern}." if self.pattern else ""
         parts = (
-            ("at", self.place.shown),
+            ("at", self.shown),
             ("in", ", ".join(map(str, self.inputs))),
             ("cause", f"{self.cause}: {self.why}{known}"),
             *self.notes,

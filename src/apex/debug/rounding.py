@@ -17,7 +17,7 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
-from apex.debug.causes import data, in_fp32, remedies
+from apex.debug.causes import explained, in_fp32, remedies
 from apex.debug.common import held_by, listed, to_json
 from apex.debug.place import Finding, Place, innermost_line
 from apex.debug.tracing import ByMemory, Call, Trace, floating
@@ -199,7 +199,7 @@ class RoundingTrace(Trace):
         return tuple(self._skipped)
 
     def __str__(self) -> str:
-        later = [f"{row.op} {row.place}, {row.direction}" for row in self.lost[1:]]
+        later = [f"{row.op} {row.where}, {row.direction}" for row in self.lost[1:]]
         skips = (
             f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
         )
@@ -368,15 +368,12 @@ class RoundingTrace(Trace):
             ways = [*(remedy for remedy in line if "fp32_modules" in remedy), *ways]
         times = f"{error / inherited:.0f} times" if inherited else "from none"
         self._lost[key] = RoundingRow(
-            place,
-            call.name,
-            kind,
-            dtype,
-            what=f"{call.name} {place}, {place.direction}, in {dtype}: error {error:.2g}, "
+            **vars(place),
+            op=call.name,
+            kind=kind,
+            what=f"{call.name} {place.where}, {place.direction}, in {dtype}: error {error:.2g}, "
             f"explained {tolerance:.2g}, inherited {inherited:.2g}",
-            cause=kind,
-            why=data()[section]["why"].format(dtype=dtype, times=times),
-            remedies=tuple(ways[:3]),
+            **explained(section, ways, cause=kind, dtype=dtype, times=times),
             notes=tuple(notes),
             error=error,
             tolerance=tolerance,
@@ -457,14 +454,11 @@ class _Underflow:
         ways = [*remedies("underflow", self.way), *remedies("in bf16", self.way)]
         what = f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not"
         row = RoundingRow(
-            self._place,
-            "aten.add",
-            "underflow",
-            "float16",
+            **vars(self._place),
+            op="aten.add",
+            kind="underflow",
             what=what,
-            cause="underflow",
-            why=data()["underflow"]["why"],
-            remedies=tuple(ways[:3]),
+            **explained("underflow", ways, cause="underflow", dtype="float16"),
             error=math.sqrt(self._lost / self._total),
             tolerance=rules.LOST_GRADIENT,
         )

@@ -71,15 +71,13 @@ _DECIDED = 0.9
 """Probability from which a row of a softmax counts as decided."""
 
 
-# -- operators, by their base names -----------------------------------------------------------------
+# -- operators, by their base names ----------------------------------------------------------------
 
-MOVES = frozenset(
-    {
-        *("to_copy", "copy", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
-        *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
-        *("masked_fill", "select_backward", "slice_backward"),
-    }
-)
+MOVES = {
+    *("to_copy", "copy", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
+    *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
+    *("masked_fill", "select_backward", "slice_backward"),
+}
 """Operators that only move values, so that they can lose no more than a cast."""
 
 _DIFFERENCES = {"add", "sub", "rsub"}

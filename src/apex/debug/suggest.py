@@ -182,7 +182,7 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
         if not first.module or _is_within(first.module, names):
             unrepaired.add(first.module)
             notes.append(
-                f"{first.op} {first.place} loses digits ({first.direction}, "
+                f"{first.op} {first.where} loses digits ({first.direction}, "
                 f"{first.location}), and no module in fp32 repairs it: compute it in fp32, on "
                 ".float() inputs."
             )

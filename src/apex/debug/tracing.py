@@ -472,21 +472,10 @@ def is_mask(tensor: Tensor) -> bool:
     return len(torch.unique(infinite)) == 1 and bool((finite == finite[:1]).all())
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, shared by its views; 0 if it has none."""
-    values = dense(tensor)
-    return values.untyped_storage().data_ptr() if is_plain(type(values)) else 0
-
-
 def covers_storage(tensor: Tensor) -> bool:
     """Returns whether a tensor covers its whole storage."""
     values = dense(tensor)
     return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
-
-
-def keys(value: Any) -> set[int]:
-    """Returns the keys of the storages of nested tensors."""
-    return {storage_key(tensor) for tensor in floating(value)} - {0}
 
 
 def elements(tensors: Sequence[Tensor]) -> int:
