@@ -126,21 +126,12 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
 
 # -- frozen updates --------------------------------------------------------------------------------
 
-_WIDER = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float64,
-}
-"""The dtype in which the intended update is computed, by the weight's dtype."""
-
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
 
 def frozen_updates(optimizer: Any) -> FrozenUpdates:
     """Returns a context that counts the weights that its steps should have moved but did not.
 
     A copy of the optimizer computes the intended update from the same weights, gradients and state
-    in a wider dtype (fp32 for 16-bit weights, fp64 for fp32 weights). If that update is not zero
+    in fp64. If that update is not zero
     but the weight stays the same, rounding has lost it, as for an Adam step of 1e-3 on a bf16
     weight of 1. The counted weights are those that the optimizer steps: fp32 masters where they
     exist. A skipped step counts nothing, and neither does a weight without a finite update.
@@ -298,20 +289,20 @@ class FrozenUpdates:
 
 
 def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Returns, by parameter with a gradient, the values after a step in a wider dtype.
+    """Returns, by parameter with a gradient, the values after a step in fp64.
 
     A plain copy of the optimizer steps.
     """
     wide = {param: _widened(param) for param in params_of(optimizer)}
-    # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
-    own = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in (PREPARED, "step", *_HOOKS)
-    }
+    own: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
+        if name.endswith("_hooks"):
+            own[name] = OrderedDict()
+        elif name not in (PREPARED, "step"):
+            own[name] = value
     shadow = object.__new__(plain_class(type(optimizer)))
     shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))
-    shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
     for param, state in states_in(shadow.state):
         match = functools.partial(_match_dtype, dtype=param.dtype)
         for name, value in state.items():
@@ -322,12 +313,12 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
     # 0-d tensors are step counts, whose dtype the kernels require.
-    narrower = value.dim() > 0 and value.dtype in _WIDER and value.dtype.itemsize < dtype.itemsize
+    narrower = value.dim() > 0 and value.is_floating_point() and value.itemsize < dtype.itemsize
     return value.to(dtype) if narrower else value
 
 
 def _widened(param: Tensor) -> Tensor:
-    dtype = _WIDER.get(param.dtype, param.dtype)
+    dtype = tracing.WIDE.get(param.dtype, param.dtype)
     if param.device.type == "mps" and dtype is torch.float64:  # not supported there
         dtype = torch.float32
     wide = torch.nn.Parameter(param.detach().to(dtype, copy=True))

@@ -23,7 +23,6 @@ from apex.debug.tracing import Call, Trace, floating
 
 LOW = ("float16", "bfloat16")
 _CAST = "aten._to_copy"
-_CASTS = {_CAST, "aten.to"}
 
 
 def explain(
@@ -259,7 +258,7 @@ class _Costs(Trace):
         outputs = list(filter(is_castable, floating(result)))
         if not inputs and not outputs:
             return
-        casts = call.name in _CASTS and inputs and outputs
+        casts = call.name == _CAST and inputs and outputs
         moved = 0
         if casts and inputs[0].dtype is not outputs[0].dtype:
             moved = inputs[0].numel() * (inputs[0].itemsize + outputs[0].itemsize)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
@@ -127,33 +127,16 @@ class OverflowTrace(Trace):
             )
         super().__init__(*models)
         self._births = Births()
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._scaled = ScaledGradients()
+        unseen: tuple[float | None, bool] = None, False
+        if scaler is not None and scaler.is_enabled():
+            unseen = scaler.get_scale(), True
+        self._scaled = ScaledGradients(unseen)
         self._misused: set[tuple[str, str]] = set()
-        self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()
-        # Memory: of weights cast, of what nothing has written yet, and of gradients that were
-        # already non-finite when tracing started.
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Memory: of weights cast, of what nothing has written yet, and of non-finite values.
         self._casts: ByMemory[bool] = ByMemory()
         self._unwritten: ByMemory[bool] = ByMemory()
-        self._stale: ByMemory[bool] = ByMemory()
         self._born: ByMemory[Birth] = ByMemory()
-
-    def __enter__(self) -> OverflowTrace:
-        """Starts tracing this thread.
-
-        Raises:
-            RuntimeError: If the trace was entered before.
-        """
-        for grad in floating([param.grad for param in self._tracker.parameters]):
-            if kind_of(grad):
-                self._stale.note(grad, True)
-        return super().__enter__()
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Stops tracing, removes all hooks and releases the models, the scaler and all values."""
-        super().__exit__(*exc_info)
-        self._scaler = None
-        self._born = ByMemory()
 
     @property
     def first(self) -> Finding | None:
@@ -185,7 +168,7 @@ class OverflowTrace(Trace):
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
-        self._optimizers[optimizer] = None
+        self._optimizers.add(optimizer)
         scale = self._scaled.scale_in_step(optimizer)
         if scale != 1.0:
             self._add_misuse("step", scale)
@@ -251,7 +234,6 @@ class OverflowTrace(Trace):
                     worst = kind
             elif tracing.covers_storage(tensor):
                 self._born.discard(tensor)
-                self._stale.discard(tensor)
         if bad:
             self._mark_bad(call, before, bad, worst)
         self._mark_fate(call, before, is_finite=not bad)
@@ -359,8 +341,6 @@ class OverflowTrace(Trace):
         held = self._held()
         role = _role(held, tensor)
         in_backward = self._tracker.direction == "backward"
-        if self._stale.of(tensor):
-            return "gradients"
         if ranks.world_size() > 1 and (in_backward or role == "gradient"):
             return "another rank"
         if role == "gradient":
@@ -457,13 +437,11 @@ class OverflowTrace(Trace):
         return False
 
     def _loss_scale(self) -> tuple[float | None, bool]:
-        """Returns the largest scale of the models' sessions, or the scaler's, and if it adapts."""
+        """Returns the largest scale of the models' sessions, or of the pass, and if it adapts."""
         scalers = [scaler for session in self._sessions for scaler in session.scalers]
         if scalers:
             largest = max(scaler.read_scale() for scaler in scalers)
             return largest, any(scaler.dynamic for scaler in scalers)
-        if self._scaler is not None:
-            return self._scaler.get_scale(), True
         return self._scaled.loss_scale
 
 
