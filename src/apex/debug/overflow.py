@@ -368,7 +368,7 @@ class OverflowTrace(Trace):
             cause = "update"
         values = [] if deliberate or self._in_step else [read.values for read in before.inputs]
         is_small = before.known and tracing.elements(values) <= _MAX_COPIED
-        scale, dynamic = self._loss_scale() if backward else (None, False)
+        scale, dynamic = self._scaled.loss_scale if backward else (None, False)
         birth = Birth(
             place,
             call.name,
@@ -411,7 +411,7 @@ class OverflowTrace(Trace):
             birth.unwritten = True
         birth.names = ", ".join(unwritten or names)
 
-    # -- weights and loss scales -------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------
 
     def _held(self) -> ByMemory[Held]:
         """Returns what the models and the optimizers that have stepped hold."""
@@ -435,14 +435,6 @@ class OverflowTrace(Trace):
             if self._casts.of(tensor) or _role(held, tensor) in _PARAMETERS:
                 return True
         return False
-
-    def _loss_scale(self) -> tuple[float | None, bool]:
-        """Returns the largest scale of the models' sessions, or of the pass, and if it adapts."""
-        scalers = [scaler for session in self._sessions for scaler in session.scalers]
-        if scalers:
-            largest = max(scaler.read_scale() for scaler in scalers)
-            return largest, any(scaler.dynamic for scaler in scalers)
-        return self._scaled.loss_scale
 
 
 def headed(finding: Finding) -> str:

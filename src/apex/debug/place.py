@@ -45,7 +45,7 @@ class Place:
     Attributes:
         module: Qualified name of the innermost module; ``""`` for the model itself and outside it.
         inside: Whether a model was running, forward or backward.
-        direction: ``"forward"`` or ``"backward"``.
+        direction: ``"forward"`` or ``"backward"``, also where a checkpoint recomputes a forward.
         location: ``"file:line"`` of user code, in a backward pass of the forward; ``""`` if none.
     """
 
@@ -221,12 +221,8 @@ class Tracker:
 
     @property
     def direction(self) -> Direction:
-        """``"backward"`` while autograd computes gradients; recomputed checkpoints are forward."""
-        task = backward_id()
-        if task == -1 or self._running(task) is not None:
-            return "forward"
-        # A recompute enables gradients; autograd's own formulas run without them.
-        return "forward" if torch.is_grad_enabled() and _within_backward()[1] else "backward"
+        """``"backward"`` while autograd computes gradients, also where a checkpoint recomputes."""
+        return "forward" if backward_id() == -1 else "backward"
 
     @property
     def may_stop(self) -> bool:
@@ -236,7 +232,7 @@ class Tracker:
     @property
     def runs_formula(self) -> bool:
         """Whether autograd's own formula of a derivative is running, not user code."""
-        return self.direction == "backward" and not _within_backward()[0]
+        return self.direction == "backward" and not _line_within_backward()
 
     @property
     def place(self) -> Place:
@@ -264,7 +260,7 @@ class Tracker:
             return innermost_line()
         site = self.forward_site
         forward = "" if site is None else site.place.location
-        return _within_backward()[0] or forward or innermost_line()
+        return _line_within_backward() or forward or innermost_line()
 
     def _running(self, task: int) -> str | None:
         """Returns the name of the innermost module if it was called in backward pass ``task``."""
@@ -406,7 +402,6 @@ _APEX_SCALERS = (
 )
 _SCALERS = {os.path.join(_APEX, "apex", *name.split("/")) for name in _APEX_SCALERS.split()}
 _SCALERS.add(os.path.join(_TORCH, "amp", "grad_scaler.py"))
-_CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 
 
 def innermost_line() -> str:
@@ -414,21 +409,15 @@ def innermost_line() -> str:
     return next((line for kind, line in _frames() if kind == "user"), "")
 
 
-def _within_backward() -> tuple[str, bool]:
-    """Returns the innermost user line of the running backward, and whether a checkpoint recomputes.
+def _line_within_backward() -> str:
+    """Returns the innermost user line of the running backward pass, such as of a hook's.
 
     The search ends at the frames of autograd's Python entry point, which threads of the engine do
     not have.
     """
-    innermost = ""
-    for kind, line in _frames():
-        if kind == "engine":
-            break
-        if kind == "checkpoint":
-            return innermost, True
-        if kind == "user":
-            innermost = innermost or line
-    return innermost, False
+    kinds = ("user", "engine")
+    kind, line = next((frame for frame in _frames() if frame[0] in kinds), ("", ""))
+    return line if kind == "user" else ""
 
 
 def runs_in_scaler() -> bool:
@@ -452,13 +441,11 @@ def _frames() -> Iterator[tuple[str, str]]:
 
 
 @functools.cache
-def _kind(filename: str) -> Literal["engine", "checkpoint", "scaler", "library", "user"]:
+def _kind(filename: str) -> Literal["engine", "scaler", "library", "user"]:
     if filename in _ENGINE:
         return "engine"
     if filename in _SCALERS:
         return "scaler"
-    if filename == _CHECKPOINT:
-        return "checkpoint"
     if filename.startswith((_TORCH, _APEX, "<frozen")):
         return "library"
     standard = filename.startswith(_STANDARD) and "site-packages" not in filename

@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes, tree
 from apex._engine.conversion.state import state_of
-from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing
@@ -294,21 +293,13 @@ class Trace:
         return self._stepping is not None and not in_closure
 
     @property
-    def _sessions(self) -> list[Session]:
-        """The sessions of the models and of modules inside them."""
-        sessions: dict[Session, None] = {}
+    def _way(self) -> str:
+        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
         for model in self._tracker.models:
             for module in model.modules():
                 state = state_of(module)
                 if state is not None and state.link.session is not None:
-                    sessions[state.link.session] = None
-        return list(sessions)
-
-    @property
-    def _way(self) -> str:
-        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
-        for session in self._sessions:
-            return session.policy.opt_level
+                    return state.link.session.policy.opt_level
         return "autocast" if self._tracker.autocasts else "plain"
 
 

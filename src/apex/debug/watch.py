@@ -254,12 +254,8 @@ def _details(passes: Sequence[Pass]) -> Iterator[str]:
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
     grads = [finite.summed_values(grad) for param in params if (grad := param.grad) is not None]
-    if dtensor.any_dtensor(grads):
-        norm = torch.nn.utils.get_total_norm(grads)
-        return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
-    device = grads[0].device if grads else torch.device("cpu")
-    # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
-    return norms.total(norms.stacked(norms.l2_norms(grads), device))
+    norm = norms.global_norm(grads) if grads else torch.zeros(())
+    return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
 
 
 # -- arm -------------------------------------------------------------------------------------------
