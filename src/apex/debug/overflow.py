@@ -133,7 +133,7 @@ class OverflowTrace(Trace):
         self._scaled = ScaledGradients(unseen)
         self._misused: set[tuple[str, str]] = set()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Memory: of weights cast, of what nothing has written yet, and of non-finite values.
+        # Memory of weights cast, of what nothing has written yet, and of non-finite values.
         self._casts: ByMemory[bool] = ByMemory()
         self._unwritten: ByMemory[bool] = ByMemory()
         self._born: ByMemory[Birth] = ByMemory()
@@ -219,13 +219,8 @@ class OverflowTrace(Trace):
 
     def _check(self, call: Call, before: _Inputs, result: Any) -> None:
         saves = call.base.startswith(tracing.SAVES_INFINITIES)
-        for tensor in floating(result[1:] if saves else []):
-            kind = kind_of(tensor)
-            if kind:
-                birth = self._birth(call, before, kind, [tensor], "constant", deliberate=True)
-                self._born.note(tensor, birth)
         bad: list[Tensor] = []
-        worst: str = "inf"
+        worst = "inf"
         for tensor in tracing.outputs(call, result[:1] if saves else result):
             kind = kind_of(tensor)
             if kind:
@@ -255,13 +250,12 @@ class OverflowTrace(Trace):
 
     def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> None:
         birth = self._origin(call, before, bad, kind)
-        is_mask = birth.deliberate and birth.cause != "update"
         written = set(map(id, call.written))
         held = self._held() if written else ByMemory()
         for tensor in bad:
             self._born.note(tensor, birth)
             # Batch norms in eval mode leave their statistics alone.
-            if not is_mask and id(tensor) in written and _is_weight(held, tensor):
+            if not birth.deliberate and id(tensor) in written and _is_weight(held, tensor):
                 self._births.reach(birth, spoils=True)
 
     def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
@@ -309,11 +303,9 @@ class OverflowTrace(Trace):
             known: Birth = forward.birth
             known.masked_again |= known.masked
             return known  # its derivative is infinite, too
-        is_constant = _number(call) is not None
-        cause = ""
-        if is_constant:
-            in_update = self._stepping is not None and self._is_update(call)
-            cause = "update" if in_update else "constant"
+        in_update = self._stepping is not None and self._is_update(call)
+        is_constant = _number(call) is not None and not in_update
+        cause = "constant" if is_constant else ""
         birth = self._birth(call, before, kind, bad, cause, deliberate=is_constant)
         if created is not None:
             created.birth = birth
@@ -329,8 +321,8 @@ class OverflowTrace(Trace):
             deliberate = cause == "data" and is_mask
             if deliberate:
                 cause = "constant"
-            kind = read.kind or "nan"
-            birth = self._birth(call, before, kind, [argument], cause, deliberate=deliberate)
+            bad = [argument]
+            birth = self._birth(call, before, read.kind, bad, cause, deliberate=deliberate)
             self._born.note(argument, birth)
             return birth
         if not birth.deliberate and _is_weight(self._held(), read.values):
@@ -397,10 +389,11 @@ class OverflowTrace(Trace):
 
     def _name_weights(self, birth: Birth, bad: list[Tensor]) -> None:
         """Names the weights that a birth is about: those that were bad, or never written."""
+        own = self._held().of(bad[0])
+        if birth.given == "weights" and own is not None:
+            birth.names = own.name
         if birth.given not in ("", "weights"):
             return
-        held = self._held()
-        names = [own.name for own in map(held.of, bad) if own is not None and birth.given]
         unwritten = []
         for name, role, value in held_by(self._tracker.models, self._optimizers):
             is_own = role in _PARAMETERS and owner_of(name) == birth.place.module
@@ -409,7 +402,7 @@ class OverflowTrace(Trace):
         if unwritten:
             birth.given = "weights"
             birth.unwritten = True
-        birth.names = ", ".join(unwritten or names)
+            birth.names = ", ".join(unwritten)
 
     # -- weights -------------------------------------------------------------------
 

@@ -325,17 +325,16 @@ class RoundingTrace(Trace):
             if found is None:
                 return False
             error, tolerance = found
-            kind = "lost update"
-            least = 0.0
             if error > tolerance:
                 kind = self._kind(call, result, index, error)
-                if kind == "cancellation":
-                    inside = self._tracker.module[1]
-                    least = rules.least_cancellation(call.base, inside=inside)
+                is_residual = rules.is_residual(call.base, inside=self._tracker.module[1])
+                if kind == "cancellation" and is_residual:
+                    tolerance = max(tolerance, rules.LOST_RESIDUAL)
             else:
+                kind = "lost update"
                 error = self._lost_change(call, result)
                 tolerance = rules.LOST_CHANGE
-            if error > max(tolerance, least):
+            if error > tolerance:
                 self._lose(call, dtypes.name(low.dtype), error, tolerance, kind)
         return True
 

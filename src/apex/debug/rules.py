@@ -55,6 +55,9 @@ AMPLIFICATION = 4.0
 
 LOST_CHANGE = 0.5
 
+LOST_RESIDUAL = 0.5
+"""Error up to which cancellation in the residual of a regression is none."""
+
 SMALL = 2.0**-4
 """Changes by a larger share are no small ones."""
 
@@ -199,13 +202,12 @@ def first_of(values: Any) -> Any:
     return values[0] if isinstance(values, list | tuple) and values else values
 
 
-def least_cancellation(name: str, *, inside: bool) -> float:
-    """Returns the error up to which cancellation is as good as none, next to ordinary rounding.
+def is_residual(name: str, *, inside: bool) -> bool:
+    """Returns whether an operator computes a regression's residual, inside a model or outside.
 
-    The residual of a regression, outside of the model, is a small difference by its purpose.
+    It is a small difference by its purpose, of which the next step needs few digits.
     """
-    is_residual = name.startswith(_RESIDUALS) or (name == "sub" and not inside)
-    return 0.5 if is_residual else 0.05
+    return name.startswith(_RESIDUALS) or (name == "sub" and not inside)
 
 
 def without_masked_rows(low: Tensor, high: Tensor, logits: Tensor, dim: int) -> Tensor:
