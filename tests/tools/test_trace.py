@@ -95,7 +95,7 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert "logsumexp" in lines[6]
     assert lines[9] == "  hit    the gradients of layers.0.bias, layers.0.weight"
     assert lines[10].startswith("The script was stopped there; with --keep-going")
-    assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step in \S+ s\.", lines[-1])
+    assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step\.", lines[-1])
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
 

@@ -57,9 +57,14 @@ def explained(
 
 def in_fp32(place: Place, way: str, device: str = "cpu") -> list[str]:
     """Returns how to run a module, or one line, in fp32."""
-    module = place.module.rpartition(":")[2]
     line = remedies("in fp32" if place.inside else "a loss in fp32", way, device=device)
-    return [*remedies("a module in fp32", way, module=module), *line] if module else line
+    return [*module_in_fp32(place, way), *line]
+
+
+def module_in_fp32(place: Place, way: str) -> list[str]:
+    """Returns how to keep a module in fp32, if there is one and the way of training has a way."""
+    module = place.module.rpartition(":")[2]
+    return remedies("a module in fp32", way, module=module) if module else []
 
 
 def finding_of(birth: Birth | None) -> Finding | None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
-from apex._core.dtypes import is_castable
 from apex._torch.copies import record
 from apex._torch.modules import named_tensors
 from apex.debug import common
@@ -254,8 +253,8 @@ class _Costs(Trace):
         end = self._now()
         if call.traits.view:
             return
-        inputs = list(filter(is_castable, floating(call.arguments)))
-        outputs = list(filter(is_castable, floating(result)))
+        inputs = list(floating(call.arguments))
+        outputs = list(floating(result))
         if not inputs and not outputs:
             return
         casts = call.name == _CAST and inputs and outputs

@@ -17,9 +17,9 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
-from apex.debug.causes import explained, in_fp32, remedies
+from apex.debug.causes import explained, in_fp32, module_in_fp32, remedies
 from apex.debug.common import held_by, listed, to_json
-from apex.debug.place import Finding, Place, innermost_line
+from apex.debug.place import Finding, Place
 from apex.debug.tracing import ByMemory, Call, Trace, floating
 
 MasterPair = tuple[Tensor, Tensor]
@@ -172,11 +172,13 @@ class RoundingTrace(Trace):
         self._lost: dict[tuple[Any, ...], RoundingRow] = {}
         self._skipped: dict[Skipped, None] = {}
         self._shadows = _Shadows()
-        self._underflow = _Underflow()
+        # Of the gradients in fp16: see _count_underflow, and where the first underflows.
+        self._underflow = [0.0, 0.0, 0.0, 0.0]
+        self._underflow_at: Place | None = None
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models and all values."""
-        self._underflow.way = self._way
+        self._judge_underflow()
         super().__exit__(*exc_info)
         self._shadows = _Shadows()
 
@@ -191,7 +193,7 @@ class RoundingTrace(Trace):
 
         One record per module, operator, direction and dtype. Gradients that underflow come first.
         """
-        return (*self._underflow.rows(), *self._lost.values())
+        return tuple(self._lost.values())
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
@@ -262,7 +264,7 @@ class RoundingTrace(Trace):
                 self._skip(call.name, reason)
             if self._tracker.accumulating is not None:
                 for grad in floating(result):
-                    self._underflow.count(grad, self._shadows.of(grad))
+                    self._count_underflow(grad)
 
     def _skip(self, op: str, reason: str) -> None:
         self._skipped.setdefault(Skipped(self._tracker.module[0], op, reason))
@@ -360,11 +362,10 @@ class RoundingTrace(Trace):
                 text = f"{origin.op}, where the error enters ({origin.error:.2g})"
                 notes.append(("from", f"{text}\n{origin.place.shown}"))
         ways = remedies(section, self._way, origin=entered)
-        line = in_fp32(place, self._way)
         if section == "rounding":
-            ways = [*line, *ways]
+            ways = in_fp32(place, self._way)
         if section == "cancellation":
-            ways = [*(remedy for remedy in line if "fp32_modules" in remedy), *ways]
+            ways = [*module_in_fp32(place, self._way), *ways]
         times = f"{error / inherited:.0f} times" if inherited else "from none"
         self._lost[key] = RoundingRow(
             **vars(place),
@@ -416,52 +417,42 @@ class RoundingTrace(Trace):
         largest = max(each.relative for each in call.inputs)
         return "chain" if rules.AMPLIFICATION * largest > error else "cancellation"
 
+    # -- gradients that underflow ----------------------------------------------------------------
 
-class _Underflow:
-    """The gradients in fp16 that are 0 where those in fp32 are not, over all parameters.
-
-    Attributes:
-        way: How the model trains.
-    """
-
-    def __init__(self) -> None:
-        self.way = "plain"
-        self._zeros = 0
-        self._elements = 0
-        self._lost = 0.0
-        self._total = 0.0
-        self._place = Place("", True, "backward", "")
-
-    def count(self, grad: Tensor, shadow: _Shadow | None) -> None:
-        """Counts the elements of a gradient that has just arrived."""
+    def _count_underflow(self, grad: Tensor) -> None:
+        """Adds up a gradient's elements that are 0 in fp16 and not in fp32, and all in fp32."""
+        shadow = self._shadows.of(grad)
         if shadow is None or shadow.unit != rules.roundoff(torch.float16):
             return
         exact = torch.where(grad.isfinite(), shadow.view(grad), 0.0)
-        zero = (grad == 0.0) & (exact != 0.0)
-        self._zeros += int(zero.count_nonzero())  # sync: tracing is a diagnosis, here and below
-        self._elements += int(exact.count_nonzero())
-        self._lost += rules.norm(exact[zero]) ** 2
-        self._total += rules.norm(exact) ** 2
-        if zero.any() and not self._place.location:
-            self._place = Place("", True, "backward", innermost_line())
+        lost = exact[grad == 0.0]
+        sums = [*_sums(lost), *_sums(exact)]
+        self._underflow = [old + new for old, new in zip(self._underflow, sums, strict=True)]
+        if self._underflow_at is None and lost.any():
+            self._underflow_at = self._tracker.place
 
-    def rows(self) -> list[RoundingRow]:
-        """Returns what is to be said of it, if anything."""
-        if self._lost <= rules.LOST_GRADIENT**2 * self._total:
-            return []
-        share = 100 * self._zeros / self._elements
-        ways = [*remedies("underflow", self.way), *remedies("in bf16", self.way)]
-        what = f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not"
+    def _judge_underflow(self) -> None:
+        """Logs, as the first, that many gradients are 0."""
+        zeros, lost, elements, total = self._underflow
+        if self._underflow_at is None or lost <= rules.LOST_GRADIENT**2 * total:
+            return
+        share = 100 * zeros / elements
+        ways = [*remedies("underflow", self._way), *remedies("in bf16", self._way)]
         row = RoundingRow(
-            **vars(self._place),
+            **vars(self._underflow_at),
             op="aten.add",
             kind="underflow",
-            what=what,
+            what=f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not",
             **explained("underflow", ways, cause="underflow", dtype="float16"),
-            error=math.sqrt(self._lost / self._total),
+            error=math.sqrt(lost / total),
             tolerance=rules.LOST_GRADIENT,
         )
-        return [row]
+        self._lost = {(): row, **self._lost}
+
+
+def _sums(values: Tensor) -> tuple[float, float]:
+    """Returns how many values are not 0, and the sum of their squares."""
+    return float(values.count_nonzero()), rules.norm(values) ** 2  # sync: tracing is a diagnosis
 
 
 def _distance(call: _ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:

@@ -6,7 +6,6 @@ import bisect
 import importlib
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,6 @@ class Seen:
         steps: Number of optimizer steps completed.
         passes: Number of backward passes that reached a gradient.
         healed: Number of these after which a dynamic loss scale backed off.
-        seconds: Time since the first operator.
     """
 
     first: Finding | None
@@ -43,7 +41,6 @@ class Seen:
     steps: int
     passes: int
     healed: int
-    seconds: float
 
 
 class ScriptTrace(OverflowTrace):
@@ -59,7 +56,6 @@ class ScriptTrace(OverflowTrace):
         super().__init__()
         self._on_fault: Callable[[], None] | None = on_fault
         self._steps: list[int] = []  # operators traced until each step of an optimizer
-        self._started = 0.0
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
@@ -84,7 +80,7 @@ class ScriptTrace(OverflowTrace):
         first = births.first(healing=False)
         steps = self._steps
         return Seen(
-            first=finding_of(first),
+            first=self.first,
             steps_before=bisect.bisect_left(steps, first.time) if first else len(steps),
             certain=births.certain,
             gradients=tuple(births.gradients),
@@ -92,7 +88,6 @@ class ScriptTrace(OverflowTrace):
             steps=len(steps),
             passes=births.passes,
             healed=births.healed,
-            seconds=time.perf_counter() - self._started if self._started else 0.0,
         )
 
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -100,7 +95,6 @@ class ScriptTrace(OverflowTrace):
         self._steps.append(self._births.time)
 
     def _before(self, call: Call) -> Any:
-        self._started = self._started or time.perf_counter()
         on_fault = self._on_fault
         if on_fault is not None and self._births.certain and self._tracker.may_stop:
             self._on_fault = None

@@ -400,7 +400,7 @@ class ByMemory(Generic[Fact]):
 
     def of(self, tensor: Tensor) -> Fact | None:
         """Returns what is known of a tensor's memory; None if nothing."""
-        return self._facts.get(storage(tensor)) if self._facts else None
+        return self._facts.get(storage(tensor))
 
     def note(self, tensor: Tensor, fact: Fact) -> None:
         """Records a fact about a tensor's memory."""
@@ -408,8 +408,7 @@ class ByMemory(Generic[Fact]):
 
     def discard(self, tensor: Tensor) -> None:
         """Forgets what was known of a tensor's memory."""
-        if self._facts:
-            self._facts.pop(storage(tensor), None)
+        self._facts.pop(storage(tensor), None)
 
 
 def kind_of(tensor: Tensor) -> str:

@@ -171,7 +171,7 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
             f"{script}` names operators that lose digits, `--updates` weights that stay."
         )
     operators = counted(seen.operators, "operator")
-    return [*lines, f"Traced {operators} and {_steps(seen.steps)} in {seen.seconds:.3g} s."]
+    return [*lines, f"Traced {operators} and {_steps(seen.steps)}."]
 
 
 def _ended(ending: Ending) -> list[str]:
