@@ -8,8 +8,8 @@ import pytest
 
 from apex.debug.causes import data
 from apex.debug.check import FrozenUpdates
+from apex.debug.overflow import ScriptTrace
 from apex.debug.rounding import RoundingTrace
-from apex.debug.script_trace import ScriptTrace
 from apex.tools.script import Script
 from apex.tools.trace import FaultFound
 

@@ -138,9 +138,9 @@ def with_nan():
         (lambda: nn.Linear(4, 4).bfloat16(), {}, "'weight' is torch.bfloat16 on cpu"),
         (lambda: nn.Linear(4, 4), {"loss_fn": "mse"}, "got str as loss_fn; it takes a function"),
         (lambda: nn.Linear(4, 4), {"loss_fn": lambda output: output}, r"shape \(2, 4\)"),
-        (Draws, {}, "between two runs in fp32"),
+        (Draws, {}, "or differ between two runs"),
         (lambda: Uncopyable(4, 4), {}, "cannot be copied .NotImplementedError: no copies"),
-        (with_nan, {}, r"not finite in fp32, too.*trace_overflow\(model\)"),
+        (with_nan, {}, r"not finite.*trace_overflow\(model\)"),
         (
             lambda: amp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0),
             {},

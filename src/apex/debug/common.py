@@ -245,15 +245,6 @@ def percent(share: float | None) -> str:
     return f"{100.0 * share:.3g} %" if share < 10.0 else f"{100.0 * share:,.0f} %"
 
 
-def size(count: float) -> str:
-    """Returns bytes in a suitable unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
-        count /= 1024
-    return f"{count:.3g} GiB"
-
-
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """Returns, for instance, ``"1 pass"`` or ``"2 passes"``; ``plural`` is the ending."""
     return f"{count} {noun}{plural * (count != 1)}"

@@ -193,7 +193,7 @@ class Explanation:
         table = common.aligned([_HEAD, *shown], [True] * len(_HEAD))
         lines = [
             f"{self.model}: {_share(total.low_precision_seconds, total.seconds)} of the time in 16 "
-            f"bits; {common.counted(total.casts, 'cast')}, {common.size(total.cast_bytes)} moved",
+            f"bits; {common.counted(total.casts, 'cast')}, {total.cast_bytes:,} bytes moved",
             "",
             *("  ".join(line).rstrip() for line in table),
             *([f"{hidden} faster rows omitted; to_json() has all."] * bool(hidden)),
@@ -220,7 +220,7 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
         str(row.calls),
         f"{taken} → {common.short(row.dtype_out)}",
         _share(row.seconds, seconds),
-        common.size(row.cast_bytes) if row.cast_bytes else "",
+        f"{row.cast_bytes:,}" if row.cast_bytes else "",
     )
 
 

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -172,7 +172,7 @@ class Tracker:
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        """Collects the names; tracking starts on entry."""
+        """Collects the names."""
         self.names: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
         self.parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._discovers = not models
@@ -182,26 +182,27 @@ class Tracker:
         self._thread = 0
         self.autocasts = False
         self._sites: OrderedDict[tuple[int, int], Site] = OrderedDict()
-        self._hooks = ExitStack()
         self._add_names()
 
-    def __enter__(self) -> Tracker:
-        """Registers hooks on all modules."""
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Hooks all modules inside the block; discards the recorded sites at its end."""
         self._thread = threading.get_ident()
         self._state.last_sequence = _next_sequence() - 1
         # Not catch_warnings: what the script changes meanwhile stays.
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
-        self._hooks.callback(_forget, warnings.filters[0])
-        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        own_filter = warnings.filters[0]
+        before = register_module_forward_pre_hook(self._enter_module)
         after = register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks.callback(after.remove)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Removes the hooks and discards the recorded sites."""
-        self._hooks.close()
-        self._state = _ThreadState()
-        self._sites.clear()
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            if own_filter in warnings.filters:
+                cast(list[Any], warnings.filters).remove(own_filter)
+            self._state = _ThreadState()
+            self._sites.clear()
 
     # -- names -----------------------------------------------------------------------------------
 
@@ -243,9 +244,9 @@ class Tracker:
     def module(self) -> tuple[str, bool]:
         """Name of the innermost running module, and whether a model, or its backward, is."""
         task = backward_id()
-        name = self._running(task)
-        if name is not None:
-            return name, True
+        stack = self._state.stack
+        if stack and stack[-1][2] == task:  # called in this pass
+            return stack[-1][1], True
         site = None if task == -1 else self.forward_site
         return ("", False) if site is None else (site.place.module, site.place.inside)
 
@@ -261,11 +262,6 @@ class Tracker:
         site = self.forward_site
         forward = "" if site is None else site.place.location
         return _line_within_backward() or forward or innermost_line()
-
-    def _running(self, task: int) -> str | None:
-        """Returns the name of the innermost module if it was called in backward pass ``task``."""
-        stack = self._state.stack
-        return stack[-1][1] if stack and stack[-1][2] == task else None
 
     # -- autograd nodes --------------------------------------------------------------------------
 
@@ -348,11 +344,6 @@ class Tracker:
 
 # torch's own, which the hooks would cause. A compiled model runs uncompiled in a trace.
 _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-
-
-def _forget(warning_filter: Any) -> None:
-    if warning_filter in warnings.filters:
-        cast(list[Any], warnings.filters).remove(warning_filter)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

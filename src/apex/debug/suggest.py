@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from apex._core import dtypes
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.conversion.state import state_of
-from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.modules import named_parameters
 from apex.amp import frontend, inputs
@@ -240,18 +239,13 @@ class _Trials:
         self.required: list[str] = []
         self._reference = self._in_fp32()
         noise = self._error(self._in_fp32())
-        name = type(model).__name__
-        if not all(bool(grad.isfinite().all()) for grad in self._reference.values()):  # sync: tool
+        if not noise <= _REPRODUCIBLE:  # nor NaN
             raise ValueError(
-                f"suggest_fp32 got {name}, whose gradients are not finite in fp32, too, which no "
-                "module in fp32 repairs. amp.debug.trace_overflow(model) names the operator."
-            )
-        if noise > _REPRODUCIBLE:
-            raise ValueError(
-                f"suggest_fp32 got {name}, whose gradients differ by {noise:.2g} of their "
-                "norm between two runs in fp32, which hides the errors of 16 bits. The model must "
-                "not draw random numbers outside torch, Python and numpy, or keep state outside "
-                "itself; eval() may help."
+                f"suggest_fp32 got {type(model).__name__}, whose gradients in fp32 are not finite, "
+                f"or differ between two runs (by {noise:.2g} of their norm), which hides the "
+                "errors of 16 bits. amp.debug.trace_overflow(model) names an operator that "
+                "overflows. Random numbers must be torch's, Python's or numpy's, and the model "
+                "must not keep state outside itself; eval() may help."
             )
 
     def run(self, fp32: Sequence[str], *, trace: bool = False) -> float:
@@ -268,15 +262,24 @@ class _Trials:
                 self.required.append(name)
 
     def _run(self, model: nn.Module, fp32: Sequence[str], *, trace: bool) -> float:
-        with self._prepared(model, fp32) as session:
+        """Prepares a model in a session of its own, which no other model notices, and runs it."""
+        plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
+        inputs.check_models([model], plan, op_casts=False)
+        session = new_session(self._policy, ScaleRule(), models=[model])
+        try:
+            with ExitStack() as undo:
+                session.prepare([model], [], plan, undo)
+                undo.pop_all()
             if trace:
                 self.trace = RoundingTrace(model)
             tracing = self.trace if trace else nullcontext()
             with tracing, preserve_state(model, self._arguments):
                 with casts_off():
                     loss = session.region.run(self._loss, model)
-                grads = _gradients(model, loss)
-        return self._error(grads)
+                gradients = _gradients(model, loss)
+            return self._error(gradients)
+        finally:
+            session.close()
 
     def _in_fp32(self) -> dict[str, Tensor]:
         try:
@@ -302,23 +305,9 @@ class _Trials:
         errors = [
             float((grads[name] - exact).norm()) / sizes[name]  # sync: as above
             for name, exact in self._reference.items()
-            if name in grads and sizes[name] > least
+            if name in grads and not sizes[name] <= least  # NaN, too
         ]
         return math.sqrt(sum(error**2 for error in errors) / max(1, len(errors)))
-
-    @contextmanager
-    def _prepared(self, model: nn.Module, fp32: Sequence[str]) -> Iterator[Session]:
-        """Prepares a model in a session of its own, which no other model notices."""
-        plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
-        inputs.check_models([model], plan, op_casts=False)
-        session = new_session(self._policy, ScaleRule(), models=[model])
-        try:
-            with ExitStack() as undo:
-                session.prepare([model], [], plan, undo)
-                undo.pop_all()
-            yield session
-        finally:
-            session.close()
 
 
 def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:

@@ -250,7 +250,7 @@ class Trace:
             )
         self._entered = True
         with ExitStack() as hooks:
-            hooks.enter_context(self._tracker)
+            hooks.enter_context(self._tracker.tracking())
             hooks.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
             hooks.callback(register_optimizer_step_post_hook(self._leave_step).remove)
             hooks.enter_context(eager())

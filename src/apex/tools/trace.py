@@ -15,10 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted, json_types
-from apex.debug.overflow import headed, hit_lines
+from apex.debug.overflow import ScriptTrace, Seen, headed, hit_lines
 from apex.debug.place import Finding
 from apex.debug.rounding import RoundingTrace
-from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
 
 
