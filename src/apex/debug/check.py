@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.causes import explained, remedies
 from apex.debug.common import counted, held_by, inner, percent, to_json
-from apex.debug.place import Finding, Place, innermost_line, unwrapped
+from apex.debug.place import Finding, innermost_line, unwrapped
 
 
 def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[NonfiniteGradient]:
@@ -144,7 +143,6 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
             ``GradScaler`` may step it.
 
     Raises:
-        ValueError: If the optimizer's step needs a closure.
         Exception: After the step, what the copy of the optimizer raised.
 
     Example:
@@ -160,14 +158,6 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
     """
     own = inner(optimizer)
     prepared = prepared_state(own)
-    kind = plain_class(type(own))
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"amp.debug.frozen_updates got {kind.__name__}, whose step needs a closure: its update "
-            "depends on losses that only the closure can compute. Pass an optimizer that steps "
-            "without a closure."
-        )
     if prepared is not None:
         prepared.update_masters_with_grads()
     return FrozenUpdates(own)
@@ -194,7 +184,7 @@ class FrozenUpdates:
         self.busy = False
         self._steps = 0
         self._level = "plain"
-        self._place = Place("", False, "forward", "")
+        self._line = ""
         self._stayed: set[str] = set()
         self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks = ExitStack()
@@ -223,8 +213,7 @@ class FrozenUpdates:
         prepared = prepared_state(optimizer)
         if prepared is not None and prepared.session is not None:
             self._level = prepared.session.policy.opt_level
-        if not self._place.location:
-            self._place = Place("", False, "forward", innermost_line())
+        self._line = self._line or innermost_line()
         self.busy = True
         try:
             wanted = _wanted_values(optimizer)
@@ -254,7 +243,10 @@ class FrozenUpdates:
             return None
         stayed = ", ".join(sorted(self._stayed))
         return Finding(
-            **vars(self._place),
+            module="",
+            inside=False,
+            direction="forward",
+            location=self._line,
             op="step",
             kind="frozen",
             what=f"{self._counts} ({stayed})",

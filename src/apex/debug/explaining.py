@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
-from apex._torch.copies import record
 from apex._torch.modules import named_tensors
 from apex.debug import common
 from apex.debug.common import checked_model, preserve_state
@@ -43,8 +42,8 @@ def explain(
     eagerly, and data-parallel wrappers are bypassed.
 
     Cost: the model runs twice; the first pass warms up kernels. Memory: that of a step, plus one
-    set of gradients and a copy of the buffers and inputs. The time of an operator is measured
-    around it alone: wall time on a CPU, events on CUDA and XPU.
+    set of gradients and a copy of the buffers and inputs. The time of an operator is wall
+    time around it alone, so the device is synchronized before and after each.
 
     Args:
         model: The model, as called in training.
@@ -237,12 +236,13 @@ class _Costs(Trace):
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model)
         self._device = device
-        # Of each call, its beginning, its end, and the bytes that it moved as a cast.
-        self._calls: defaultdict[OpRow, list[tuple[Any, Any, int]]] = defaultdict(list)
+        # Of each call, its seconds, and the bytes that it moved as a cast.
+        self._calls: defaultdict[OpRow, list[tuple[float, int]]] = defaultdict(list)
 
-    def _now(self) -> Any:
-        on_device = self._device.type in ("cuda", "xpu")
-        return record(self._device, timing=True) if on_device else time.perf_counter()
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # sync: to time the operator alone
+        return time.perf_counter()
 
     def _before(self, call: Call) -> Any:
         """Returns when the call began."""
@@ -250,7 +250,7 @@ class _Costs(Trace):
 
     def _after(self, call: Call, before: Any, result: Any) -> None:
         """Records the call."""
-        end = self._now()
+        seconds = self._now() - before
         if call.traits.view:
             return
         inputs = list(floating(call.arguments))
@@ -268,21 +268,12 @@ class _Costs(Trace):
             tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs)),
             dtypes.name(outputs[0].dtype) if outputs else "",
         )
-        self._calls[row].append((before, end, moved))
+        self._calls[row].append((seconds, moved))
 
     def rows(self) -> tuple[OpRow, ...]:
-        """Returns one record per operator, in order of first use; waits for the device."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # sync: a report, after the run
+        """Returns one record per operator, in order of first use."""
         rows = []
         for row, calls in self._calls.items():
-            seconds = math.fsum(_seconds(start, end) for start, end, _ in calls)
-            moved = sum(call[2] for call in calls)
+            seconds, moved = map(sum, zip(*calls, strict=True))
             rows.append(replace(row, calls=len(calls), seconds=seconds, cast_bytes=moved))
         return tuple(rows)
-
-
-def _seconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    return float(start.elapsed_time(end)) / 1000.0

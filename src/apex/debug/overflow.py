@@ -261,7 +261,7 @@ class OverflowTrace(Trace):
             self._born.note(tensor, birth)
             # Batch norms in eval mode leave their statistics alone.
             if not birth.deliberate and id(tensor) in written and _is_weight(held, tensor):
-                self._births.reach(birth, spoils=True)
+                self._births.reach(birth)
 
     def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
         """Adds a use of gradients that still carry the loss scale."""
@@ -331,7 +331,7 @@ class OverflowTrace(Trace):
             self._born.note(argument, birth)
             return birth
         if not birth.deliberate and _is_weight(self._held(), read.values):
-            self._births.reach(birth, spoils=True)  # of an average that was not called
+            self._births.reach(birth)  # of an average that was not called
         return birth
 
     def _source(self, tensor: Tensor, call: Call) -> str:
@@ -379,7 +379,7 @@ class OverflowTrace(Trace):
             numbers=tuple(_numbers(call)),
             inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if is_small else (),
             true=tracing.largest_in_double(before.call) if not cause and is_small else None,
-            node="" if node is None or not backward else node_name(node),
+            node="" if node is None else node_name(node),
             formula=self._tracker.runs_formula,
             eps=None if self._stepping is None else self._stepping.param_groups[0].get("eps"),
             weighs=self._weighs(call),

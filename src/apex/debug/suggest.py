@@ -109,7 +109,7 @@ def suggest_fp32(
     limit = max(_EXPLAINED * trials.run(found), _REPRODUCIBLE)
     modules = found
     for name in found:
-        fewer = _without(modules, name)
+        fewer = [other for other in modules if other != name]
         if trials.run(fewer) <= limit:
             modules = fewer
     modules = list(dict.fromkeys([*trials.required, *modules]))
@@ -190,15 +190,15 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
         alike = [r.module for r in lost if r.module and kinds[r.module] is kinds[first.module]]
         names += dict.fromkeys(name for name in alike if not _is_within(name, names))
         trials.run(names, trace=True)
-    return [name for name in names if not _is_within(name, _without(names, name))], notes
+    outermost = []
+    for name in names:
+        if not _is_within(name, [other for other in names if other != name]):
+            outermost.append(name)
+    return outermost, notes
 
 
 def _is_within(name: str, names: Sequence[str]) -> bool:
     return any(not each or name == each or name.startswith(each + ".") for each in names)
-
-
-def _without(names: Sequence[str], name: str) -> list[str]:
-    return [each for each in names if each != name]
 
 
 def _checked(model: Any, arguments: object, loss_fn: object) -> nn.Module:
