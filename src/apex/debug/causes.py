@@ -86,7 +86,7 @@ def finding_of(birth: Birth | None) -> Finding | None:
             cause=birth.cause,
             dtype=dtypes.name(birth.dtype),
             limit=f"{torch.finfo(birth.dtype).max:g}",
-            true=_true(birth),
+            true=f"{birth.true:.5g}" if birth.true and math.isfinite(birth.true) else "more",
             scale=birth.scale,
             eps=birth.eps,
             names=birth.names and f" ({birth.names})",
@@ -122,11 +122,6 @@ def _what(birth: Birth) -> str:
     sign = "-" if birth.negative else ""
     name = dtypes.name(birth.dtype)
     return f"{birth.op} {place}, returned {sign}{birth.kind} in {name}{largest}"
-
-
-def _true(birth: Birth) -> str:
-    known = birth.true is not None and math.isfinite(birth.true)
-    return f"{birth.true:.5g}" if known else "more"
 
 
 def _section(birth: Birth) -> str:

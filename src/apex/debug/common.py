@@ -230,10 +230,8 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype) or "—"
 
 
-def percent(share: float | None) -> str:
-    """Returns a share as a percentage, or a dash for None."""
-    if share is None:
-        return "—"
+def percent(share: float) -> str:
+    """Returns a share as a percentage."""
     return f"{100.0 * share:.3g} %" if share < 10.0 else f"{100.0 * share:,.0f} %"
 
 

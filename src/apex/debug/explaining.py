@@ -224,7 +224,7 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
 
 
 def _share(part: float, whole: float) -> str:
-    return common.percent(part / whole if whole else None)
+    return common.percent(part / whole if whole else 0.0)
 
 
 # -- what was measured -----------------------------------------------------------------------------
@@ -274,6 +274,7 @@ class _Costs(Trace):
         """Returns one record per operator, in order of first use."""
         rows = []
         for row, calls in self._calls.items():
-            seconds, moved = map(sum, zip(*calls, strict=True))
+            seconds = math.fsum(call[0] for call in calls)
+            moved = sum(call[1] for call in calls)
             rows.append(replace(row, calls=len(calls), seconds=seconds, cast_bytes=moved))
         return tuple(rows)

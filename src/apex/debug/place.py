@@ -176,7 +176,8 @@ class Tracker:
         self.names: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
         self.parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._discovers = not models
-        self._models = [weakref.ref(unwrapped(model)) for model in models]
+        own = {unwrapped(model): None for model in models}
+        self._models: MutableMapping[nn.Module, None] = weakref.WeakKeyDictionary(own)
         self._nameless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state = _ThreadState()
         self._thread = 0
@@ -209,7 +210,7 @@ class Tracker:
     @property
     def models(self) -> list[nn.Module]:
         """The models that exist, unwrapped."""
-        return [model for found in self._models if (model := found()) is not None]
+        return list(self._models)
 
     def _add_names(self) -> None:
         for prefix, model in prefixed(self.models):
@@ -332,9 +333,9 @@ class Tracker:
     def _discover(self, module: nn.Module) -> None:
         model = unwrapped(module)
         if not self._state.stack and next(named_parameters(model), None) is not None:
-            parts = set(model.modules())
-            others = [each for each in self.models if each not in parts]
-            self._models = [weakref.ref(each) for each in (*others, model)]
+            for part in model.modules():
+                self._models.pop(part, None)
+            self._models[model] = None
             self.names.clear()
             self.parameters.clear()
         self._add_names()

@@ -143,6 +143,9 @@ weight and bias, which kernels on a CPU sum in the tensors' own dtype: off by up
 bf16, in every model and on no other device.
 """
 
+_NOISE = 64 * torch.finfo(torch.float32).eps
+"""Differences below this share of their operands hold no digit in fp32."""
+
 _FEW = 64
 """Results with fewer elements may be small by chance."""
 
@@ -311,14 +314,12 @@ class RoundingTrace(Trace):
         entry = call.inherited if call.base in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
-            origin = call.origin or self._origin(call, low, high)
+            origin = call.origin
+            if origin is None:
+                error = rules.distance(low.detach(), high).relative
+                origin = Origin(call.name, self._tracker.place, error) if error else None
             self._shadows.write(low, high, unit=unit, entry=entry, origin=origin)
         return None
-
-    def _origin(self, call: _ShadowCall, low: Tensor, high: Tensor) -> Origin | None:
-        """Returns this call as where an error enters, if its result has one."""
-        error = rules.distance(low.detach(), high).relative
-        return Origin(call.name, self._tracker.place, error) if error else None
 
     def _judge(self, call: _ShadowCall, result: Any, pairs: list[MasterPair]) -> bool:
         """Logs the errors of a call's results; returns whether fp32 has digits to compare with."""
@@ -391,13 +392,17 @@ class RoundingTrace(Trace):
             return found.relative, tolerance
         size = found.size
         if self._tracker.direction == "backward" or low.numel() < _FEW:
-            least = rules.least_sizes(call.shadows)
-            size = max(size, least[index] if index < len(least) else 0.0)
+            sizes = rules.least_sizes(call.shadows)
+            size = max(size, sizes[index] if index < len(sizes) else 0.0)
         if not size:
             return 0.0, tolerance
-        if rules.has_no_digits(call.base, [each.size for each in call.inputs], size):
+        largest = max((each.size for each in call.inputs), default=0.0)
+        if call.base in rules.DIFFERENCES and size < _NOISE * largest:
             return None
-        tolerance += rules.sum_bound(call.own, low) + rules.underflow(low) / size
+        # Every element may underflow: half the smallest subnormal.
+        info = torch.finfo(low.dtype)
+        least = rules.AMPLIFICATION * info.smallest_normal * info.eps / 2
+        tolerance += rules.sum_bound(call.own, low) + least * math.sqrt(low.numel()) / size
         return found.difference / size, tolerance
 
     def _lost_change(self, call: _ShadowCall, result: Any) -> float:
@@ -544,7 +549,10 @@ class _Shadows(ByMemory[_Shadow]):
         """Makes ``values`` the shadow of a tensor that an operator has just written."""
         shadow = self.of(tensor)
         if shadow is None:
-            shadow = _Shadow(_whole(tensor), tensor.dtype.to_real(), unit, entry, origin)
+            real = tensor.dtype.to_real()
+            whole = torch.empty(0, dtype=real, device=tensor.device)
+            whole.set_(tensor.untyped_storage())
+            shadow = _Shadow(_widened(whole).clone(), real, unit, entry, origin)
             self.note(tensor, shadow)
         else:
             shadow.origin = origin or shadow.origin
@@ -578,12 +586,6 @@ def _widened(tensor: Tensor) -> Tensor:
     """Returns a tensor's own values in the dtype of shadows; fp32 and fp64 are not copied."""
     tensor = tensor.detach()
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Returns a copy of all values of a tensor's storage, in the dtype of shadows."""
-    stored = torch.empty(0, dtype=tensor.dtype.to_real(), device=tensor.device)
-    return _widened(stored.set_(tensor.untyped_storage())).clone()
 
 
 def _mean_size(distance: rules.Distance, tensor: Tensor) -> float:

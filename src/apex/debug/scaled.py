@@ -67,14 +67,11 @@ class ScaledGradients:
         scale = self.scale_of(call.arguments)
         if scale == 1.0:
             return None
-        if "unscale" in call.name or runs_in_scaler():
+        if "unscale" in call.name or self._unscales(call, scale) or runs_in_scaler():
             self._forget(call.written)
             return None
         if call.base == "local_scalar_dense":
             return "reading"
-        if self._unscales(call, scale):
-            self._forget(call.written)
-            return None
         changed = [tensor for tensor in call.written if self.scale_of([tensor]) != 1.0]
         if changed and not call.traits.reads_written:  # such as zero_
             self._forget(changed)

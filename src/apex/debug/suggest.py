@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -190,14 +190,10 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
         alike = [r.module for r in lost if r.module and kinds[r.module] is kinds[first.module]]
         names += dict.fromkeys(name for name in alike if not _is_within(name, names))
         trials.run(names, trace=True)
-    outermost = []
-    for name in names:
-        if not _is_within(name, [other for other in names if other != name]):
-            outermost.append(name)
-    return outermost, notes
+    return [name for name in names if not _is_within(name, {*names} - {name})], notes
 
 
-def _is_within(name: str, names: Sequence[str]) -> bool:
+def _is_within(name: str, names: Collection[str]) -> bool:
     return any(not each or name == each or name.startswith(each + ".") for each in names)
 
 
