@@ -305,8 +305,7 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
     # 0-d tensors are step counts, whose dtype the kernels require.
-    narrower = value.dim() > 0 and value.is_floating_point() and value.itemsize < dtype.itemsize
-    return value.to(dtype) if narrower else value
+    return value.to(dtype) if value.dim() > 0 and value.dtype in tracing.WIDE else value
 
 
 def _widened(param: Tensor) -> Tensor:

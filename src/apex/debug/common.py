@@ -37,8 +37,8 @@ def inner(optimizer: Any) -> Optimizer:
     return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
 
 
-def checked_model(caller: str, model: Any, given: object, loss_fn: object) -> nn.Module:
-    """Returns the model inside wrappers; raises unless it can be run on the arguments given.
+def checked_model(caller: str, model: Any, loss_fn: object) -> nn.Module:
+    """Returns the model inside wrappers; raises unless it can be run.
 
     ``loss_fn`` is None or a function; a class is none.
     """
@@ -59,11 +59,6 @@ def checked_model(caller: str, model: Any, given: object, loss_fn: object) -> nn
                 f"{caller} got a model whose parameter {name!r} has no values yet (lazy, or on the "
                 "meta device). Run the model once or initialize it first."
             )
-    if not tree.tensors(given):
-        raise ValueError(
-            f"{caller} got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
-            f"arguments: {caller}(model, x) or {caller}(model, input_ids=...)."
-        )
     return inner
 
 

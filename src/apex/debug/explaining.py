@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
+from apex._torch.devices import accelerator
 from apex._torch.modules import named_tensors
 from apex.debug import common
 from apex.debug.common import checked_model, preserve_state
@@ -55,8 +56,8 @@ def explain(
 
     Raises:
         TypeError: If ``model`` is not a module, or the loss not a tensor.
-        ValueError: If the inputs contain no tensor, the model has lazy or meta parameters, or the
-            loss is not one floating-point number or does not require gradients.
+        ValueError: If the model has lazy or meta parameters, or the loss is not one floating-point
+            number or does not require gradients.
 
     Example:
         >>> import torch
@@ -75,12 +76,10 @@ def explain(
         (4, 360)
     """
     given = inputs, keywords
-    inner = checked_model("explain", model, given, loss_fn)
-    every = (*named_tensors(inner).values(), *tree.tensors(given))
-    device = next((t.device for t in every if t.device.type != "cpu"), torch.device("cpu"))
+    inner = checked_model("explain", model, loss_fn)
 
     def run() -> _Costs:
-        costs = _Costs(inner, device)
+        costs = _Costs(inner)
         with preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
             output = inner(*inputs, **keywords)
             if backward or loss_fn is not None:
@@ -233,15 +232,14 @@ def _share(part: float, whole: float) -> str:
 class _Costs(Trace):
     """Times every operator on floating-point tensors that computes; views do not."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._device = device
         # Of each call, its seconds, and the bytes that it moved as a cast.
         self._calls: defaultdict[OpRow, list[tuple[float, int]]] = defaultdict(list)
 
     def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # sync: to time the operator alone
+        if accelerator() is not None:
+            torch.accelerator.synchronize()  # sync: to time the operator alone
         return time.perf_counter()
 
     def _before(self, call: Call) -> Any:

@@ -97,7 +97,7 @@ class _Inputs:
     def __init__(self, call: Call, *, copies: bool) -> None:
         reads_written = call.traits.reads_written
         changed = call.written if reads_written else []
-        self.known = not changed or (copies and tracing.elements(changed) <= _MAX_COPIED)
+        self.known = not changed or (copies and sum(map(Tensor.numel, changed)) <= _MAX_COPIED)
         self._changed: dict[int, _Input] = {}
         for tensor in changed:
             values = tensor.detach().clone() if self.known else tensor
@@ -364,7 +364,7 @@ class OverflowTrace(Trace):
         if not cause and self._is_update(call):
             cause = "update"
         values = [] if deliberate or self._in_step else [read.values for read in before.inputs]
-        is_small = before.known and tracing.elements(values) <= _MAX_COPIED
+        is_small = before.known and sum(map(Tensor.numel, values)) <= _MAX_COPIED
         scale, dynamic = self._scaled.loss_scale if backward else (None, False)
         birth = Birth(
             place,
@@ -383,7 +383,7 @@ class OverflowTrace(Trace):
             formula=self._tracker.runs_formula,
             eps=None if self._stepping is None else self._stepping.param_groups[0].get("eps"),
             weighs=self._weighs(call),
-            negative=kind == "inf" and all(tracing.is_negative(tensor) for tensor in bad),
+            negative=kind == "inf" and bool(tracing.real(tracing.dense(bad[0])).amax() < math.inf),
             scale=scale,
             dynamic=dynamic,
             # A norm of scaled gradients may overflow. What comes of it is what counts.

@@ -347,12 +347,12 @@ class RoundingTrace(Trace):
         """Logs a result beyond its tolerance: what happened, why, and what to do."""
         place = self._tracker.place
         inherited = call.inherited
-        key = place.module, place.inside, place.direction, call.name, dtype
+        key = place.where, place.direction, call.name, dtype
         known = self._lost.get(key)
         if known is not None and error / tolerance <= known.error / known.tolerance:
             return
         origin = call.origin if kind == "cancellation" else None
-        section: str = kind
+        section = kind
         notes = []
         entered = ""
         if origin is not None:
@@ -552,7 +552,7 @@ class _Shadows(ByMemory[_Shadow]):
             real = tensor.dtype.to_real()
             whole = torch.empty(0, dtype=real, device=tensor.device)
             whole.set_(tensor.untyped_storage())
-            shadow = _Shadow(_widened(whole).clone(), real, unit, entry, origin)
+            shadow = _Shadow(_own_values(whole).clone(), real, unit, entry, origin)
             self.note(tensor, shadow)
         else:
             shadow.origin = origin or shadow.origin
@@ -577,13 +577,13 @@ def _can_shadow(tensor: Tensor) -> bool:
 
 
 def _own_values(tensor: Tensor) -> Tensor:
-    """Returns a tensor's own values in the dtype of shadows; of other tensors, themselves."""
+    """Returns a tensor's own values in the dtype of shadows; of other tensors, themselves.
+
+    Values in fp32 and fp64 are not copied.
+    """
     tensor = with_memory(tensor)
-    return _widened(tensor) if _can_shadow(tensor) else tensor
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """Returns a tensor's own values in the dtype of shadows; fp32 and fp64 are not copied."""
+    if not _can_shadow(tensor):
+        return tensor
     tensor = tensor.detach()
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 

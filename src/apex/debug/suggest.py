@@ -56,11 +56,10 @@ def suggest_fp32(
     """Returns the fewest modules to keep in fp32 so that bf16 costs no more than one rounding.
 
     Runs copies of a plain fp32 model at O5, forward and backward, and compares their gradients
-    with those in fp32. A module is suggested if the model does not run at O5 without it in fp32. A
-    module is suggested if :func:`trace_rounding` finds that it
-    loses digits there, and the gradients' error is larger by a tenth without it in fp32. A
-    healthy model gets an empty list, although its gradients at a 16-bit level are off by some
-    percent.
+    with those in fp32. A module is suggested if the model does not run at O5 without it in fp32. So
+    is one where :func:`trace_rounding` finds that digits are lost, if the gradients' error is larger
+    by a tenth without it in fp32. A healthy model gets an empty list, although its gradients at a
+    16-bit level are off by some percent.
 
     Changes nothing: the model, its gradients, buffers and hooks, the inputs and the random number
     generators are as before, also after an error.
@@ -80,11 +79,10 @@ def suggest_fp32(
         ``amp.initialize``.
 
     Raises:
-        TypeError: If ``model`` is not a module or cannot be copied, or the loss is not a tensor.
-        ValueError: If the model is prepared or not in fp32, the inputs
-            hold no tensor, the loss is not one floating-point number that requires gradients, or
-            two runs in fp32 give different gradients, or gradients that are not finite, or several
-            processes run.
+        TypeError: If ``model`` is not a module, or the loss is not a tensor.
+        ValueError: If the model is prepared or not in fp32, the loss is not one floating-point
+            number that requires gradients, two runs in fp32 give different gradients, or gradients
+            that are not finite, or several processes run.
 
     Example:
         >>> import torch
@@ -102,7 +100,7 @@ def suggest_fp32(
         >>> found.setting
         "amp.initialize(model, optimizer, opt_level='O5', fp32_modules=['1'])"
     """
-    inner = _checked(model, (inputs, keywords), loss_fn)
+    inner = _checked(model, loss_fn)
     trials = _Trials(inner, (inputs, keywords), loss_fn)
     before = trials.run([], trace=True)
     found, notes = _faulty(inner, trials)
@@ -197,8 +195,8 @@ def _is_within(name: str, names: Collection[str]) -> bool:
     return any(not each or name == each or name.startswith(each + ".") for each in names)
 
 
-def _checked(model: Any, arguments: object, loss_fn: object) -> nn.Module:
-    inner = checked_model("suggest_fp32", model, arguments, loss_fn)
+def _checked(model: Any, loss_fn: object) -> nn.Module:
+    inner = checked_model("suggest_fp32", model, loss_fn)
     if any(state_of(module) is not None for module in inner.modules()):
         raise ValueError(
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
@@ -278,14 +276,7 @@ class _Trials:
             session.close()
 
     def _in_fp32(self) -> dict[str, Tensor]:
-        try:
-            model = copy.deepcopy(self._model)
-        except Exception as error:
-            raise TypeError(
-                f"suggest_fp32 got {type(self._model).__name__}, which cannot be copied "
-                f"({type(error).__name__}: {error}); it runs copies of the model. Pass a model "
-                "that copy.deepcopy accepts."
-            ) from error
+        model = copy.deepcopy(self._model)
         with casts_off(), preserve_state(model, self._arguments):
             return _gradients(model, self._loss(model))
 

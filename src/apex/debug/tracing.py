@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -426,11 +426,6 @@ def kind_of(tensor: Tensor) -> str:
     return "inf" if any(map(math.isinf, ends)) else ""
 
 
-def is_negative(tensor: Tensor) -> bool:
-    """Returns whether the values have infinities, all of them negative."""
-    return bool(real(dense(tensor)).amax() < math.inf)  # sync: tracing is a diagnosis
-
-
 def values_of(tensor: Tensor) -> Values:
     """Returns the range of a tensor's finite values. Syncs."""
     values = real(dense(tensor))
@@ -466,11 +461,6 @@ def covers_storage(tensor: Tensor) -> bool:
     """Returns whether a tensor covers its whole storage."""
     values = dense(tensor)
     return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
-
-
-def elements(tensors: Sequence[Tensor]) -> int:
-    """Returns the number of elements of all tensors."""
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def largest_in_double(call: Call) -> float | None:
