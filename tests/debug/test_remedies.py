@@ -204,7 +204,9 @@ LOOPS = {
     "a gradient in fp16": {
         way: script(way, loop=BIG, optimizer=sgd("1e-9")) for way in ("half", "autocast", "O3")
     },
-    "a cast to fp16": {way: script(way, loop=LARGE) for way in ("half", "autocast", "O2", "O3")},
+    "a cast to fp16": {
+        way: script(way, loop=LARGE) for way in ("half", "autocast", "autocast, scaler", "O2", "O3")
+    },
     "growth": {way: script(way, optimizer=sgd("1e9"), loop=LONG) for way in ("fp32", "O5")},
     "update": {"fp32": script("fp32", optimizer=sgd("1e30"), loop=STEEP)},
     "an update in fp16": {
