@@ -10,8 +10,6 @@ Note [Generated class]
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
 from apex._torch.dynamo import is_tracing
@@ -101,9 +99,3 @@ def plain_class(cls: type) -> Any:
 def swap_class(obj: object, new: type) -> None:
     """Sets the class of ``obj``, past its own ``__setattr__`` and a property ``__class__``."""
     vars(object)["__class__"].__set__(obj, new)
-
-
-def shown_as(function: Any, wrapper: Any) -> Any:
-    """Shows ``wrapper`` as ``function``, also to ``inspect.getfullargspec``."""
-    wrapper.__signature__ = inspect.signature(function)
-    return functools.update_wrapper(wrapper, function)

@@ -27,8 +27,8 @@ _HOLDS = (
     "plain with amp.restore(copy)."
 )
 _COMPUTES = (
-    _PREPARED + "{model} to compute in 16 bits. A tensor that the forward makes itself, "
-    "or that another method gets, is not cast. Cast it, as in x.to(self.linear.weight.dtype). If "
+    _PREPARED + "{model} to compute in 16 bits. A tensor that the forward makes itself "
+    "is not cast. Cast it, as in x.to(self.linear.weight.dtype). If "
     "an operator has no 16-bit kernel, keep its module in fp32: amp.initialize(..., "
     "fp32_modules=[...]) takes names and types, such as "
     "torch.nn.utils.parametrize.ParametrizationList. A mask takes a number that 16 bits hold: "

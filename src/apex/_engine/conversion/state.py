@@ -43,7 +43,7 @@ class ModelState:
         unplaced: Names of those that ``forward`` takes in ``*args`` or ``**kwargs``.
         positional: How many arguments come before ``*args``.
         writes: Finds what the model writes in 16 bits.
-        threads: Identifiers of the threads that run a method of the model.
+        threads: Identifiers of the threads that run the model's forward.
     """
 
     plan: ModelPlan
@@ -93,12 +93,8 @@ class ModelState:
         """Records, while dynamo traces a forward pass, what compiled code cannot."""
         self.begin_forward(model, traced=True)
 
-    def runs_here(self) -> bool:
-        """Returns whether this thread runs a method of the model."""
-        return get_ident() in self.threads
-
     def enter_thread(self, until: ExitStack) -> None:
-        """Records that this thread runs a method of the model, until ``until`` closes."""
+        """Records that this thread runs the model's forward, until ``until`` closes."""
         thread = get_ident()
         if thread not in self.threads:
             self.threads.add(thread)

@@ -12,16 +12,16 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from threading import get_ident
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from apex._core import tree
 from apex._core.arguments import positional_names
-from apex._core.mixins import plain_class, shown_as, swap_class, with_mixin
+from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast.region import Region
 from apex._engine.conversion import notes
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 _is_compiling = torch.compiler.is_compiling
 _is_traced = torch.compiler.is_dynamo_compiling  # not in what dynamo itself calls
 
-_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
 
 class Converted(nn.Module):
     """The methods of every generated class, which pass on what they get to the model's own."""
@@ -53,10 +51,7 @@ class Converted(nn.Module):
     @staticmethod
     def _apex_overrides(own: Any) -> dict[str, Any]:
         """Returns the methods that depend on ``own``."""
-        names: dict[str, Any] = {"forward": _casting_forward(own)}
-        if issubclass(own, GraphModule):
-            names["recompile"] = _recompile
-        return names
+        return {"forward": _casting_forward(own)}
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         apply: Any = super()._apply
@@ -89,7 +84,8 @@ class Converted(nn.Module):
         if state is None or isinstance(reduced, str):
             return reduced
         func, args, inner, *items = [*reduced, None, None, None][:5]
-        args, inner = tuple(map(_unconverted, args)), _unconverted(inner)
+        if isinstance(inner, dict):
+            inner = {name: value for name, value in inner.items() if name != STATE}
         if state.plan.casts_down:
             if inner is None:  # what the class rebuilds has no hooks yet
                 state = replace(state, handles=[])
@@ -131,22 +127,16 @@ class Rounded(Converted):
         names = {name: _Method(own, name) for name in methods if name != "zero_grad"}
         return names | Converted._apex_overrides(own)
 
-    def _replicate_for_data_parallel(self: Any) -> Any:
-        self.parameters  # noqa: B018 - rounds written masters
-        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-
 
 class _Method:
-    """A method that runs with written masters rounded into the model, and explains dtype errors.
+    """A method that finds written masters rounded into the model; on the class, the own function.
 
-    On the class it is the model's own function, and so it is inside of another such method.
+    Inside the model's forward nothing is rounded: it has been.
     """
 
     def __init__(self, base: type, name: str) -> None:
-        self._base, self._name = base, name
-        # A function that does not run when it is called stays itself.
-        runs_later = getattr(base, name).__code__.co_flags & _RUNS_LATER
-        self._explained = None if runs_later else _explained(base, name)
+        self._base = base
+        self._name = name
 
     def __get__(self, model: Any, cls: type) -> Any:
         function = getattr(self._base, self._name)  # now, as scripts replace methods
@@ -154,32 +144,10 @@ class _Method:
             return function
         if _is_traced():
             return functools.partial(function, model)  # dynamo cannot trace MethodType
-        if _is_compiling() or (state := state_of(model)) is None or state.runs_here():
-            return MethodType(function, model)
-        state.link.write_back(model)
-        return MethodType(self._explained or function, model)
-
-
-def _explained(base: type, name: str) -> Any:
-    def explained(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(base, name)
-        if _is_compiling() or (state := state_of(self)) is None:
-            return function(self, *args, **kwargs)
-        with ExitStack() as call:
-            state.enter_thread(call)
-            try:
-                return function(self, *args, **kwargs)
-            except RuntimeError as error:
-                notes.explain(self, state.plan, error)
-                raise
-
-    return shown_as(getattr(base, name), explained)
-
-
-def _recompile(module: Any) -> Any:
-    """Compiles a graph anew; torch sets the ``forward`` of the object's class."""
-    with _as_plain(module):
-        return module.recompile()
+        state = state_of(model)
+        if state is not None and not _is_compiling() and get_ident() not in state.threads:
+            state.link.write_back(model)
+        return MethodType(function, model)
 
 
 def _casting_forward(own: Any) -> Any:
@@ -209,7 +177,10 @@ def _casting_forward(own: Any) -> Any:
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
-    return shown_as(function, forward) if isinstance(function, FunctionType) else forward
+    if isinstance(function, FunctionType):
+        shown: Any = functools.update_wrapper(forward, function)
+        shown.__signature__ = inspect.signature(function)  # for ``inspect.getfullargspec``
+    return forward
 
 
 def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) -> Call:
@@ -319,10 +290,3 @@ def _as_plain(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         swap_class(model, converted)
-
-
-def _unconverted(value: Any) -> Any:
-    """Returns a copy of an object's attributes without the conversion; other values as they are."""
-    if not isinstance(value, dict) or STATE not in value:
-        return value
-    return {name: kept for name, kept in value.items() if name != STATE}
