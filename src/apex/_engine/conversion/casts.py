@@ -26,8 +26,6 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     May be called again: casts what was added to the model.
     """
     plan = state.plan
-    if plan.fp32_inputs:
-        state.find_uncast(state.inner_forward or model.forward)
     for _, tensor, dtype in planned_dtypes(model, plan):
         if tensor.dtype is not dtype and dtypes.is_castable(tensor):
             set_in_place(tensor, tensor.detach().to(dtype), undo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from inspect import Parameter
 
 import torch
 from torch import Tensor, jit, nn
@@ -143,8 +144,10 @@ def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
         if not any(fnmatchcase(name, str(rule)) for name in buffers):
             _refuse("fp32_buffers", rule, "matches no buffer", buffers)
     params = [p for model in models for p in parameters_of(model.forward).values()]
+    kinds = {p.kind for p in params}
     names = [p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
+    # Not with ``*args``, which may hold the argument as well and do not tell.
+    takes_any = Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds
     for rule in plan.fp32_inputs:
         if rule not in names and not (takes_any and isinstance(rule, str)):
             _refuse("fp32_inputs", rule, "is no argument of the model's forward", names)

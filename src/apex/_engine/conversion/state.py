@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from apex._core.arguments import parameters_of, positional_names
-from apex._core.tree import Args, Kwargs
 from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.region import Region
 from apex._engine.conversion.plan import ModelPlan
@@ -40,8 +37,6 @@ class ModelState:
         handles: Hooks to remove at the end.
         uncast: Names of the arguments of ``forward`` that are not cast, and positions of those that
             it takes by position.
-        unplaced: Names of those that ``forward`` takes in ``*args`` or ``**kwargs``.
-        positional: How many arguments come before ``*args``.
         writes: Finds what the model writes in 16 bits.
         threads: Identifiers of the threads that run the model's forward.
     """
@@ -52,8 +47,6 @@ class ModelState:
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
-    unplaced: tuple[str, ...] = ()
-    positional: int = 0
     writes: Writes = field(default_factory=Writes)
     threads: set[int] = field(default_factory=set)
 
@@ -70,24 +63,6 @@ class ModelState:
         if wrapper is not None:
             session.ddp_tracker.mark_forward(wrapper, traced=traced)
 
-    def find_uncast(self, forward: Callable[..., Any]) -> None:
-        """Finds the plan's ``fp32_inputs`` in the signature of ``forward``."""
-        named, parameters = self.plan.fp32_inputs, parameters_of(forward)
-        by_position = positional_names(forward)
-        positions = [at for at, name in enumerate(by_position) if name in named]
-        self.uncast = (*named, *positions)
-        self.unplaced = tuple(name for name in named if name not in parameters)
-        self.positional = len(by_position)
-
-    def check_unplaced(self, args: Args, kwargs: Kwargs) -> None:
-        """Raises TypeError if ``*args`` may hold one of ``unplaced``."""
-        for name in self.unplaced:
-            if len(args) > self.positional and name not in kwargs:
-                raise TypeError(
-                    f"amp.initialize got fp32_inputs with {name!r}, but the model's forward takes "
-                    f"*args, which do not tell which of them it is. Pass {name}=... by keyword."
-                )
-
     @at_tracing
     def begin_traced_forward(self, model: nn.Module) -> None:
         """Records, while dynamo traces a forward pass, what compiled code cannot."""
@@ -99,12 +74,6 @@ class ModelState:
         if thread not in self.threads:
             self.threads.add(thread)
             until.callback(self.threads.discard, thread)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
-        shared = {"writes": Writes(), "threads": set()}
-        new = memo[id(self)] = object.__new__(type(self))
-        new.__dict__.update(copy.deepcopy({**self.__dict__, **shared}, memo))
-        return new
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without region: no level casts both parameters and operators.

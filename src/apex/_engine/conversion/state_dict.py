@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
@@ -32,20 +32,6 @@ Entries = MutableMapping[str, Any]
 """A state dict."""
 
 
-Versions = tuple[int | None, ...]
-
-
-def _versions(*tensors: Tensor | None) -> Versions:
-    """Returns the version counters of tensors; None for those without."""
-    return tuple(
-        None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors
-    )
-
-
-def _gone() -> None:
-    return None
-
-
 class MasterLink:
     """Connects a converted model's modules to the masters of their parameters.
 
@@ -57,8 +43,6 @@ class MasterLink:
         """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
         self._kept_alive = session
         self._copied_from: weakref.ref[Session] | None = None
-        # The entry that a tensor got last, and the versions of tensor, master and entry then.
-        self._saved: dict[int, tuple[str, Callable[[], Tensor | None], Versions]] = {}
         self._latest: Tensor | None = None
         self._told = False
         self.loads = 0
@@ -106,21 +90,10 @@ class MasterLink:
             if not isinstance(entry, Tensor) or entry is tensor:  # with ``keep_vars``
                 continue
             if dtypes.is_low_precision(entry):
-                entries[prefix + key] = self._saved_value(entries, prefix + key, tensor)
-
-    def _saved_value(self, entries: Entries, key: str, tensor: Tensor) -> Tensor:
-        """Returns the fp32 values of a 16-bit tensor; entries of tied tensors share them."""
-        master = self.master_of(tensor)
-        known_key, known, versions = self._saved.get(id(tensor), (key, _gone, ()))
-        exact = known()
-        is_tied = entries.get(known_key) is exact and versions == _versions(tensor, master, exact)
-        if exact is None or not is_tied:
-            exact = exact_value(entries[key], [master])
-            versions = _versions(tensor, master, exact)
-            self._saved[id(tensor)] = key, weakref.ref(exact), versions
-            if self.is_copy:
-                self._note_average(exact)
-        return exact
+                exact = exact_value(entry, [self.master_of(tensor)])
+                entries[prefix + key] = exact
+                if self.is_copy:
+                    self._note_average(exact)
 
     def before_loading(self, module: nn.Module, entries: Entries, prefix: str, *rest: Any) -> None:
         """Sets the masters of the module's own tensors to the exact values that are loaded.

@@ -96,20 +96,25 @@ class Converted(nn.Module):
 
     def __copy__(self: Any) -> Any:
         """Returns a converted model that shares parameters, session and masters."""
+        state = state_of(self)
         with _as_plain(self):
             new = copy.copy(self)
-        state = _state_for(new, self)  # its hooks are the original's
-        return _continue(new, None if state is None else replace(state, handles=[]))
+        if state is not None and new is not self:
+            _continue(new, replace(state, handles=[]))  # its hooks are the original's
+        return new
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Returns a converted model with its own parameters; optimizers copy the masters."""
+        state = state_of(self)
         with _as_plain(self):
             new = copy.deepcopy(self, memo)
-        state = _state_for(new, self)
-        copied: ModelState | None = copy.deepcopy(state, memo)
-        if state is not None and copied is not None and state.plan.casts_down:
-            state.writes.note_copy(new, copied.link)
-        return _continue(new, copied)
+        if state is not None and isinstance(new, nn.Module) and new is not self:
+            parts = state.region, state.link, state.inner_forward, state.handles
+            copied = ModelState(state.plan, *copy.deepcopy(parts, memo))
+            if state.plan.casts_down:
+                state.writes.note_copy(new, copied.link)
+            _continue(new, copied)
+        return new
 
 
 class Rounded(Converted):
@@ -162,18 +167,15 @@ def _casting_forward(own: Any) -> Any:
         with ExitStack() as call:
             state.enter_thread(call)
             cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
-            watched = state.plan.casts_down and state.writes.left > 0
-            if watched:
-                state.writes.begin_forward(self, state.link, call)
+            if state.plan.casts_down and state.writes.left > 0:
+                given, cast = (args, kwargs), (cast_args, cast_kwargs)
+                call.enter_context(state.writes.watch(self, state.link, run, given, cast))
             state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
                 notes.explain(self, state.plan, error)
                 raise
-        if watched:
-            names, given = positional_names(run), (args, kwargs)
-            state.writes.end_forward(self, names, given, (cast_args, cast_kwargs))
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
@@ -194,8 +196,6 @@ def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) 
         return args, kwargs
     if plan.cast is not None:
         return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
-    if state.unplaced:
-        state.check_unplaced(args, kwargs)
     low, dtype = plan.casts_down, plan.input_dtype  # in fp32, objects stay as they are
     return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=state.uncast)
 
@@ -240,6 +240,10 @@ def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     generated = type.__getattribute__(type(model), "forward")
     is_class_own = getattr(inner, "__func__", None) is generated
     state.inner_forward = None if is_class_own else inner
+    kept = state.plan.fp32_inputs
+    if kept:
+        by_position = positional_names(state.inner_forward or model.forward)
+        state.uncast = (*kept, *(at for at, name in enumerate(by_position) if name in kept))
     cast_parts(model, state, undo)
 
 
@@ -251,7 +255,7 @@ def hand_over(model: nn.Module, undo: ExitStack) -> None:
     state = state_of(model)
     if state is not None:
         undo_convert(model)
-        undo.callback(convert, model, state.plan, state.region, state.link.session, ExitStack())
+        undo.callback(set_state, model, state, ExitStack())
 
 
 # -- copies and pickles ----------------------------------------------------------------------------
@@ -262,21 +266,13 @@ def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
     state, inner = saved
     if inner is not None:
         model.__setstate__(inner)
+    _continue(model, state)
+
+
+def _continue(model: object, state: ModelState) -> None:
+    """Gives a copy its state and converts what its own class rebuilt, if that is a module."""
     if isinstance(model, nn.Module):
-        _continue(model, state)
-
-
-def _state_for(copied: object, model: nn.Module) -> ModelState | None:
-    """Returns the state for a copy of ``model``, if the class made one and it is a module."""
-    is_copy = copied is not model and isinstance(copied, nn.Module)
-    return state_of(model) if is_copy else None
-
-
-def _continue(model: Any, state: ModelState | None) -> Any:
-    """Gives a copy its state, converts what its own class rebuilt, and returns it."""
-    if state is not None:
         set_state(model, state, ExitStack())
-    return model
 
 
 @contextmanager
