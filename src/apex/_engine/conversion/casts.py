@@ -101,7 +101,7 @@ def begin_apply(
     if state.plan.casts_down:
         restore(model)
     if not state.link.is_copy:  # which are cast to be saved
-        state.writes.tell(
+        state.link.writes.tell(
             "dtype",
             "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. Weights "
             "cast to 16 bits train without fp32 masters: for those, or another level, call "
@@ -134,11 +134,11 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
     if state is None:
         return
     if state.plan.casts_down:
-        state.link.write_back(model)
+        state.link.masters.update_model(model)
         with ExitStack() as undo:
             for tensor in named_tensors(model).values():
                 if dtypes.is_low_precision(tensor):
-                    known = state.link.master_of(tensor), (masters or {}).get(id(tensor))
+                    known = state.link.masters.exact_value(tensor), (masters or {}).get(id(tensor))
                     set_in_place(tensor, exact_value(tensor, known), undo)
             undo.pop_all()
     undo_convert(model)

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from apex._core import dtypes
 from apex._core.rounding import loses_order
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
-from apex._engine.conversion.state_dict import AVERAGE
 from apex._torch import errors
 from apex._torch.copies import has_values
 from apex._torch.modules import named_parameters
 
 _log = logging.getLogger("apex")
+
+AVERAGE = "Average an fp32 copy, made by amp.restore(copy.deepcopy(model))."
+"""The remedy for averages in 16 bits."""
 
 _PREPARED = "amp prepared the model "
 _HOLDS = (

@@ -16,7 +16,6 @@ from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.region import Region
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state_dict import MasterLink
-from apex._engine.conversion.writes import Writes
 from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing
@@ -37,7 +36,6 @@ class ModelState:
         handles: Hooks to remove at the end.
         uncast: Names of the arguments of ``forward`` that are not cast, and positions of those that
             it takes by position.
-        writes: Finds what the model writes in 16 bits.
         threads: Identifiers of the threads that run the model's forward.
     """
 
@@ -47,7 +45,6 @@ class ModelState:
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
-    writes: Writes = field(default_factory=Writes)
     threads: set[int] = field(default_factory=set)
 
     def begin_forward(self, model: nn.Module, *, traced: bool = False) -> None:

@@ -7,7 +7,6 @@ module, a parent or a wrapper is called.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -17,16 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._core.rounding import exact_value
+from apex._engine.conversion.notes import AVERAGE
+from apex._engine.conversion.writes import Writes
+from apex._engine.masters import MasterTable
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors, state_dict_hooks
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
-
-_log = logging.getLogger("apex")
-
-AVERAGE = "Average an fp32 copy, made by amp.restore(copy.deepcopy(model))."
-"""The remedy for averages in 16 bits."""
 
 Entries = MutableMapping[str, Any]
 """A state dict."""
@@ -41,36 +38,24 @@ class MasterLink:
 
     def __init__(self, session: Session | None = None) -> None:
         """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
-        self._kept_alive = session
-        self._copied_from: weakref.ref[Session] | None = None
-        self._latest: Tensor | None = None
-        self._told = False
+        self._session: Session | weakref.ref[Session] | None = session
+        self.is_copy = False
+        self.writes = Writes()
         self.loads = 0
+        # The entry that a copy's ``state_dict`` got last.
+        self._latest: Tensor | None = None
 
     @property
     def session(self) -> Session | None:
         """The session of the modules' masters, or ``None``."""
-        return self._kept_alive if self._copied_from is None else self._copied_from()
+        session = self._session
+        return session() if isinstance(session, weakref.ref) else session
 
     @property
-    def is_copy(self) -> bool:
-        """Whether it is the link of a deep copy."""
-        return self._copied_from is not None
-
-    def write_back(self, model: nn.Module) -> None:
-        """Rounds the written masters of a model into it."""
-        if (session := self.session) is not None:
-            session.masters.update_model(model)
-
-    def has_master(self, param: Tensor) -> bool:
-        """Returns whether a parameter has a master."""
+    def masters(self) -> MasterTable:
+        """The masters of the session; none without one."""
         session = self.session
-        return session is not None and session.masters.pair_of(param) is not None
-
-    def master_of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
-        session = self.session
-        return None if session is None else session.masters.exact_value(tensor)
+        return MasterTable() if session is None else session.masters
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Registers the hooks of one module; returns their handles. Does nothing if it has them."""
@@ -90,7 +75,7 @@ class MasterLink:
             if not isinstance(entry, Tensor) or entry is tensor:  # with ``keep_vars``
                 continue
             if dtypes.is_low_precision(entry):
-                exact = exact_value(entry, [self.master_of(tensor)])
+                exact = exact_value(entry, [self.masters.exact_value(tensor)])
                 entries[prefix + key] = exact
                 if self.is_copy:
                     self._note_average(exact)
@@ -110,27 +95,30 @@ class MasterLink:
                 "loading and amp.initialize after."
             )
         self.loads += 1
-        if self.session is not None:
-            own = [(tensor, entries.get(prefix + key)) for key, tensor in own_tensors(module)]
-            self.session.masters.set_exact_values(
-                (tensor, entry) for tensor, entry in own if _is_exact(entry, tensor)
-            )
+        loaded: list[tuple[Tensor, Tensor]] = []
+        for key, tensor in own_tensors(module):
+            entry = entries.get(prefix + key)
+            if _is_exact(entry, tensor):
+                loaded.append((tensor, entry))
+        self.masters.set_exact_values(loaded)
 
     def _note_average(self, made: Tensor) -> None:
         """Notes once if an average was written into the latest entry of a copy's state dict."""
-        if self._latest is not None and self._latest._version > 0 and not self._told:
-            self._told = True
-            _log.warning(
+        if self._latest is not None and self._latest._version > 0:
+            self.writes.tell(
+                "entries",
                 "amp: the state_dict of a deep copy of a 16-bit model is written, but its entries "
-                f"are fp32 copies: the model does not change. {AVERAGE}"
+                "are fp32 copies: the model does not change. %s",
+                AVERAGE,
             )
         self._latest = None if made.is_inference() else made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same session, which the copy does not keep alive."""
-        new = memo[id(self)] = MasterLink()
         session = self.session
-        new._copied_from = None if session is None else weakref.ref(session)
+        new = memo[id(self)] = MasterLink()
+        new._session = None if session is None else weakref.ref(session)
+        new.is_copy = True
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:

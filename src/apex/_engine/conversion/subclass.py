@@ -112,7 +112,7 @@ class Converted(nn.Module):
             parts = state.region, state.link, state.inner_forward, state.handles
             copied = ModelState(state.plan, *copy.deepcopy(parts, memo))
             if state.plan.casts_down:
-                state.writes.note_copy(new, copied.link)
+                state.link.writes.note_copy(new, copied.link)
             _continue(new, copied)
         return new
 
@@ -151,7 +151,7 @@ class _Method:
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         state = state_of(model)
         if state is not None and not _is_compiling() and get_ident() not in state.threads:
-            state.link.write_back(model)
+            state.link.masters.update_model(model)
         return MethodType(function, model)
 
 
@@ -167,9 +167,9 @@ def _casting_forward(own: Any) -> Any:
         with ExitStack() as call:
             state.enter_thread(call)
             cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
-            if state.plan.casts_down and state.writes.left > 0:
+            if state.plan.casts_down and state.link.writes.left > 0:
                 given, cast = (args, kwargs), (cast_args, cast_kwargs)
-                call.enter_context(state.writes.watch(self, state.link, run, given, cast))
+                call.enter_context(state.link.writes.watch(self, state.link, run, given, cast))
             state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
@@ -280,7 +280,7 @@ def _as_plain(model: nn.Module) -> Iterator[None]:
     """Gives a model its own class for a while, with the values that its masters have."""
     state, converted = state_of(model), type(model)
     if state is not None:
-        state.link.write_back(model)
+        state.link.masters.update_model(model)
     swap_class(model, plain_class(converted))
     try:
         yield

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from apex._core.dtypes import is_low_precision
 from apex._core.sums import Sums
 from apex._engine.conversion.notes import keeping
 from apex._engine.conversion.plan import WIDE
-from apex._engine.conversion.state_dict import MasterLink
 from apex._engine.scaler import Readback
 from apex._torch.modules import named_parameters, own_tensors
+
+if TYPE_CHECKING:
+    from apex._engine.conversion.state_dict import MasterLink
 
 _log = logging.getLogger("apex")
 
@@ -53,7 +55,7 @@ class Writes:
         self.left = _FORWARDS
         self._versions: dict[str, tuple[int, int, int]] = {}
         self._changed: set[str] = set()
-        self._copies = weakref.WeakKeyDictionary[nn.Module, MasterLink]()
+        self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
         self._whole_numbers: Readback[str] = Readback()
 
@@ -126,7 +128,7 @@ class Writes:
             watched += [(name + _COPIED, param, its_link) for name, param in copies]
         for name, tensor, its_link in watched:
             is_counted = is_low_precision(tensor) and not tensor.is_inference()
-            if is_counted and not its_link.has_master(tensor):
+            if is_counted and its_link.masters.pair_of(tensor) is None:
                 yield name, tensor, its_link
 
     def _check_arguments(
