@@ -1,27 +1,43 @@
-"""The conversion state of a model, in an attribute of the model."""
+"""What a converted model knows: its plan, its masters, and its fp32 state dict.
+
+``state_dict`` and ``load_state_dict`` work on any module, so every module with a 16-bit tensor has
+hooks of its own, as in apex. They handle its own tensors alone: it does not matter whether the
+module, a parent or a wrapper is called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from apex._core import dtypes
+from apex._core.rounding import exact_value
 from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.region import Region
+from apex._engine.conversion.notes import AVERAGE, Writes
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.state_dict import MasterLink
+from apex._engine.masters import MasterTable
 from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
-from apex._torch.dynamo import at_tracing
+from apex._torch.dynamo import at_tracing, is_tracing
+from apex._torch.modules import own_tensors, state_dict_hooks
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
 STATE = "_apex_state"
 """The attribute's name."""
+
+Entries = MutableMapping[str, Any]
+"""A state dict."""
 
 
 @dataclass(eq=False)
@@ -47,8 +63,13 @@ class ModelState:
     uncast: tuple[int | str, ...] = ()
     threads: set[int] = field(default_factory=set)
 
-    def begin_forward(self, model: nn.Module, *, traced: bool = False) -> None:
-        """Rounds written masters into the model, and records the active DDP wrapper."""
+    @at_tracing
+    def begin_forward(self, model: nn.Module) -> None:
+        """Rounds written masters into the model, and records the active DDP wrapper.
+
+        While the pass is traced, only the latter: compiled code does neither.
+        """
+        traced = torch.compiler.is_compiling() or is_tracing()
         session = self.link.session
         if session is None:
             return
@@ -59,11 +80,6 @@ class ModelState:
         wrapper = active_wrapper()
         if wrapper is not None:
             session.ddp_tracker.mark_forward(wrapper, traced=traced)
-
-    @at_tracing
-    def begin_traced_forward(self, model: nn.Module) -> None:
-        """Records, while dynamo traces a forward pass, what compiled code cannot."""
-        self.begin_forward(model, traced=True)
 
     def enter_thread(self, until: ExitStack) -> None:
         """Records that this thread runs the model's forward, until ``until`` closes."""
@@ -103,3 +119,114 @@ def set_region(model: nn.Module, region: Region) -> None:
     state = state_of(model)
     if state is not None:
         state.region = region
+
+
+# -- masters and state dicts -----------------------------------------------------------------------
+
+
+class MasterLink:
+    """Connects a converted model's modules to the masters of their parameters.
+
+    A deep copy keeps a weak link to the original's session, which has the copy's masters if an
+    optimizer was copied with it. A pickle keeps no link.
+    """
+
+    def __init__(self, session: Session | None = None) -> None:
+        """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
+        self._session: Session | weakref.ref[Session] | None = session
+        self.is_copy = False
+        self.writes = Writes()
+        self.loads = 0
+        # The entry that a copy's ``state_dict`` got last.
+        self._latest: Tensor | None = None
+
+    @property
+    def session(self) -> Session | None:
+        """The session of the modules' masters, or ``None``."""
+        session = self._session
+        return session() if isinstance(session, weakref.ref) else session
+
+    @property
+    def masters(self) -> MasterTable:
+        """The masters of the session; none without one."""
+        session = self.session
+        return MasterTable() if session is None else session.masters
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Registers the hooks of one module; returns their handles. Does nothing if it has them."""
+        if any(isinstance(hook, MasterLink) for hook in state_dict_hooks(module).values()):
+            return []
+        hooks: Any = module  # torch does not annotate the methods that register them
+        saving: RemovableHandle = hooks.register_state_dict_post_hook(self)
+        # Run before the user's hooks, which may rename entries.
+        order: Any = saving.hooks_dict_ref()
+        order.move_to_end(saving.id, last=False)
+        return [saving, hooks.register_load_state_dict_pre_hook(self.before_loading)]
+
+    def __call__(self, module: nn.Module, entries: Entries, prefix: str, _: object) -> None:
+        """Replaces the entries of the module's own 16-bit tensors by their exact fp32 values."""
+        for key, tensor in own_tensors(module):
+            entry = entries.get(prefix + key)
+            if not isinstance(entry, Tensor) or entry is tensor:  # with ``keep_vars``
+                continue
+            if dtypes.is_low_precision(entry):
+                exact = exact_value(entry, [self.masters.exact_value(tensor)])
+                entries[prefix + key] = exact
+                if self.is_copy:
+                    self._note_average(exact)
+
+    def before_loading(self, module: nn.Module, entries: Entries, prefix: str, *rest: Any) -> None:
+        """Sets the masters of the module's own tensors to the exact values that are loaded.
+
+        Where an entry is not loaded after all, the master follows the weight that stays.
+
+        Raises:
+            RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
+        """
+        if isinstance(rest[0], Mapping) and rest[0].get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
+                "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
+                "loading and amp.initialize after."
+            )
+        self.loads += 1
+        loaded: list[tuple[Tensor, Tensor]] = []
+        for key, tensor in own_tensors(module):
+            entry = entries.get(prefix + key)
+            if _is_exact(entry, tensor):
+                loaded.append((tensor, entry))
+        self.masters.set_exact_values(loaded)
+
+    def _note_average(self, made: Tensor) -> None:
+        """Notes once if an average was written into the latest entry of a copy's state dict."""
+        if self._latest is not None and self._latest._version > 0:
+            self.writes.tell(
+                "entries",
+                "amp: the state_dict of a deep copy of a 16-bit model is written, but its entries "
+                "are fp32 copies: the model does not change. %s",
+                AVERAGE,
+            )
+        self._latest = None if made.is_inference() else made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
+        """Returns a link to the same session, which the copy does not keep alive."""
+        session = self.session
+        new = memo[id(self)] = MasterLink()
+        new._session = None if session is None else weakref.ref(session)
+        new.is_copy = True
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without a session."""
+        return rebuild, ("master_link",)
+
+
+def _is_exact(entry: object, tensor: Tensor) -> TypeGuard[Tensor]:
+    """Returns whether an entry holds more bits than the 16-bit tensor that it is for."""
+    return (
+        isinstance(entry, Tensor)
+        and dtypes.is_low_precision(tensor)
+        and entry.shape == tensor.shape
+        and entry.dtype in dtypes.CASTABLE
+        and entry.dtype is not tensor.dtype
+    )

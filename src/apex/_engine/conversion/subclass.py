@@ -27,8 +27,7 @@ from apex._engine.autocast.region import Region
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import begin_apply, cast_parts, undo_convert
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.state import STATE, ModelState, state_of
-from apex._engine.conversion.state_dict import MasterLink
+from apex._engine.conversion.state import STATE, MasterLink, ModelState, state_of
 from apex._pickle import rebuild
 from apex._torch import fsdp
 from apex._torch.dynamo import untraced
@@ -187,10 +186,7 @@ def _casting_forward(own: Any) -> Any:
 
 def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) -> Call:
     """Begins a forward pass: returns its arguments, cast by the plan."""
-    if _is_compiling():
-        state.begin_traced_forward(model)
-    else:
-        state.begin_forward(model)
+    state.begin_forward(model)
     plan = state.plan
     if plan.input_dtype is None:
         return args, kwargs
