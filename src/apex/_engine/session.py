@@ -24,7 +24,7 @@ from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.subclass import convert, hand_over
+from apex._engine.conversion.subclass import hand_over, set_state
 from apex._engine.ddp import DDPTracker
 from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
@@ -148,7 +148,7 @@ class Session:
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: ExitStack, *, trains: bool) -> None:
         before = casts.floating_tensors(model)
         undo.callback(casts.undo_convert, model)
-        convert(model, plan, self.region, self, undo)
+        set_state(model, state.ModelState(plan, self.region, state.MasterLink(self)), undo)
         undo.callback(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 

@@ -7,6 +7,7 @@ without a wait for the device. torch does not count writes through ``tensor.data
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -266,7 +267,7 @@ class Writes:
 def _by_name(names: Sequence[str], call: tree.Call) -> dict[str, Any]:
     """Returns a call's arguments by name, those in ``*args`` by position."""
     args, kwargs = call
-    labels = [*names, *map(str, range(len(names), len(args)))]
+    labels = itertools.chain(names, map(str, itertools.count(len(names))))
     return dict(zip(labels, args, strict=False)) | kwargs
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -28,7 +26,7 @@ from apex._engine.masters import MasterTable
 from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing, is_tracing
-from apex._torch.modules import own_tensors, state_dict_hooks
+from apex._torch.modules import own_tensors
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -52,7 +50,6 @@ class ModelState:
         handles: Hooks to remove at the end.
         uncast: Names of the arguments of ``forward`` that are not cast, and positions of those that
             it takes by position.
-        threads: Identifiers of the threads that run the model's forward.
     """
 
     plan: ModelPlan
@@ -61,7 +58,6 @@ class ModelState:
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
-    threads: set[int] = field(default_factory=set)
 
     @at_tracing
     def begin_forward(self, model: nn.Module) -> None:
@@ -80,13 +76,6 @@ class ModelState:
         wrapper = active_wrapper()
         if wrapper is not None:
             session.ddp_tracker.mark_forward(wrapper, traced=traced)
-
-    def enter_thread(self, until: ExitStack) -> None:
-        """Records that this thread runs the model's forward, until ``until`` closes."""
-        thread = get_ident()
-        if thread not in self.threads:
-            self.threads.add(thread)
-            until.callback(self.threads.discard, thread)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without region: no level casts both parameters and operators.
@@ -154,13 +143,12 @@ class MasterLink:
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Registers the hooks of one module; returns their handles. Does nothing if it has them."""
-        if any(isinstance(hook, MasterLink) for hook in state_dict_hooks(module).values()):
-            return []
         hooks: Any = module  # torch does not annotate the methods that register them
+        if any(isinstance(hook, MasterLink) for hook in hooks._state_dict_hooks.values()):
+            return []
         saving: RemovableHandle = hooks.register_state_dict_post_hook(self)
         # Run before the user's hooks, which may rename entries.
-        order: Any = saving.hooks_dict_ref()
-        order.move_to_end(saving.id, last=False)
+        hooks._state_dict_hooks.move_to_end(saving.id, last=False)
         return [saving, hooks.register_load_state_dict_pre_hook(self.before_loading)]
 
     def __call__(self, module: nn.Module, entries: Entries, prefix: str, _: object) -> None:

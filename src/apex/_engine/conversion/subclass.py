@@ -12,9 +12,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from threading import get_ident
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +22,13 @@ from apex._core import tree
 from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.tree import Args, Call, Kwargs
-from apex._engine.autocast.region import Region
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import begin_apply, cast_parts, undo_convert
-from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.state import STATE, MasterLink, ModelState, state_of
+from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._pickle import rebuild
-from apex._torch import fsdp
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_version
-
-if TYPE_CHECKING:
-    from apex._engine.session import Session
 
 _is_compiling = torch.compiler.is_compiling
 _is_traced = torch.compiler.is_dynamo_compiling  # not in what dynamo itself calls
@@ -133,10 +126,7 @@ class Rounded(Converted):
 
 
 class _Method:
-    """A method that finds written masters rounded into the model; on the class, the own function.
-
-    Inside the model's forward nothing is rounded: it has been.
-    """
+    """A method of the own class that, read on a model, first rounds written masters into it."""
 
     def __init__(self, base: type, name: str) -> None:
         self._base = base
@@ -149,7 +139,7 @@ class _Method:
         if _is_traced():
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         state = state_of(model)
-        if state is not None and not _is_compiling() and get_ident() not in state.threads:
+        if state is not None and not _is_compiling():
             state.link.masters.update_model(model)
         return MethodType(function, model)
 
@@ -164,7 +154,6 @@ def _casting_forward(own: Any) -> Any:
             args, kwargs = begin_call(self, state, args, kwargs)
             return end_call(state, state.region.run(run, *args, **kwargs))
         with ExitStack() as call:
-            state.enter_thread(call)
             cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
             if state.plan.casts_down and state.link.writes.left > 0:
                 given, cast = (args, kwargs), (cast_args, cast_kwargs)
@@ -204,29 +193,13 @@ def end_call(state: ModelState, output: Any) -> Any:
     return (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
 
 
-def convert(
-    model: nn.Module, plan: ModelPlan, region: Region, session: Session | None, undo: ExitStack
-) -> None:
-    """Converts ``model`` by ``plan``, in place; on failure, call :func:`undo_convert`.
+def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
+    """Converts a plain model in place, by the plan of its new state.
 
     Parameters and buffers stay the same objects, so optimizers and tied weights keep them. Call
-    ``check`` first: this function validates nothing.
-
-    Args:
-        model: A plain model.
-        plan: The conversion.
-        region: Runs the model's own forward.
-        session: Has the exact values for ``state_dict`` and ``restore``; receives loaded ones. The
-            model keeps it alive.
-        undo: Receives the inverse of the tensors' casts.
+    ``check`` first: this function validates nothing. On failure, call :func:`undo_convert`;
+    ``undo`` receives the inverse of the tensors' casts.
     """
-    if any(map(fsdp.compute_dtype, fsdp.param_groups(model))):
-        plan = replace(plan, input_dtype=None)  # fully_shard casts inputs itself
-    set_state(model, ModelState(plan, region, MasterLink(session)), undo)
-
-
-def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
-    """Makes a plain model a converted one; ``undo`` receives the inverse of its tensors' casts."""
     model.__dict__[STATE] = state  # first, because undo_convert() needs it
     mixin = Rounded if state.plan.casts_down else Converted
     swap_class(model, with_mixin(mixin, plain_class(type(model))))
