@@ -11,7 +11,7 @@ from apex import amp
 from apex.tools.compare import run
 from apex.tools.compare.results import LEVELS, to_json
 from apex.tools.compare.target import open_target
-from apex.tools.errors import TargetError
+from apex.tools.errors import InputError
 from tests.support.loops import scaled_backward
 from tests.tools.cases import FAILS_IN_BF16, TARGET, by_name, compared, written
 
@@ -187,7 +187,7 @@ def test_what_fails_is_noted_and_the_others_finish(tmp_path):
     [("[]", "The target gives no batches"), ("(1 / 0 for _ in [1])", "ZeroDivisionError: div")],
 )
 def test_batches_that_give_nothing_are_refused(tmp_path, batches, message):
-    with pytest.raises(TargetError, match=message):
+    with pytest.raises(InputError, match=message):
         compared(written(tmp_path, TARGET + f"batches = {batches}\n"))
 
 
@@ -202,6 +202,6 @@ def test_batches_that_give_nothing_are_refused(tmp_path, batches, message):
 def test_a_target_that_fails_in_fp32_stops_at_once(tmp_path, line, message):
     target = written(tmp_path, TARGET.replace("    return nn", f"    {line}\n    return nn"))
     stages = []
-    with pytest.raises(TargetError, match=rf"^Training in fp32 \(O0\) failed: .*{message}"):
+    with pytest.raises(InputError, match=rf"^Training in fp32 \(O0\) failed: .*{message}"):
         compared(target, ALL, stages=stages)
     assert stages == ["train O0"]

@@ -30,7 +30,7 @@ from apex.tools.compare.timing import (
 from apex.tools.compare.training import Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
-from apex.tools.errors import TargetError, format_error
+from apex.tools.errors import InputError, format_error
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Compariso
         warn: Told before the work if the machine is busy.
 
     Raises:
-        TargetError: If the target cannot be used at any level.
+        InputError: If the target cannot be used at any level.
     """
     with open_target(target, seed=options.seed) as build:
         load = current_load(options.device)
@@ -193,9 +193,9 @@ class _Run:
                 batches += drawn
                 has_more = bool(drawn)  # an iterable that can be iterated again starts over
         except Exception as error:
-            raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
+            raise InputError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
-            raise TargetError("The target gives no batches.")
+            raise InputError("The target gives no batches.")
         if len(batches) < wanted:
             self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
         return batches
@@ -214,7 +214,7 @@ class _Run:
         except Exception as error:
             if (name, part) == (BASELINE, "training"):
                 text = f"Training in fp32 (O0) failed: {format_error(error)}"
-                raise TargetError(text) from error
+                raise InputError(text) from error
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
 
