@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted
 from apex.debug.overflow import headed, hit_lines
-from apex.debug.place import Finding
 from apex.debug.rounding import RoundingTrace
 from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
@@ -155,12 +154,11 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
             f"{state}: {seen.healed} of {counted(seen.passes, 'backward pass', 'es')} "
             "overflowed. This makes a dynamic loss scale back off, and the step is skipped."
         )
-    if not seen.operators:
-        none = (
+    if not seen.operators and not ending.status:
+        lines.append(
             "No operator was traced, because the script ran none in its own process. "
             "Trace the program that its processes run."
         )
-        return lines if ending.status else [*lines, none]
     if seen.first is None and seen.steps:
         lines.append(
             "If the loss stands still, or is higher than in fp32: `apex trace --digits "
