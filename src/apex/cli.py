@@ -178,7 +178,6 @@ def _add_compare(subparsers: Any) -> None:
     _add_device(parser)
     add("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
     _add_json(parser)
-    add("--wide", action="store_true", help="print all columns")
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -210,7 +209,7 @@ def _compare(args: argparse.Namespace) -> int:
     write(args.output, report(comparison))
     write_json(args.json, to_json(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
-    print("\n" + comparison_text(comparison, wide=args.wide), file=stream)
+    print("\n" + comparison_text(comparison), file=stream)
     print(f"report: {args.output}", file=stream)
     return FAILED if comparison.failed else OK
 

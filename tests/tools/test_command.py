@@ -9,17 +9,16 @@ import sys
 import pytest
 
 from apex.cli import BAD_INPUT, FAILED, INTERRUPTED, NOT_WRITTEN, OK, build_parser, main
-from apex.tools.compare import run
 from apex.tools.compare.timing import Load
 from tests.tools.cases import FAILS_IN_BF16, TARGET, written
 
-pytestmark = pytest.mark.usefixtures("every_dtype_is_fast", "idle")
+pytestmark = pytest.mark.usefixtures("ideal_machine")
 
 FLAGS = {
     "trace": ["-h", "--help", "--digits", "--updates", "--keep-going", "--json", "-m"],
     "compare": [
         *("-h", "--help", "--levels", "--steps", "--rounds", "--seed", "--device"),
-        *("--output", "--json", "--wide"),
+        *("--output", "--json"),
     ],
     "migrate": ["-h", "--help", "--json"],
     "doctor": ["-h", "--help", "--device", "--json"],
@@ -41,12 +40,6 @@ def apex(tmp_path, capsys, monkeypatch):
         return code, *capsys.readouterr()
 
     return run
-
-
-@pytest.fixture
-def idle(monkeypatch):
-    """A quiet machine."""
-    monkeypatch.setattr(Load, "busy", False)
 
 
 # -- arguments and help ----------------------------------------------------------------------
@@ -78,11 +71,11 @@ def test_the_help_leads_from_a_question_to_a_command():
 
 def test_a_comparison_prints_a_row_per_level_and_writes_the_files(apex, tmp_path):
     target = written(tmp_path)
-    few = [*FEW, "--wide", "--json", "figures.json"]
+    few = [*FEW, "--json", "figures.json"]
     code, out, err = apex("compare", target, "--levels", "O0,O4", *few)
     assert code == OK
     rows = [line.split() for line in out.splitlines()]
-    assert [row[0] for row in rows if row[:1] in (["O0"], ["O4"])] == ["O0", "O4"]
+    assert [row[0] for row in rows if row[:1] in (["O0"], ["O4"])] == ["O0", "O4"] * 2
     assert out.endswith("report: report.html\n")
     assert "</html>" in (tmp_path / "report.html").read_text()
     assert len(json.loads((tmp_path / "figures.json").read_text())["levels"]) == 2
@@ -92,21 +85,20 @@ def test_a_comparison_prints_a_row_per_level_and_writes_the_files(apex, tmp_path
 
 def test_a_busy_machine_is_said_before_the_work_and_training_is_judged(apex, tmp_path, monkeypatch):
     monkeypatch.setattr(Load, "busy", True)
-    monkeypatch.setattr(run, "LEAST_SECONDS", 0)
     few = ["--levels", "O4", "--steps", "20", "--rounds", "9"]
     code, out, err = apex("compare", written(tmp_path), *few)
     assert code == OK
     first, *stages = err.splitlines()
     assert first.startswith("apex compare: this machine is busy (")
-    assert stages == ["[train O0]", "[train O4]", "[time all, interleaved: round 1 of 9]"]
-    assert "Trains as well as fp32: O4." in out
+    assert stages == ["[train O0]", "[train O4]"]
+    assert "O4: unclear, trains as well as fp32; not timed." in out
 
 
 def test_a_level_that_fails_is_exit_code_1_and_json_is_alone_on_standard_output(apex, tmp_path):
     target = written(tmp_path, FAILS_IN_BF16)
     code, out, err = apex("compare", target, "--levels", "O4,O5", *FEW, "--json", "-")
     assert code == FAILED
-    assert "O4: training failed: RuntimeError: no kernel for bf16" in err
+    assert "O4: no, training failed: RuntimeError: no kernel for bf16" in err
     assert (tmp_path / "report.html").exists()
     assert json.loads(out)["target"] == target
 

@@ -15,13 +15,13 @@ from apex.tools.errors import InputError
 from tests.support.loops import scaled_backward
 from tests.tools.cases import FAILS_IN_BF16, TARGET, by_name, compared, written
 
-pytestmark = pytest.mark.usefixtures("every_dtype_is_fast")
+pytestmark = pytest.mark.usefixtures("ideal_machine")
 
 ALL = ",".join(LEVELS)
 
 
 @pytest.fixture(scope="module")
-def every(tmp_path_factory, every_dtype_is_fast):
+def every(tmp_path_factory, ideal_machine):
     """One comparison of all levels, that many tests look at."""
     return compared(written(tmp_path_factory.mktemp("every")), ALL, steps=7)
 
@@ -56,7 +56,7 @@ def test_the_json_holds_every_level_trained_and_timed_and_no_nan(every):
     assert not every.failed
     data = json.loads(json.dumps(to_json(every), allow_nan=False))
     assert [level["level"] for level in data["levels"]] == list(LEVELS)
-    assert all(level["training"] and level["timing"] for level in data["levels"])
+    assert all(level["training"] and level["times"] for level in data["levels"])
     assert data["recommendation"]["level"] is None  # seven steps and two rounds
     assert data["levels"][0]["training"]["stored"]["model"] == 4 * (8 * 16 + 16 + 16 * 4 + 4)
 
@@ -120,7 +120,7 @@ def test_levels_whose_dtype_is_emulated_or_missing_are_skipped(tmp_path, monkeyp
     monkeypatch.setattr(run, "slowdown", lambda dtype, _: 1.0 if dtype.itemsize == 4 else ratio)
     comparison = compared(written(tmp_path), "O0,O4", steps=2, rounds=1)
     skipped = by_name(comparison)["O4"]
-    assert (skipped.skipped, skipped.training, skipped.timing) == (why, None, None)
+    assert (skipped.skipped, skipped.training, skipped.times) == (why, None, ())
     assert not comparison.failed
     verdict = comparison.recommendation.verdicts[1]
     assert (verdict.word, verdict.why) == ("skipped", why)
@@ -179,7 +179,7 @@ def test_what_fails_is_noted_and_the_others_finish(tmp_path):
     assert re.search(r"\.py:\d+\)$", error)  # the line of the target's own code
     (error,) = found["O5"].errors
     assert error.startswith("evaluating failed: evaluate(model) returned dict; it must return one")
-    assert found["O5"].timing is not None
+    assert found["O5"].times
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ def format_error(error: BaseException) -> str:
 
     if isinstance(error, InputError):
         return str(error)
-    later, first = [], error
+    later: list[BaseException] = []
+    first = error
     while first.__cause__ is not None:
         later.insert(0, first)
         first = first.__cause__
