@@ -124,14 +124,7 @@ def _look_at(path: Path, function: str) -> None:
     """Raises unless a file defines a target and trains nothing itself; executes nothing."""
     if not path.exists():
         raise InputError(f"There is no file {path}.")
-    text = source.read(path)
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        why = f"{error.msg}, line {error.lineno}. {source.python_2(error)}".strip()
-        raise InputError(f"{path} cannot be read as Python: {why}") from error
-    except ValueError as error:  # null bytes, before Python 3.12
-        raise InputError(f"{path} cannot be read as Python: {error}.") from error
+    tree = source.parse(source.read(path), path)
     executed = [part for part in tree.body if not _is_main_block(part)]
     top = [*source.of_scope(ast.Module(executed, []))]
     names = {source.bound_by(node) for node in top}
@@ -146,8 +139,6 @@ def _look_at(path: Path, function: str) -> None:
             f"{path} is {what}. apex compare needs a file that defines {_NAMES}, or a function "
             f"{FUNCTION}() that returns them.{lacks} The file was not run. {_HELP}"
         )
-    if "amp.initialize(" in ast.unparse(tree):
-        raise InputError(f"{path} {_INITIALIZE} The file was not run.")
 
 
 def _is_main_block(part: ast.stmt) -> bool:
@@ -156,12 +147,6 @@ def _is_main_block(part: ast.stmt) -> bool:
 
 def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
-
-
-_INITIALIZE = (
-    "calls amp.initialize. apex compare does so itself, once per level: return the plain model and "
-    "optimizer in fp32."
-)
 
 
 # -- the build -----------------------------------------------------------------------------------
@@ -216,7 +201,10 @@ def _checked(target: str, parts: Any) -> Experiment:
         raise InputError(f"{target}: {'; '.join(wrong)}.")
     model, optimizer, batches, loss = (parts[name] for name in PARTS)
     if scales.is_prepared(optimizer):
-        raise InputError(f"{target} {_INITIALIZE}")
+        raise InputError(
+            f"{target} calls amp.initialize. apex compare does so itself, once per level: return "
+            "the plain model and optimizer in fp32."
+        )
     return Experiment(model, optimizer, batches, _checked_loss(loss), parts.get("evaluate"))
 
 
