@@ -44,12 +44,14 @@ def comparison_text(comparison: Comparison) -> str:
     for verdict in advice.verdicts:
         if verdict.why:
             levels.setdefault(f"{verdict.word}, {verdict.why}.", []).append(verdict.level)
-    verdicts = [f"  {', '.join(names)}: {text}" for text, names in levels.items()]
+    verdicts = []
+    for text, names in levels.items():
+        verdicts.append(wrapped(f"  {', '.join(names)}: {text}", "    "))
     parts = [
         wrapped(f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"),
         *map(table_text, tables(comparison)),
         "\n".join(map(wrapped, comparison.notes)),
-        "\n".join([wrapped(advice.text), *(wrapped(line, "    ") for line in verdicts)]),
+        "\n".join([wrapped(advice.text), *verdicts]),
     ]
     return "\n\n".join(filter(None, parts))
 

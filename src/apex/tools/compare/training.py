@@ -65,7 +65,7 @@ class Trainer:
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
         with self._casts(on=False):
-            loss: Tensor = self.run(self._loss, self.model, batch)
+            loss = _checked(self.run(self._loss, self.model, batch))
             self._scaling.backward(loss)
         return loss.detach()
 
@@ -74,6 +74,17 @@ class Trainer:
         with self._casts(on=False):
             self._scaling.step()
         self.optimizer.zero_grad()
+
+
+def _checked(loss: Any) -> Tensor:
+    """Returns what ``loss`` of the target returned; raises unless a model can learn from it."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else kind(loss)
+    raise InputError(
+        f"loss(model, batch) returned {what}; it must return one number that depends on the "
+        "model's parameters, a 0-d tensor with a gradient."
+    )
 
 
 class _Amp:
