@@ -126,7 +126,6 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(apex, tmp_path
         (["compare", "no_such.py"], "There is no file no_such.py."),
         (["compare", "x.py", "--steps", "abc"], "--steps: invalid count value: 'abc'"),
         (["compare", "x.py", "--device"], "--device: expected one argument"),
-        (["compare", "x.py", "--json", "report.html"], "--output and --json name the same file"),
         (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
         (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--levels NAMES]"),
         (["trace", "--keepgoing", "x.py"], "apex trace: error: unrecognized arguments: --keepg"),

@@ -28,8 +28,13 @@ class Table(NamedTuple):
 
 def tables(comparison: Comparison) -> list[Table]:
     """Returns the tables without the levels that were skipped and without empty columns."""
-    rows = [(r, _cells(r, comparison)) for r in comparison.results if not r.skipped]
-    shown = {name for _, cells in rows for name, cell in cells.items() if cell != NOTHING}
+    rows = []
+    shown: set[str] = set()
+    for result in comparison.results:
+        if not result.skipped:
+            cells = _cells(result, comparison)
+            rows.append((result, cells))
+            shown.update(name for name, cell in cells.items() if cell != NOTHING)
     found = []
     for title, columns in TABLES.items():
         filled = {name: column for name, column in columns.items() if name in shown}
