@@ -78,18 +78,15 @@ def test_bf16_without_masters_freezes_updates_that_masters_keep(tmp_path):
 
 
 CUSTOM = """
-
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
         return x @ w.T
-
     @staticmethod
     def backward(ctx, grad):  # of mixed dtypes, which amp casts
         x, w = ctx.saved_tensors
         return grad @ w, grad.T @ x
-
 
 plain = loss
 loss = lambda model, batch: plain(lambda x: Doubled.apply(model[:2](x), model[2].weight), batch)
@@ -134,13 +131,11 @@ def test_the_target_of_the_how_to_trains(tmp_path):
 
 
 NARROW = """
-
 class Narrow(torch.optim.SGD):
     def step(self, closure=None):
-        if any(p.dtype is torch.float64 for group in self.param_groups for p in group["params"]):
+        if self.param_groups[0]["params"][0].dtype is torch.float64:
             raise RuntimeError("no kernel")
         return super().step(closure)
-
 
 optimizer = Narrow(model.parameters(), lr=1e-2)
 """

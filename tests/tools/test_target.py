@@ -70,23 +70,11 @@ SCRIPT = "raise RuntimeError('executed')\nfor batch in []:\n    loss = batch\n  
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            SCRIPT,
-            "is a training script. apex compare needs a file.*Missing: model, opt",
-        ),
-        (
-            SCRIPT + "model = optimizer = batches = 1\n",
-            "is a training script.*The file was not",
-        ),
+        (SCRIPT, "is a training script. apex compare needs a file.*Missing: model, opt"),
+        (SCRIPT + "model = optimizer = batches = 1\n", "is a training script.*The file was not"),
         ("def main():\n    raise OSError\n    loss.backward()\n", "is a training script"),
-        (
-            "1 / 0\nmodel = 1\n",
-            "is not a compare target.*: optimizer, batches, loss. The file",
-        ),
-        (
-            "if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n",
-            "is not a compare target.*The",
-        ),
+        ("1 / 0\nmodel = 1\n", "is not a compare target.*: optimizer, batches, loss. The file"),
+        ("if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n", "is not a compare target"),
         ("model = (\n", r"is not valid Python 3: .*line 1"),
     ],
     ids=["script", "names", "functions", "names missing", "main", "syntax"],
