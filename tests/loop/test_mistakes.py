@@ -163,15 +163,6 @@ def test_a_step_before_any_backward_pass_is_warned_of(level, lines):
     assert_warns_once(level, lines, EMPTY)
 
 
-def clip_on_a_rank(rank, level):
-    assert_warns_once(level, CLIPPED_INSIDE, CLIPPED)
-
-
-@pytest.mark.distributed
-def test_clipping_inside_the_block_is_warned_of_on_every_rank(on_two_ranks):
-    on_two_ranks(clip_on_a_rank, "O1")
-
-
 def test_a_mistake_does_not_change_what_the_step_does():
     stepped = []
     for show in ("ignore", "error"):

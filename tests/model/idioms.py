@@ -251,6 +251,7 @@ class Recursive(nn.Linear):
         inspect.getsource(m.c),
         str(inspect.signature(m.d)),
         str(inspect.signature(m.forward)),
+        inspect.getfullargspec(m.forward).args,  # as Lightning 1 and tape read it
         m.forward.__doc__,
     )
 )
