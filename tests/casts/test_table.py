@@ -1,31 +1,68 @@
-"""The op table as a value: what it knows, and how a user's change of the lists changes it."""
+"""The op table gives every function of apex's lists the dtypes of its category."""
 
+import copy
+import functools
+import operator
+
+import pytest
 import torch
 
-from apex._core.op_table import OpTable, operators
-from tests.casts.op_calls import calls
+from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.region import AutocastRegion
+from tests.casts.op_calls import HOLDERS, calls
+from tests.casts.op_rows import convert, mixes
 
-CATEGORIES = {
-    "half": {"low_precision"},
-    "float": {"fp32", "fp32_inplace"},
-    "promote": {"promote"},
-    "sequence_promote": {"promote"},
-    "banned": {"banned"},
-}
-
-
-def test_every_name_of_apex_is_known_with_its_category():
-    rows = OpTable.default().rows
-    for call in calls():
-        found = {rows[op] for op in operators(call.namespace, call.name) if op in rows}
-        assert found <= CATEGORIES[call.category], call.name
-
-
+FP16, FP32 = torch.float16, torch.float32
+COMPARISONS = {"eq", "equal", "ge", "gt", "le", "lt", "ne"}
 NOT_IN_EVERY_TORCH = {
     *("_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa.vec"),  # after 2.11
     "linalg_matrix_sqrth",  # from 2.15
     *("cholesky", "qr"),  # until 2.14
 }
+
+
+def function(call):
+    """Returns the function of a call; None where torch does not have it."""
+    if call.name.startswith("__") and (own := getattr(operator, call.name, None)):
+        return own
+    return getattr(HOLDERS[call.namespace], call.name, None)
+
+
+def wanted(call, dtypes, low):
+    """Returns the dtype of the result; None where the call is refused."""
+    name = call.name.strip("_")
+    if name in COMPARISONS:
+        return torch.bool
+    if name in ("rdiv", "rtruediv"):  # which torch makes of a reciprocal
+        return FP32
+    if name == "cpu" or (call.category == "promote" and call.name.startswith("__i")):
+        return dtypes[0]
+    if call.category == "half":
+        return low
+    if call.category == "float":
+        return FP32
+    if call.category == "banned":
+        return None if FP16 in dtypes else FP32
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_function_of_apexs_lists_has_the_dtypes_of_its_category(device, low):
+    region = AutocastRegion(AutocastSpec(low, (device,), OpTable.default()))
+    for call in calls():
+        fn = function(call)
+        for dtypes in mixes(call.args, low) if fn is not None else ():
+            # Some calls write into their arguments.
+            args = copy.deepcopy(convert(call.args, *dtypes, device=device))
+            expected = wanted(call, dtypes, low)
+            if expected is None:
+                with pytest.raises(NotImplementedError, match=call.name):
+                    region.run(fn, *args)
+                continue
+            result = region.run(fn, *args)
+            found = torch.bool if isinstance(result, bool) else result.dtype
+            assert found is expected, (call.name, dtypes)
 
 
 def test_every_row_names_an_operator_of_this_torch():
