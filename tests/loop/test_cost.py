@@ -17,12 +17,6 @@ UNFUSED = {
 }
 
 
-def plain_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loops.loss_of(model, x, y).backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_a_fused_optimizer_has_no_host_read(level, name):
@@ -35,7 +29,7 @@ def test_an_iteration_with_a_fused_optimizer_has_no_host_read(level, name):
 @pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_any_other_optimizer_has_at_most_one_host_read_more(level, name):
     model = loops.net()
-    own = reads_of(model, UNFUSED[name](model.parameters()), plain_step)
+    own = reads_of(model, UNFUSED[name](model.parameters()), loops.plain_step)
     pair = loops.prepared(level, UNFUSED[name], loss_scale="dynamic")
     assert reads_of(*pair, loops.train_step, steps=3) <= own + 3
 
