@@ -83,18 +83,6 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
             )
 
 
-def apply_pending(scalers: Sequence[Scaler], pending: Sequence[State]) -> list[State]:
-    """Sets the scalers of a new session from pending states; returns the remaining states."""
-    set_scalers(scalers, pending)
-    if pending and len(pending) != len(scalers):
-        _log.warning(
-            f"amp.initialize made {len(scalers)} loss scalers; the checkpoint has {len(pending)}. "
-            "Scalers without a state start at the default; the next amp.initialize call takes the "
-            "remaining states."
-        )
-    return list(pending[len(scalers) :])
-
-
 def parsed(state_dict: Any) -> list[State]:
     """Returns the scalers' states in a checkpoint, in order.
 
