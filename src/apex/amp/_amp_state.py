@@ -25,11 +25,11 @@ class AmpState:
     Attributes:
         verbosity: 0 for no output, 1 for the start-up and overflow reports.
         hard_override: Whether invalid overrides cause a warning instead of an error.
-        allow_incoming_model_not_fp32: Whether 16-bit parameters stay as they come at O0, O1 and
-            O4, and float64 models are accepted at O1 and O4, too.
+        allow_incoming_model_not_fp32: Whether O0, O1 and O4 leave 16-bit parameters unchanged, and
+            O1 and O4 accept float64 models.
         opt_properties: Options of the latest ``initialize`` or ``init``; absent before the first.
         min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
-        max_loss_scale: Likewise.
+        max_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         functions: Functions that the user registered for casting.
         options: The options of each session of ``initialize``.
         handle_of: Makes apex's handle of a session; :mod:`.handle` sets it.

@@ -150,8 +150,8 @@ def initialize(
             optimizer is already prepared; if a weight has a master of an earlier call; under
             ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
-        ValueError: If a number is out of range, a model or optimizer is given twice, or an
-            optimizer holds no parameters, or only those of other models.
+        ValueError: If a number is out of range; if a model or optimizer is given twice; if an
+            optimizer has no parameters, or only parameters of other models.
 
     Examples:
         >>> import torch
@@ -241,7 +241,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 
     Args:
         models: A prepared model, or a list or tuple of them.
-        optimizers: Their optimizers, likewise; ``None`` if there are none.
+        optimizers: Their optimizer, or a list or tuple of them; ``None`` if there are none.
 
     Returns:
         The arguments, in the form that :func:`initialize` returns; unchanged if it was last called
@@ -272,7 +272,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 def state_dict(
     destination: OrderedDict[str, dict[str, Any]] | None = None,
 ) -> OrderedDict[str, dict[str, Any]]:
-    """Returns the loss scales of all live sessions, in apex's checkpoint format.
+    """Returns the loss scales of all active sessions, in apex's checkpoint format.
 
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss in the
     order of the ``initialize`` calls; empty without a session. Entries of static scales are marked

@@ -46,8 +46,8 @@ def scale_loss(
     next ``optimizer.step()`` does nothing. No host sync; ops inside are cast as around it.
 
     If the block raises, the gradients from before it are restored, and later blocks work as usual.
-    What autograd has already added stays at a scale of exactly 1, as without amp, and in a block
-    that adds to one with ``delay_unscale=True``, as in apex: amp warns to clear the gradients.
+    With a scale of exactly 1, gradients that autograd has already added stay, as without amp. They
+    also stay in a block that adds to one with ``delay_unscale=True``; amp warns to clear them.
 
     Args:
         loss: A floating-point loss (0-d, or any shape that ``backward`` accepts). Fp16 and bf16

@@ -36,7 +36,7 @@ def unwrap(optimizer: Any) -> Optimizer:
 
 
 def unwrapped(optimizers: Any) -> list[Optimizer]:
-    """Returns the one optimizer, or those of a list or tuple, without wrappers.
+    """Returns one optimizer, or a list or tuple of them, as a list without wrappers.
 
     Raises:
         TypeError: If one is not an optimizer.
@@ -65,8 +65,9 @@ def _inside(optimizer: Any) -> Optimizer | None:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yields the parameters that the optimizer steps, which include any fp32 masters.
 
-    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Masters
-    also receive the gradients of a plain ``loss.backward()``. Accepts unprepared optimizers, too.
+    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Without a
+    loss scale, masters also receive the gradients of a plain ``loss.backward()``. Also accepts
+    optimizers that amp has not prepared.
 
     Raises:
         TypeError: If ``optimizer`` is not an optimizer.
@@ -87,7 +88,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _warn_of_scaled_grads(prepared: PreparedOptimizer, consumer: str) -> None:
-    """Warns of masters whose gradients are read before the model's are unscaled.
+    """Warns if masters' gradients are read before the model's gradients are unscaled.
 
     ``consumer`` is the file of the code that iterates over the masters.
     """

@@ -17,7 +17,7 @@ from apex._core.scale import checked_static
 class Properties:
     """The options of an ``initialize`` call, readable and settable as attributes.
 
-    Without an argument, those of apex before a level has set them.
+    Without an argument, the options have apex's values from before a level sets them.
 
     Attributes:
         options: Values by name.
@@ -152,7 +152,7 @@ opt_levels: Mapping[str, Level] = {
 
 
 def level_defaults(opt_level: object, **overrides: Any) -> Properties:
-    """Returns the defaults of a level, with ``overrides`` that are known to fit.
+    """Returns the defaults of a level, with ``overrides`` that need no check.
 
     Raises:
         RuntimeError: If there is no such level; the message lists the levels.

@@ -2,9 +2,9 @@
 
 Note [Versioned key]: an entry holds apex's two keys, ``loss_scale`` and ``unskipped``. This package
 stores its additions beside them under ``apex_amp_v1``, which apex does not read. A later format
-will use a key with another number, which this release refuses; it ignores other keys. Static scales
-have ``{"dynamic": False}`` there. Without it, a checkpoint of O4 (static, 1.0) would start the
-dynamic scale of O2 at 1.0, and fp16 gradients would underflow until the scale had grown.
+will use a key with another number, which this release rejects; it ignores other keys. Static scales
+have ``{"dynamic": False}`` there. Otherwise a checkpoint of O4 (static, 1.0) would start the
+dynamic scale of O2 at 1.0. Then fp16 gradients would underflow until the scale had grown.
 """
 
 from __future__ import annotations
