@@ -29,14 +29,14 @@ _NAMED = 3
 """Gradients that a warning names."""
 
 _UNREPORTED = "cast_model_outputs"
-"""An option that the start-up report, whose lines are apex's, leaves out."""
+"""An option that apex's start-up report does not print, so ours does not either."""
 
 
 def _emits(record: logging.LogRecord) -> bool:
     return ranks.rank() == 0 or getattr(record, "any_rank", False)
 
 
-# Every rank logs the same messages, so only rank 0 emits them, except those of one rank alone.
+# Every rank logs the same messages, so only rank 0 emits them, except messages about one rank.
 _log.addFilter(_emits)
 
 
