@@ -149,7 +149,8 @@ class FusedAdam(FusedOptimizer):
             if not (of_group and largest):
                 continue
             if self._norms is None:
-                norm = global_norm([*chain(*[batch.grads for batch in of_group])])
+                grads = [*chain(*[batch.grads for batch in of_group])]
+                norm = global_norm(grads, 2.0, of_group[0].device)
             else:
                 norm = as_tensor(self._norms[index], of_group[0].device)
             divisor = ((norm + 1e-6) / largest).clamp(min=1.0)
