@@ -11,13 +11,12 @@ from apex._core.foreach import lamb as rules
 from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.scalars import (
     Scalar,
-    as_scalar,
-    as_tensor,
     descend_,
     descend_each_,
     skip_flag,
 )
 from apex._core.foreach.working import store, working
+from apex._torch.copies import as_scalar, as_tensor
 
 __all__ = [
     "multi_tensor_lamb",

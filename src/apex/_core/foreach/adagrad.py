@@ -13,13 +13,13 @@ from torch import Tensor
 from apex._core.foreach.scalars import (
     Scalar,
     Tensors,
-    as_tensor,
     decay_,
     decayed,
     descend_,
 )
 from apex._core.foreach.working import working
 from apex._torch import foreach
+from apex._torch.copies import as_tensor
 
 
 def adagrad_(

@@ -15,13 +15,13 @@ from torch import Tensor
 from apex._core.foreach.scalars import (
     Scalar,
     Tensors,
-    as_tensor,
     bias_correction,
     decayed,
     descend_,
 )
 from apex._core.foreach.working import working
 from apex._torch import foreach
+from apex._torch.copies import as_tensor
 
 # The fused kernels always correct the averages' bias; at this count, the divisors are 1.
 _UNBIASED_STEP = 2.0**60

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from apex._torch.copies import moved
+from apex._torch.copies import as_tensor
 
 Scalar = float | Tensor
 """A host number, or a 0-d tensor on the device of the parameters."""
@@ -18,7 +18,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 def skip_flag(flag: Tensor | None, device: torch.device) -> Tensor | None:
     """Returns a one-element tensor of any device as 0-d fp32 there: 1 to skip, 0 to step."""
-    return None if flag is None else (moved(flag, device).reshape(()) != 0).to(torch.float32)
+    return None if flag is None else (as_tensor(flag, device) != 0).to(torch.float32)
 
 
 def bias_correction(beta: float, step: Scalar) -> Scalar:
@@ -68,19 +68,3 @@ def descend_each_(
     if skip is not None:
         rates = torch.where(skip != 0, 0.0, rates)
     torch._foreach_addcmul_(params, updates, rates.unbind(), value=-1.0)
-
-
-def as_tensor(value: Scalar, device: torch.device) -> Tensor:
-    """Returns a number or a one-element tensor as 0-d fp32 on ``device``.
-
-    Waits only where :func:`moved` does.
-    """
-    if isinstance(value, Tensor):
-        return moved(value, device, torch.float32).reshape(())
-    # torch.as_tensor would copy from the host and wait for the copy.
-    return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def as_scalar(value: Scalar, device: torch.device) -> Scalar:
-    """Returns a host number unchanged, a one-element tensor as 0-d on ``device``."""
-    return moved(value, device).reshape(()) if isinstance(value, Tensor) else value
