@@ -259,7 +259,7 @@ def _norm(params: Iterable[Tensor]) -> Tensor:
         return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
     device = grads[0].device if grads else torch.device("cpu")
     # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
-    return norms.total(norms.stacked(norms.l2_norms(grads), device))
+    return norms.global_norm(grads, 2.0, device)
 
 
 # -- arm -------------------------------------------------------------------------------------------
