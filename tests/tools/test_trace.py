@@ -328,7 +328,8 @@ def test_a_mask_that_does_not_fit_fp16_is_named_with_its_line_and_amp_s_remedy(t
     assert report[0] == "apex trace: train.py failed before any inf or NaN reached its training."
     assert report[1].endswith(f"without overflow ({tmp_path / 'train.py'}:{line})")
     assert report[2] == "  The number does not fit. Mask with torch.finfo(scores.dtype).min."
-    assert "torch.finfo" in report[3]  # amp's own, in full
+    assert report[3].startswith("  amp.initialize prepared the model Masked to compute in 16 bits")
+    assert "torch.finfo" in report[6]  # amp's own remedy
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex.debug.check import FrozenUpdates
-from apex.debug.common import counted
+from apex.debug.common import counted, json_types
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.rounding import RoundingTrace
 from apex.debug.script_trace import ScriptTrace, Seen
@@ -93,9 +93,7 @@ def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tra
     seen = running.seen()
     lines = _verdict(script.name, seen, ending)
     lines += _remarks(script.name, seen, ending)
-    data = asdict(seen)
-    data["first"] = None if seen.first is None else seen.first.as_dict()
-    return _tracing(script, ending, lines, data, found=seen.first is not None)
+    return _tracing(script, ending, lines, json_types(seen), found=seen.first is not None)
 
 
 def _tracing(
