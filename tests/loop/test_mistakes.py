@@ -25,7 +25,7 @@ MODEL = r"step ignores them(?s:.*)batch norm(?s:.*)amp\.master_params"
 SECOND = r"second backward pass inside(?s:.*)loss \+ other_loss"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
 EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)"
-FORGOTTEN = "did not get this optimizer"
+FORGOTTEN = "this optimizer was not passed to"
 UNPREPARED = r"amp has not prepared(?s:.*)amp\.initialize"
 
 

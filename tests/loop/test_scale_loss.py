@@ -309,7 +309,6 @@ ONE = torch.ones(())
         (TypeError, [ONE], {}, "loss of type list; it must be a tensor"),
         (TypeError, ONE.long(), {}, "dtype torch.int64; it must have"),
         (TypeError, ONE.cfloat(), {}, "a real floating-point dtype"),
-        (TypeError, ONE, {"loss_id": "gan"}, "loss_id is 'gan'; it must be an integer"),
         (IndexError, ONE, {"loss_id": 2}, r"2, but this .* made 2 .* num_losses=3"),
         (IndexError, ONE, {"loss_id": -3}, r"-3, but this .* num_losses=3 to amp\."),
         (TypeError, ONE, {"optimizers": nn.Linear(1, 1)}, "got Linear instead of an optimizer"),

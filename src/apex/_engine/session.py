@@ -199,11 +199,6 @@ class Session:
         """Whether the session has op casts and has not ended."""
         return self._end is not None and self._end.alive
 
-    @property
-    def deactivated(self) -> bool:
-        """Whether the session's op casts have ended before it."""
-        return self._end is not None and not self._end.alive
-
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""
         prepared = PreparedOptimizer(optimizer, self)
