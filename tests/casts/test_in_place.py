@@ -7,17 +7,15 @@ import torch
 from torch import Tensor
 
 from apex._core.op_rows import PRODUCTS
-from apex._core.op_table import AutocastSpec, OpTable
-from apex._engine.autocast.region import AutocastRegion
 from tests.casts.op_calls import calls
-from tests.casts.op_rows import convert
+from tests.casts.op_rows import convert, region_of
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
 def run(low, device, fn, *args, **kwargs):
-    return AutocastRegion(AutocastSpec(low, (device,), OpTable.default())).run(fn, *args, **kwargs)
+    return region_of(low, device).run(fn, *args, **kwargs)
 
 
 @LOW
