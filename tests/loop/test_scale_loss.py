@@ -1,7 +1,6 @@
 """A ``scale_loss`` block: what it accepts and yields, and what may happen inside it."""
 
 import gc
-import inspect
 import weakref
 
 import pytest
@@ -20,15 +19,6 @@ casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
 def grads(optimizer):
     return [p.grad.item() for p in amp.master_params(optimizer)]
-
-
-def test_the_arguments_have_apexs_order_and_defaults():
-    required, defaults = inspect.Parameter.empty, [0, None, False, False]
-    parameters = inspect.signature(amp.scale_loss).parameters
-    assert (
-        " ".join(parameters) == "loss optimizers loss_id model delay_unscale delay_overflow_check"
-    )
-    assert [p.default for p in parameters.values()] == [required, required, *defaults]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

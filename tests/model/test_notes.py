@@ -435,10 +435,3 @@ def test_other_methods_get_the_note_that_forward_gets(level, method):
 def test_with_op_casts_other_methods_cast(level):
     model = converted(Encoder(), level)
     assert model.encode(torch.ones(2, 4), twice=True).shape == (2, 4)
-
-
-def test_a_method_compiles_inside_the_forward():
-    torch._dynamo.reset()
-    model = converted(Encoder())
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))

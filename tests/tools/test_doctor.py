@@ -13,12 +13,6 @@ from apex.tools.compare.timing import Load
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """A quiet machine."""
-    monkeypatch.setattr(Load, "busy", False)
-
-
 def speeds_of(fp16, bf16):
     """Speeds of a device where these are so many times as fast as fp32; 0 where it cannot."""
     return {"float16": {"matmul": fp16, "conv": fp16}, "bfloat16": {"matmul": bf16, "conv": bf16}}
@@ -94,7 +88,7 @@ def test_beside_another_apex_the_line_names_both(tmp_path):
     assert line.endswith("apex-amp adds amp, parallel, fp16_utils, RNN, reparameterization")
 
 
-def test_the_json_is_alone_on_standard_output(quick, capsys):
+def test_the_json_is_alone_on_standard_output(capsys):
     assert main(["doctor", "--json", "-"]) == OK
     data = json.loads(capsys.readouterr().out)
     assert data["origins"] == doctor.origins()

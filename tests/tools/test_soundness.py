@@ -119,17 +119,17 @@ def loss(model, batch):
 """
 
 
-@pytest.mark.usefixtures("every_dtype_is_fast")
+@pytest.mark.usefixtures("ideal_machine")
 def test_compare_finds_the_level_that_learns_more_slowly(tmp_path):
     found = compared(written(tmp_path, SLOW_AT_O5), "O4,O5", steps=STEPS, rounds=1)
     why = {verdict.level: verdict.why for verdict in found.recommendation.verdicts}
     words = {verdict.level: verdict.word for verdict in found.recommendation.verdicts}
     assert words == {"O0": "baseline", "O4": "unclear", "O5": "no"}
     assert "in 20 of the last 20 steps" in why["O5"]
-    assert by_name(found)["O4"].timing is not None
+    assert by_name(found)["O4"].times
 
 
-@pytest.mark.usefixtures("every_dtype_is_fast")
+@pytest.mark.usefixtures("ideal_machine")
 def test_nothing_is_timed_when_no_level_trains_as_well(tmp_path):
     stages = []
     found = compared(written(tmp_path, SLOW_AT_O5), "O5", steps=STEPS, stages=stages)

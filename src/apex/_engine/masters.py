@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from apex._core import rounding
-from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
 from apex._torch import foreach, parameters, ranks
 from apex._torch.copies import has_values
@@ -352,7 +351,7 @@ def move_grads_to_masters(pairs: Iterable[MasterPair]) -> None:
         if not moved:
             return
         copies = fp32_copies(grads, masters)  # first, because memory may run out
-        multiply_(copies, [clip_factor(grad) for grad in grads])
+        foreach.multiply_(copies, [clip_factor(grad) for grad in grads])
         for pair, copy in zip(moved, copies, strict=True):
             pair.model.grad = None
             set_grad(pair.master, copy)

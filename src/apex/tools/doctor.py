@@ -16,7 +16,7 @@ import apex
 from apex._core import dtypes
 from apex._core.project import VERSION
 from apex.tools.compare.table import wrapped
-from apex.tools.compare.timing import Load, LoadMeter, least_ratio, operator_seconds
+from apex.tools.compare.timing import Load, current_load, least_ratio, operator_seconds
 from apex.tools.devices import describe
 
 MODULES = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
@@ -82,9 +82,8 @@ def examine(device: torch.device) -> Health:
         device: Device to advise on; the CPU is measured, too.
     """
     names = [*dict.fromkeys([str(device), "cpu"])]
-    meter = LoadMeter()
     speeds = {name: _measured(torch.device(name)) for name in names}
-    load = meter.load
+    load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
     return Health(
         versions={

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
-from apex._core.foreach.scalars import multiply_
 from apex._engine import masters
 from apex._engine.masters import MasterPair
 from apex._torch import dispatch_modes, foreach, parameters
@@ -244,7 +243,7 @@ def _filled(
         values.append(buffer.as_strided(low.size(), low.stride(), offset))
         offset += low.numel()
     foreach.copy_(values, lows)
-    multiply_(values, factors)
+    foreach.multiply_(values, factors)
     return values
 
 

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 from apex.tools.compare.results import BASELINE, Comparison
 from apex.tools.compare.soundness import LEAST_ERRORS, LEAST_WINDOW, MOST_EXCESS, excess
-
-_DECAY = 0.8
-"""Of a running mean, per step."""
+from apex.tools.compare.training import end_loss
 
 _MOST_SHOWN = 20.0
 """Largest difference from fp32's loss that a chart shows, in percent."""
@@ -48,10 +46,10 @@ def charts(comparison: Comparison) -> list[Chart]:
         if result.training is not None:
             losses[result.name] = result.training.losses
     fp32 = losses.get(BASELINE, ())
-    loss = {level: _running_mean(values) for level, values in losses.items()}
+    loss = {level: _loss(values) for level, values in losses.items()}
     apart = {level: _apart(losses[level], fp32) for level in losses if level != BASELINE}
     found = [
-        _chart("Training loss", "Running mean of each level's loss.", loss),
+        _chart("Training loss", "Mean over the last steps until then.", loss),
         _chart(
             "Loss, difference from fp32 in %",
             "Mean difference on the same batches over the last third of the steps until then, and "
@@ -65,16 +63,13 @@ def charts(comparison: Comparison) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _running_mean(values: Sequence[float]) -> list[Point]:
-    """Returns the exponential moving average, unbiased at its start, while it is finite."""
-    mean = weight = 0.0
+def _loss(losses: Sequence[float]) -> list[Point]:
+    """Returns the mean loss, as the table has it at the end, while losses are finite."""
     points: list[Point] = []
-    for step, value in enumerate(values, start=1):
-        if not math.isfinite(value):
+    for step, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
             break
-        mean = _DECAY * mean + (1 - _DECAY) * value
-        weight = _DECAY * weight + (1 - _DECAY)
-        points.append(Point(step, mean / weight))
+        points.append(Point(step, end_loss(losses[:step])))
     return points
 
 

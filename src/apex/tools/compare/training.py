@@ -22,7 +22,7 @@ from apex.debug import frozen_updates
 from apex.integrations import scales
 from apex.tools.compare.results import Level, Stored, Training
 from apex.tools.compare.target import Experiment
-from apex.tools.errors import TargetError
+from apex.tools.errors import InputError
 
 FROZEN_SAMPLES = 8
 """Number of steps at which frozen updates are counted."""
@@ -170,7 +170,7 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
     """Returns the record with the result of the target's ``evaluate``, if it has one.
 
     Raises:
-        TargetError: If the result is not one number.
+        InputError: If the result is not one number.
     """
     if experiment.evaluate is None:
         return record
@@ -179,7 +179,7 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
         try:
             return replace(record, evaluation=float(result))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TargetError(
+            raise InputError(
                 f"evaluate(model) returned {kind(result)}; it must return one number"
             ) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import warnings
+from collections import ChainMap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,18 +31,14 @@ class Name:
     keywords: tuple[str, ...] = ()
 
 
-def names(text: str) -> list[Name]:
-    """Returns the names of apex in a script, imports included, in the order of its lines.
-
-    Raises:
-        SyntaxError: If it is not valid in the running version of Python.
-    """
+def mentions_apex(text: str) -> bool:
+    """Returns whether a source may use apex, so that it is worth parsing."""
     words = [*ROOTS, *(name.removeprefix(OPTIMIZER) for name in OPTIMIZERS)]
-    if not any(word in text for word in words):  # not worth parsing
-        return []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes are the script's concern
-        tree = ast.parse(text)
+    return any(word in text for word in words)
+
+
+def names(tree: ast.Module) -> list[Name]:
+    """Returns the names of apex in a script, imports included, in the order of its lines."""
     visitor = _Visitor(tree)
     visitor.visit(tree)
     constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
@@ -53,46 +49,28 @@ def names(text: str) -> list[Name]:
 
 
 class _Visitor(ast.NodeVisitor):
-    """Visits a script, and knows what the scopes around a node bind to apex."""
+    """Visits a script, and knows which names mean apex where.
+
+    A name means apex if the script imports it from apex anywhere, except in functions that bind it
+    to something else.
+    """
 
     def __init__(self, tree: ast.Module) -> None:
         self.found: list[Name] = []
-        self._scopes: list[tuple[ast.AST, dict[str, str]]] = []
-        self._calls: dict[ast.expr, tuple[str, ...]] = {}
-        self._shared: dict[str, str] = {}  # names declared global or nonlocal anywhere
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Global | ast.Nonlocal):
-                self._shared |= dict.fromkeys(node.names, "")
         everywhere = _bound_by(ast.walk(tree))
-        self._shared = {name: everywhere.get(name, "") for name in self._shared}
-
-    def _full_name(self, name: str) -> str:
-        """Returns what an import of apex binds a name to; empty if anything else binds it."""
-        innermost, _ = self._scopes[-1]
-        for scope, bound in reversed(self._scopes):
-            if isinstance(scope, ast.ClassDef) and scope is not innermost:
-                continue  # its names are not visible in its methods
-            if name in bound and name not in self._shared:
-                return bound[name]
-        return self._shared.get(name, "")
+        self._full_names = ChainMap({name: full for name, full in everywhere.items() if full})
+        self._calls: dict[ast.expr, tuple[str, ...]] = {}
 
     def _add(self, name: str, node: ast.expr) -> None:
         if name not in ROOTS:  # `apex is None` adds nothing
             self.found.append(Name(name, node.end_lineno or node.lineno, self._calls.get(node, ())))
 
-    def _visit_scope(self, node: Any) -> None:
-        """Visits the body in its own scope, and the rest (defaults, bases) in the one around."""
-        body = [node.body] if isinstance(node.body, ast.AST) else node.body
-        for child in ast.iter_child_nodes(node):
-            if child not in body:
-                self.visit(child)
-        self._scopes.append((node, _bound_by(of_scope(node))))
-        for child in body:
-            self.visit(child)
-        self._scopes.pop()
+    def _visit_function(self, node: Any) -> None:
+        self._full_names = self._full_names.new_child(_bound_by(of_scope(node)))
+        self.generic_visit(node)
+        self._full_names = self._full_names.parents
 
-    visit_Module = visit_FunctionDef = visit_AsyncFunctionDef = _visit_scope  # noqa: N815
-    visit_ClassDef = visit_Lambda = _visit_scope  # noqa: N815
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function  # noqa: N815
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -116,7 +94,7 @@ class _Visitor(ast.NodeVisitor):
         while isinstance(root, ast.Attribute):
             attributes.insert(0, root.attr)
             root = root.value
-        full = self._full_name(root.id) if isinstance(root, ast.Name) else ""
+        full = self._full_names.get(root.id) if isinstance(root, ast.Name) else ""
         if full:
             self._add(".".join([full, *attributes]), node)
             return
@@ -126,7 +104,7 @@ class _Visitor(ast.NodeVisitor):
         self.visit(root)
 
     def visit_Name(self, node: ast.Name) -> None:
-        full = self._full_name(node.id)
+        full = self._full_names.get(node.id)
         if full and isinstance(node.ctx, ast.Load):
             self._add(full, node)
 
