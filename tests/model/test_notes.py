@@ -418,11 +418,11 @@ def test_an_error_of_mixed_dtypes_gets_a_note_in_forward_alone(level):
     model = converted(Encoder(), level)
     with pytest.raises(RuntimeError, match="dtype") as raised:
         model.encode(torch.ones(2, 4))
-    assert "amp prepared" not in str(raised.value)
+    assert "prepared" not in str(raised.value)
     model.linear.float()
     with pytest.raises(RuntimeError, match="dtype") as raised:
         model(torch.ones(2, 4))
-    assert str(raised.value).count("amp prepared") == 1
+    assert str(raised.value).count("amp.initialize prepared") == 1
     amp.restore(model)
     assert model.encode(torch.ones(2, 4)).dtype is torch.float32
 
@@ -431,10 +431,3 @@ def test_an_error_of_mixed_dtypes_gets_a_note_in_forward_alone(level):
 def test_with_op_casts_other_methods_cast(level):
     model = converted(Encoder(), level)
     assert model.encode(torch.ones(2, 4), twice=True).shape == (2, 4)
-
-
-def test_a_method_compiles_inside_the_forward():
-    torch._dynamo.reset()
-    model = converted(Encoder())
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))

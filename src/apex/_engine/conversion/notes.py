@@ -1,4 +1,4 @@
-"""What amp says of a prepared model: remedies of dtype errors, and what 16 bits lose.
+"""Messages about a prepared model: fixes for dtype errors, and what 16 bits lose.
 
 What is lost in forward passes is found in the first ones, by the version counters of tensors and
 without a wait for the device. torch does not count writes through ``tensor.data`` in place.
@@ -35,21 +35,25 @@ _log = logging.getLogger("apex")
 AVERAGE = "Average an fp32 copy, made by amp.restore(copy.deepcopy(model))."
 """The remedy for averages in 16 bits."""
 
-_PREPARED = "amp prepared the model "
+_PREPARED = "amp.initialize prepared the model "
 _HOLDS = (
-    _PREPARED + "{model} to compute in {dtype}, but it now holds {found}, cast, added "
-    "or assigned after amp.initialize, or passed to functional_call. Call .to({dtype}) on it, or "
-    "assign and pass value.to(param.dtype); pass the parameters of an added module to "
-    "optimizer.add_param_group, which also makes their fp32 masters; make a copy of the model "
-    "plain with amp.restore(copy)."
+    _PREPARED + "{model} to compute in {dtype}, but it now contains {found}: tensors that were "
+    "cast, added or assigned later, or passed to functional_call. What to do:\n"
+    "- a module added later: call optimizer.add_param_group({{'params': module.parameters()}}), "
+    "which also creates fp32 masters; for inference, module.to({dtype})\n"
+    "- a value that you assign or pass: use value.to(param.dtype)\n"
+    "- a copy of the model: make it plain with amp.restore(copy)"
 )
 _COMPUTES = (
-    _PREPARED + "{model} to compute in 16 bits. A tensor that the forward makes itself "
-    "is not cast. Cast it, as in x.to(self.linear.weight.dtype). If "
-    "an operator has no 16-bit kernel, keep its module in fp32: amp.initialize(..., "
-    "fp32_modules=[...]) takes names and types, such as "
-    "torch.nn.utils.parametrize.ParametrizationList. A mask takes a number that 16 bits hold: "
-    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)."
+    _PREPARED + "{model} to compute in 16 bits. It casts only the arguments of forward(). "
+    "What to do:\n"
+    "- a tensor created inside forward(), or passed to another method: cast it, as in "
+    "x.to(self.linear.weight.dtype)\n"
+    "- an operator without a 16-bit kernel: keep its module in fp32, "
+    "amp.initialize(..., fp32_modules=[...]), by name or type, such as "
+    "torch.nn.utils.parametrize.ParametrizationList\n"
+    "- a mask value that 16 bits cannot represent: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
 )
 
 _is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -252,8 +256,8 @@ class Writes:
             own = [name for name in names if not name.endswith(_COPIED)]
             self.tell(
                 "tensors",
-                "amp: 16-bit tensors of %s are written in training, where small changes are lost "
-                "(an average stops, a counter stays at 256 in bf16): %s. %s",
+                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
+                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
                 *(type(model).__name__, ", ".join(names[:4]), keeping(model, own)),
             )
 

@@ -190,8 +190,8 @@ class MasterLink:
         if self._latest is not None and self._latest._version > 0:
             self.writes.tell(
                 "entries",
-                "amp: the state_dict of a deep copy of a 16-bit model is written, but its entries "
-                "are fp32 copies: the model does not change. %s",
+                "amp: the script writes into the state_dict() of a deep copy of a 16-bit model. "
+                "Its entries are fp32 copies, so the model does not change. %s",
                 AVERAGE,
             )
         self._latest = None if made.is_inference() else made
