@@ -49,10 +49,7 @@ class _Generated(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         """Sets an attribute of the own class."""
-        if mixin_of(cls) is None:
-            super().__setattr__(name, value)
-        else:
-            setattr(plain_class(cls), name, value)
+        type.__setattr__(plain_class(cls), name, value)
 
     def __delattr__(cls, name: str) -> None:
         """Deletes an attribute of the own class."""

@@ -330,25 +330,22 @@ class Session:
             late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
-    def clear_grads(self, dropped: Iterable[Tensor], zeroed: Iterable[Tensor]) -> None:
+    def clear_grads(self, params: Iterable[Tensor]) -> None:
         """Clears the gradients of the masters of parameters whose own were dropped, or zeroed."""
         cleared: list[Tensor] = []
-        for param in dropped:
-            pair = self.masters.pair_of(param)
-            stepped = param if pair is None else pair.master
-            set_grad(stepped, None)
-            cleared.append(stepped)
-        for param in zeroed:
+        for param in params:
             pair = self.masters.pair_of(param)
             if pair is None:
                 cleared.append(param)
                 continue
+            cleared.append(pair.master)
             grad = grad_of(pair.master)
-            if grad is not None:
+            if param.grad is None:
+                set_grad(pair.master, None)
+            elif grad is not None:
                 grad.detach().zero_()
             if not pair.lazy:
                 param.grad = None
-            cleared.append(pair.master)
         self.drop_cleared(cleared)
 
     def drop_cleared(self, params: Iterable[Tensor]) -> None:

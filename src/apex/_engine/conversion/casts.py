@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -81,40 +81,6 @@ def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Returns the floating tensors of a model, each once, with their present values."""
     tensors = named_tensors(model).values()
     return [(tensor, tensor.detach()) for tensor in tensors if dtypes.is_castable(tensor)]
-
-
-# -- changes of dtype by the user ------------------------------------------------------------------
-
-
-def begin_apply(
-    model: nn.Module, state: ModelState, fn: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """Begins ``to``, ``half``, ``float`` and the like; returns the function for torch to apply.
-
-    A 16-bit model that is cast to another dtype becomes plain first, with its exact values.
-    Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
-    """
-    before = state.plan.param_dtype or torch.float32
-    after = fn(torch.empty(0, dtype=before, device="cpu")).dtype
-    if after is before:
-        return lambda tensor: _unless_lower(tensor, fn(tensor))
-    if state.plan.casts_down:
-        restore(model)
-    if not state.link.is_copy:  # which are cast to be saved
-        state.link.writes.tell(
-            "dtype",
-            "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. Weights "
-            "cast to 16 bits train without fp32 masters: for those, or another level, call "
-            "amp.restore and then amp.initialize (O2 or O5 for masters).",
-            *(type(model).__name__, after, after, before),
-        )
-    return fn
-
-
-def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
-    """Returns ``moved``, in the dtype of ``tensor`` if its own is a lower one."""
-    is_lower = moved.dtype is not tensor.dtype and moved.dtype in dtypes.LOW_PRECISION
-    return tensor.to(moved.device) if is_lower else moved
 
 
 # -- the way back --------------------------------------------------------------------------------

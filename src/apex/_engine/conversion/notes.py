@@ -25,7 +25,7 @@ from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
 from apex._engine.scaler import Readback
 from apex._torch import errors
 from apex._torch.copies import has_values
-from apex._torch.modules import named_parameters, own_tensors
+from apex._torch.modules import named_parameters
 
 if TYPE_CHECKING:
     from apex._engine.conversion.state import MasterLink
@@ -99,12 +99,14 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     ``before`` holds tensors of the converted model with their values before conversion.
     """
     names = {id(buffer): name for name, buffer in model.named_buffers()}
-    lost = []
+    listed: list[str] = []
     for tensor, exact in before:
+        name = names.get(id(tensor))
         is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(tensor)
-        if id(tensor) in names and is_rounded and has_values(exact):
-            lost.append((names[id(tensor)], loses_order(exact, tensor.dtype)))
-    listed = [name for name, is_lost in lost if is_lost.item()]  # sync: before training begins
+        if name is None or not is_rounded or not has_values(exact):
+            continue
+        if loses_order(exact, tensor.dtype).item():  # sync: before training begins
+            listed.append(name)
     if listed:
         _log.warning(
             "amp: in %s, rounding to 16 bits makes ordered values equal in %s. %s",
@@ -203,12 +205,15 @@ class Writes:
 
         Those that an optimizer trains are left out.
         """
-        tensors: list[tuple[str, Tensor]] = [*_buffers(model)] if model.training else []
-        tensors += [(n, param) for n, param in named_parameters(model) if not param.requires_grad]
-        watched = [(name, tensor, link) for name, tensor in tensors]
-        for copied, its_link in [*self._copies.items()]:
-            copies = named_parameters(copied)
-            watched += [(name + _COPIED, param, its_link) for name, param in copies]
+        watched: list[tuple[str, Tensor, MasterLink]] = []
+        for name, param in named_parameters(model):
+            if not param.requires_grad:
+                watched.append((name, param, link))
+        if model.training:
+            watched += [(name, buffer, link) for name, buffer in _buffers(model)]
+        for copied, its_link in list(self._copies.items()):
+            for name, param in named_parameters(copied):
+                watched.append((name + _COPIED, param, its_link))
         for name, tensor, its_link in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
             if is_counted and its_link.masters.pair_of(tensor) is None:
@@ -218,13 +223,23 @@ class Writes:
         self, model: nn.Module, given: dict[str, Any], cast: dict[str, Any]
     ) -> None:
         """Names the arguments that the forward wrote into, and those that lose whole numbers."""
-        known = set(map(id, tree.tensors(list(given.values()))))
-        written: list[str] = []
         for name, argument in cast.items():
-            self._search(name, given.get(name), argument)
-            copies = [tensor for tensor in tree.tensors(argument) if id(tensor) not in known]
-            if any(tensor._version > 0 for tensor in copies if not tensor.is_inference()):
-                written.append(name)
+            pairs = zip(tree.tensors(given.get(name)), tree.tensors(argument), strict=False)
+            for exact, copy in pairs:
+                if copy is exact:
+                    continue
+                if not copy.is_inference() and copy._version > 0:
+                    self.tell(
+                        f"writes to {name}",
+                        "amp: the forward of %s writes into its argument %s, which was cast: the "
+                        "caller's own tensor does not change. Pass it in the dtype that the model "
+                        "computes in, or name it in amp.initialize(..., fp32_inputs=%r).",
+                        *(type(model).__name__, name, [name]),
+                    )
+                if exact.dtype in WIDE and dtypes.is_low_precision(copy) and not _is_tracing():
+                    # Tensors of torch.func, sparse ones and empty ones have no values to search.
+                    with contextlib.suppress(RuntimeError, IndexError):
+                        self._whole_numbers.send(name, _lost(exact, copy.dtype))
         for name, (number,) in self._whole_numbers.poll():
             if number != 0.0:
                 self.tell(
@@ -234,22 +249,6 @@ class Writes:
                     "amp.initialize(..., fp32_inputs=%r).",
                     *(name, type(model).__name__, number, [name]),
                 )
-        if written:
-            self.tell(
-                "arguments",
-                "amp: the forward of %s writes into its argument %s, which was cast: the caller's "
-                "own tensor does not change. Pass it in the dtype that the model computes in, or "
-                "name it in amp.initialize(..., fp32_inputs=%r).",
-                *(type(model).__name__, ", ".join(written), written),
-            )
-
-    def _search(self, name: str, argument: object, cast: object) -> None:
-        """Begins a search for whole numbers in an argument that its cast changes."""
-        for exact, rounded in zip(tree.tensors(argument), tree.tensors(cast), strict=False):
-            if exact.dtype in WIDE and dtypes.is_low_precision(rounded) and not _is_tracing():
-                # Tensors of torch.func, sparse ones and empty ones have no values to search.
-                with contextlib.suppress(RuntimeError, IndexError):
-                    self._whole_numbers.send(name, _lost(exact, rounded.dtype))
 
     def _tell_lost(self, model: nn.Module, names: Sequence[str]) -> None:
         if names:
@@ -286,9 +285,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the buffers of all modules but batch norm's."""
     for prefix, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
-            for name, tensor in own_tensors(module, prefix):
-                if not isinstance(tensor, nn.Parameter):
-                    yield name, tensor
+            yield from module.named_buffers(prefix, recurse=False)
 
 
 @torch.no_grad()

@@ -78,23 +78,19 @@ def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
     return list(dict.fromkeys(chosen.values()))
 
 
-def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
-    """Returns every module whose own tensors stay in fp32."""
-    if not plan.casts_down:
-        return set()
-    tops = topmost_fp32_modules(model, plan)
-    if plan.keep_batchnorm_fp32:
-        tops += [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return {module for top in tops for module in top.modules()}
-
-
 def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Yields every parameter and buffer, once, with its qualified name and planned dtype.
 
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
     planned as fp32 (``check`` raises for it).
     """
-    apart = fp32_modules(model, plan)
+    apart: set[nn.Module] = set()  # every module whose own tensors stay in fp32
+    if plan.casts_down:
+        tops = topmost_fp32_modules(model, plan)
+        if plan.keep_batchnorm_fp32:
+            tops += [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        for top in tops:
+            apart.update(top.modules())
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
     for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in apart):

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import tree
+from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.conversion import notes
-from apex._engine.conversion.casts import begin_apply, cast_parts, undo_convert
+from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced
@@ -46,10 +46,29 @@ class Converted(nn.Module):
         return {"forward": _casting_forward(own)}
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Applies the function of ``to``, ``half``, ``float`` and the like.
+
+        A 16-bit model that is cast to another dtype becomes plain first, with its exact values.
+        Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
+        """
         apply: Any = super()._apply
         state = state_of(self)
-        if state is not None:
-            fn = begin_apply(self, state, fn)
+        if state is None:
+            return apply(fn, *args, **kwargs)
+        before = state.plan.param_dtype or torch.float32
+        after = fn(torch.empty(0, dtype=before, device="cpu")).dtype
+        if after is before:
+            return apply(lambda tensor: _unless_lower(tensor, fn(tensor)), *args, **kwargs)
+        if state.plan.casts_down:
+            restore(self)
+        if not state.link.is_copy:  # which are cast to be saved
+            state.link.writes.tell(
+                "dtype",
+                "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. "
+                "Weights cast to 16 bits train without fp32 masters: for those, or another level, "
+                "call amp.restore and then amp.initialize (O2 or O5 for masters).",
+                *(type(self).__name__, after, after, before),
+            )
         return apply(fn, *args, **kwargs)
 
     @untraced
@@ -60,12 +79,11 @@ class Converted(nn.Module):
         super().zero_grad(*args, **kwargs)
         if state is None or state.link.session is None:
             return
-        dropped = [param for param in versions if param.grad is None]
-        zeroed = []
+        cleared: list[Tensor] = []
         for param, version in versions.items():
-            if grad_version(param) not in (None, version):
-                zeroed.append(param)
-        state.link.session.clear_grads(dropped, zeroed)
+            if param.grad is None or grad_version(param) != version:
+                cleared.append(param)
+        state.link.session.clear_grads(cleared)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
@@ -107,6 +125,12 @@ class Converted(nn.Module):
                 state.link.writes.note_copy(new, copied.link)
             _continue(new, copied)
         return new
+
+
+def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
+    """Returns ``moved``, in the dtype of ``tensor`` if its own is a lower one."""
+    is_lower = moved.dtype is not tensor.dtype and dtypes.is_low_precision(moved)
+    return tensor.to(moved.device) if is_lower else moved
 
 
 class Rounded(Converted):
