@@ -148,7 +148,8 @@ class Session:
     def _convert(self, model: nn.Module, plan: ModelPlan, undo: ExitStack, *, trains: bool) -> None:
         before = casts.floating_tensors(model)
         undo.callback(casts.undo_convert, model)
-        set_state(model, state.ModelState(plan, self.region, state.MasterLink(self)), undo)
+        link = state.MasterLink(self, plan.param_dtype)
+        set_state(model, state.ModelState(plan, self.region, link), undo)
         undo.callback(self.masters.release, model)
         self._make_masters(model, before, trains=trains)
 

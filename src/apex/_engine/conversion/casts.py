@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, tree
+from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
 from apex._core.rounding import exact_value
 from apex._engine.conversion.plan import planned_dtypes, topmost_fp32_modules
 from apex._engine.conversion.state import STATE, ModelState, state_of
-from apex._pickle import rebuild
 from apex._torch.modules import flatten_rnns, named_tensors
 from apex._torch.parameters import set_in_place
 
@@ -32,33 +28,9 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     flatten_rnns(model)
     if not plan.casts_down:
         return
-    hooks = Fp32Module(plan.param_dtype)
-    for module in topmost_fp32_modules(model, plan):
-        attached = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-        if hooks not in attached:
-            before = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-            state.handles += [before, module.register_forward_hook(hooks.after)]
+    tops = topmost_fp32_modules(model, plan)
     for module in model.modules():
-        state.handles += state.link.attach(module)
-
-
-@dataclass(frozen=True)
-class Fp32Module:
-    """The hooks of a module that computes in fp32 in a model that computes in ``dtype``."""
-
-    dtype: torch.dtype | None
-
-    def before(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
-        """Returns the arguments with every floating tensor in fp32."""
-        return tree.cast_arguments(args, kwargs, torch.float32)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns ``output`` with every floating tensor in the model's dtype."""
-        return tree.cast_tensors(output, self.dtype or torch.float32)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by its kind; see :mod:`apex._pickle`."""
-        return rebuild, ("fp32_module", self.dtype)
+        state.handles += state.link.attach(module, in_fp32=any(module is top for top in tops))
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:

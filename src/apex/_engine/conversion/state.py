@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from apex._core import dtypes
+from apex._core import dtypes, tree
 from apex._core.rounding import exact_value
 from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.region import Region
@@ -120,9 +120,15 @@ class MasterLink:
     optimizer was copied with it. A pickle keeps no link.
     """
 
-    def __init__(self, session: Session | None = None) -> None:
-        """Connects to the masters of ``session``, kept alive; ``None`` if there are none."""
+    def __init__(self, session: Session | None, dtype: torch.dtype | None) -> None:
+        """Connects to masters.
+
+        Args:
+            session: Has the masters, and is kept alive; ``None`` if there are none.
+            dtype: The dtype in which the model computes.
+        """
         self._session: Session | weakref.ref[Session] | None = session
+        self._dtype = dtype
         self.is_copy = False
         self.writes = Writes()
         self.loads = 0
@@ -141,15 +147,30 @@ class MasterLink:
         session = self.session
         return MasterTable() if session is None else session.masters
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Registers the hooks of one module; returns their handles. Does nothing if it has them."""
+    def attach(self, module: nn.Module, *, in_fp32: bool) -> list[RemovableHandle]:
+        """Registers the hooks of one module; returns their handles. Does nothing if it has them.
+
+        With ``in_fp32``, the module computes in fp32.
+        """
         hooks: Any = module  # torch does not annotate the methods that register them
         if any(isinstance(hook, MasterLink) for hook in hooks._state_dict_hooks.values()):
             return []
         saving: RemovableHandle = hooks.register_state_dict_post_hook(self)
         # Run before the user's hooks, which may rename entries.
         hooks._state_dict_hooks.move_to_end(saving.id, last=False)
-        return [saving, hooks.register_load_state_dict_pre_hook(self.before_loading)]
+        handles = [saving, hooks.register_load_state_dict_pre_hook(self.before_loading)]
+        if in_fp32:
+            handles.append(hooks.register_forward_pre_hook(self.before_fp32, with_kwargs=True))
+            handles.append(hooks.register_forward_hook(self.after_fp32))
+        return handles
+
+    def before_fp32(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
+        """Returns the arguments of a module with every floating tensor in fp32."""
+        return tree.cast_arguments(args, kwargs, torch.float32)
+
+    def after_fp32(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns the output of an fp32 module with every floating tensor in the model's dtype."""
+        return tree.cast_tensors(output, self._dtype or torch.float32)
 
     def __call__(self, module: nn.Module, entries: Entries, prefix: str, _: object) -> None:
         """Replaces the entries of the module's own 16-bit tensors by their exact fp32 values."""
@@ -199,14 +220,14 @@ class MasterLink:
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same session, which the copy does not keep alive."""
         session = self.session
-        new = memo[id(self)] = MasterLink()
+        new = memo[id(self)] = MasterLink(None, self._dtype)
         new._session = None if session is None else weakref.ref(session)
         new.is_copy = True
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without a session."""
-        return rebuild, ("master_link",)
+        return rebuild, ("master_link", None, self._dtype)
 
 
 def _is_exact(entry: object, tensor: Tensor) -> TypeGuard[Tensor]:
