@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -58,14 +57,14 @@ class ModelPlan:
     fp32_inputs: tuple[str, ...] = ()
     fp32_buffers: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @property
     def casts_down(self) -> bool:
         """Whether parameters are cast to a 16-bit type."""
         return self.param_dtype in dtypes.LOW_PRECISION
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by value; see :mod:`apex._pickle`."""
-        return rebuild, ("plan", *(getattr(self, field.name) for field in fields(self)))
+        return rebuild, ("plan", *vars(self).values())
 
 
 def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:

@@ -181,8 +181,16 @@ class MasterLink:
             if dtypes.is_low_precision(entry):
                 exact = exact_value(entry, [self.masters.exact_value(tensor)])
                 entries[prefix + key] = exact
-                if self.is_copy:
-                    self._note_average(exact)
+                if not self.is_copy:
+                    continue
+                if self._latest is not None and self._latest._version > 0:
+                    self.writes.tell(
+                        "entries",
+                        "amp: the script writes into the state_dict() of a deep copy of a 16-bit "
+                        "model. Its entries are fp32 copies, so the model does not change. %s",
+                        AVERAGE,
+                    )
+                self._latest = None if exact.is_inference() else exact
 
     def before_loading(self, module: nn.Module, entries: Entries, prefix: str, *rest: Any) -> None:
         """Sets the masters of the module's own tensors to the exact values that are loaded.
@@ -205,17 +213,6 @@ class MasterLink:
             if _is_exact(entry, tensor):
                 loaded.append((tensor, entry))
         self.masters.set_exact_values(loaded)
-
-    def _note_average(self, made: Tensor) -> None:
-        """Notes once if an average was written into the latest entry of a copy's state dict."""
-        if self._latest is not None and self._latest._version > 0:
-            self.writes.tell(
-                "entries",
-                "amp: the script writes into the state_dict() of a deep copy of a 16-bit model. "
-                "Its entries are fp32 copies, so the model does not change. %s",
-                AVERAGE,
-            )
-        self._latest = None if made.is_inference() else made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same session, which the copy does not keep alive."""

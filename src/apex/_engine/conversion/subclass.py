@@ -170,15 +170,14 @@ class _Method:
 
 def _casting_forward(own: Any) -> Any:
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        state: ModelState | None = getattr(self, STATE, None)
+        state = state_of(self)
         if state is None:  # restored, but a script has kept this method
             return own.forward(self, *args, **kwargs)
         run = state.inner_forward or super(Converted, self).forward
+        cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
         if _is_compiling():
-            args, kwargs = begin_call(self, state, args, kwargs)
-            return end_call(state, state.region.run(run, *args, **kwargs))
+            return end_call(state, state.region.run(run, *cast_args, **cast_kwargs))
         with ExitStack() as call:
-            cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
             if state.plan.casts_down and state.link.writes.left > 0:
                 given, cast = (args, kwargs), (cast_args, cast_kwargs)
                 call.enter_context(state.link.writes.watch(self, state.link, run, given, cast))
