@@ -70,7 +70,8 @@ _LARGEST = 2.0**23
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     """Adds the remedy to the text of an error that torch raised for the plan's dtypes."""
-    fault, text = errors.fault_of_16_bits(error), str(error)
+    fault = errors.fault_of_16_bits(error)
+    text = str(error)
     if fault is None or _PREPARED in text:  # by a method, or another prepared model, inside
         return
     others = _of_another_dtype(model, plan) if fault == "mixed" else []
@@ -186,24 +187,10 @@ class Writes:
         self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
 
     def _written_again(self, model: nn.Module, link: MasterLink) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors that were written both before this pass and before the last one."""
-        before = self._changed
-        self._changed = set()
-        for name, tensor, its_link in self._watched(model, link):
-            version = its_link.loads, tensor._version, _address(tensor)
-            last = self._versions.get(name, version)
-            self._versions[name] = version
-            if last != version and last[0] == its_link.loads:
-                self._changed.add(name)
-                if name in before:
-                    yield name, tensor
+        """Yields the tensors that were written both before this pass and before the last one.
 
-    def _watched(
-        self, model: nn.Module, link: MasterLink
-    ) -> Iterator[tuple[str, Tensor, MasterLink]]:
-        """Yields frozen weights, in training also buffers, and the weights of deep copies.
-
-        Those that an optimizer trains are left out.
+        Watched are frozen weights, in training also buffers, and the weights of deep copies. Those
+        that an optimizer trains are left out.
         """
         watched: list[tuple[str, Tensor, MasterLink]] = []
         for name, param in named_parameters(model):
@@ -214,10 +201,19 @@ class Writes:
         for copied, its_link in list(self._copies.items()):
             for name, param in named_parameters(copied):
                 watched.append((name + _COPIED, param, its_link))
+        before = self._changed
+        self._changed = set()
         for name, tensor, its_link in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
-            if is_counted and its_link.masters.pair_of(tensor) is None:
-                yield name, tensor, its_link
+            if not is_counted or its_link.masters.pair_of(tensor) is not None:
+                continue
+            version = its_link.loads, tensor._version, _address(tensor)
+            last = self._versions.get(name, version)
+            self._versions[name] = version
+            if last != version and last[0] == its_link.loads:
+                self._changed.add(name)
+                if name in before:
+                    yield name, tensor
 
     def _check_arguments(
         self, model: nn.Module, given: dict[str, Any], cast: dict[str, Any]

@@ -68,20 +68,20 @@ class ModelPlan:
 
 
 def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
-    """Returns the outermost modules that match ``plan.fp32_modules``, each once."""
+    """Returns the outermost modules that match ``plan.fp32_modules``."""
     chosen: dict[str, nn.Module] = {}
-    for name, module in named_submodules(model) if plan.fp32_modules else ():
-        inside = any(name.startswith(f"{parent}.") for parent in chosen)
-        if not inside and any(matches(rule, name, module) for rule in plan.fp32_modules):
+    for name, module in named_submodules(model):
+        is_inside = any(name.startswith(f"{parent}.") for parent in chosen)
+        if not is_inside and any(matches(rule, name, module) for rule in plan.fp32_modules):
             chosen[name] = module
-    return list(dict.fromkeys(chosen.values()))
+    return list(chosen.values())
 
 
 def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Yields every parameter and buffer, once, with its qualified name and planned dtype.
 
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
-    planned as fp32 (``check`` raises for it).
+    planned as fp32.
     """
     apart: set[nn.Module] = set()  # every module whose own tensors stay in fp32
     if plan.casts_down:
