@@ -71,8 +71,7 @@ def _check_model(model: nn.Module, plan: ModelPlan) -> None:
             "that keeps fp32 weights (O0, O1, O4) can be prepared again, at one of these levels. "
             "For others, first call amp.restore(model, optimizer)."
         )
-    library = type(model).__module__.partition(".")[0]
-    if isinstance(model, (DataParallel, DistributedDataParallel)) or library == "deepspeed":
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise RuntimeError(
             f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
             f"amp.initialize first, then wrap the model that it returns in {kind}."

@@ -76,9 +76,11 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
         return
     others = _of_another_dtype(model, plan) if fault == "mixed" else []
     if others or fault == "no room" or plan.casts_down:
-        listed = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
-        name, dtype = type(model).__name__, plan.param_dtype or torch.float32
-        remedy = (_HOLDS if others else _COMPUTES).format(model=name, dtype=dtype, found=listed)
+        remedy = (_HOLDS if others else _COMPUTES).format(
+            model=type(model).__name__,
+            dtype=plan.param_dtype or torch.float32,
+            found=", ".join(others[:4]),
+        )
         error.args = (f"{text}\n{remedy}",)
 
 

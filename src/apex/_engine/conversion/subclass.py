@@ -138,14 +138,11 @@ class Rounded(Converted):
 
     @staticmethod
     def _apex_overrides(own: Any) -> dict[str, Any]:
-        # By the first two, DataParallel and others get the weights.
-        methods = ["parameters", "named_parameters"]
+        names: dict[str, Any] = {}
         for name in dir(own):
-            function = inspect.getattr_static(own, name)
-            is_plain = isinstance(function, FunctionType) and not name.startswith("_")
-            if is_plain and function is not getattr(nn.Module, name, None):
-                methods.append(name)
-        names = {name: _Method(own, name) for name in methods if name != "zero_grad"}
+            is_plain = isinstance(inspect.getattr_static(own, name), FunctionType)
+            if is_plain and not name.startswith("_") and name != "zero_grad":
+                names[name] = _Method(own, name)
         return names | Converted._apex_overrides(own)
 
 
