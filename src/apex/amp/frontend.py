@@ -319,14 +319,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     newest = _amp_state.scaling()[-1].scalers
     if len(states) == len(newest):
         scalers = newest
-    if len(states) != len(scalers):
-        warnings.warn(
-            f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
-            f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
-            "amp.initialize to load all. (A state without any was saved with amp disabled.)",
-            UserWarning,
-            stacklevel=2,
-        )
     scaler_states.set_scalers(scalers, states)
 
 
