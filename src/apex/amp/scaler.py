@@ -140,9 +140,7 @@ class LossScaler:
         return self._scaler.found_inf.reshape(1)
 
     @_overflow_buf.setter
-    def _overflow_buf(self, flag: Any) -> None:
-        if not isinstance(flag, Tensor) or flag.numel() != 1:
-            raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor with one element.")
+    def _overflow_buf(self, flag: Tensor) -> None:
         self._scaler.found_inf.copy_(flag.reshape(()))
 
     def clear_overflow_state(self) -> None:
