@@ -165,7 +165,6 @@ class Session:
             trains: Whether the model was passed with optimizers.
         """
         notes.log_lost(model, before)
-        kept: list[tuple[Tensor, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
             if not dtypes.is_low_precision(tensor):
@@ -174,8 +173,7 @@ class Session:
             if param is not None and has_masters and is_trained(param):
                 self.masters.create(param, model, exact)
             elif exact.dtype is not tensor.dtype and (self._keep_fp32 or param is None):
-                kept.append((tensor, exact.float()))
-        self.masters.keep_exact(kept, model)
+                self.masters.exact[tensor] = exact.float()
 
     def start(self) -> None:
         """Turns op casts on in this thread, until the session ends."""

@@ -314,8 +314,8 @@ class PreparedOptimizer:
             if now is None or now != version:
                 cleared.append(param)
         masters = {*map(id, cleared)}
-        for pair in self.pairs:
-            if id(pair.master) in masters:
+        for pair in self.pairs:  # a lazy master clears the model's by itself
+            if not pair.lazy and id(pair.master) in masters:
                 pair.model.grad = None
         if self.session is not None:
             self.session.drop_cleared(cleared)
