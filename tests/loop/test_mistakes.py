@@ -2,12 +2,15 @@
 
 import copy
 import re
+import threading
 import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedSGD
@@ -224,13 +227,29 @@ def test_clipping_the_masters_inside_the_block_is_warned_of():
     assert_warns_once("O2", masters_inside, CLIPPED)
 
 
-def clip_on_a_rank(rank, level):
-    assert_warns_once(level, clipped_inside, CLIPPED)
+def change_on_a_rank(rank, level, wraps):
+    """What is said of a clip inside the block, or without a wrapper of an average."""
+    model, optimizer = loops.prepared(level)
+    parallel = DistributedDataParallel(model) if wraps else model
+
+    def inside(_, scaled_loss):
+        scaled_loss.backward()
+        if wraps:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            return
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= 2
+
+    return messages(block, parallel, optimizer, *loops.batch(), inside)
 
 
 @pytest.mark.distributed
-def test_clipping_inside_the_block_is_warned_of_on_every_rank(on_two_ranks):
-    on_two_ranks(clip_on_a_rank, "O1")
+def test_ranks_may_average_inside_the_block_but_a_wrapper_does_so_and_a_clip_is_named(on_two_ranks):
+    for level in loops.DYNAMIC:
+        assert on_two_ranks(change_on_a_rank, level, False) == [[], []]
+        for (found,) in on_two_ranks(change_on_a_rank, level, True):
+            assert re.search(CLIPPED, found)
 
 
 def test_a_mistake_does_not_change_what_the_step_does():
@@ -294,6 +313,45 @@ def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(ord
             second.step()
 
     assert [FORGOTTEN in message for message in messages(train)] == [True]
+
+
+@fp16
+def test_mistakes_are_found_in_another_thread_than_that_of_initialize(level):
+    nets, (first, second) = two(level)
+
+    def train():
+        loss = sum(loops.loss_of(net, 0.01 * x, 0.01 * y) for net in nets)
+        loops.scaled_backward(loss, first)
+        second.step()
+
+    x, y = loops.batch()
+    assert FORGOTTEN in messages(loops.in_a_thread, train)[0]
+
+
+@fp16
+def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
+    nets, (first, second) = two(level)
+    x, y = loops.batch()
+    with amp.scale_loss(loops.loss_of(nets[0], 0.01 * x, y), first) as scaled_loss:
+        begin, end = threading.Event(), threading.Event()
+
+        def train_second():
+            begin.wait(9)
+            loops.train_step(nets[1], second, 0.01 * x, y)
+            end.set()
+
+        def while_it_runs(_):
+            begin.set()
+            end.wait(9)
+
+        nets[0][0].bias.register_hook(while_it_runs)
+        thread = threading.Thread(target=train_second)
+        thread.start()
+        scaled_loss.backward()
+        thread.join()
+    loops.backward(nets[1], second, 0.01 * x, y)
+    second.step()
+    first.step()
 
 
 @pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "own pass"])
@@ -455,6 +513,12 @@ def twice(model, scaled_loss):
     scaled_loss.backward()
 
 
+def with_slopes(model, scaled_loss):
+    """Gradients that autograd only returns, of a loss without a scale."""
+    torch.autograd.grad(model(loops.batch()[0]).float().sum(), [*model.parameters()])
+    scaled_loss.backward()
+
+
 def one_changed(model, scaled_loss):
     scaled_loss.backward()
     model[0].weight.grad[0].zero_()
@@ -466,9 +530,10 @@ def one_changed(model, scaled_loss):
         lambda model, scaled_loss: (scaled_loss / 2).backward(),
         lambda model, scaled_loss: torch.autograd.backward([scaled_loss]),
         twice,
+        with_slopes,
         one_changed,
     ],
-    ids=["halved", "autograd", "twice", "one changed"],
+    ids=["halved", "autograd", "twice", "slopes", "one changed"],
 )
 @fp16
 def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import NoAutocastRegion, Region, casts_off
+from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -94,7 +95,8 @@ def scale_loss(
     scaler = _scaler(session, loss_id)
     if not scaler.dynamic:
         report.nonfinite_loss(session, scaler.loss_id, loss)
-    return session.backward_pass(
+    return BackwardPass(
+        session,
         loss,
         prepared_optimizers,
         scaler,
@@ -152,7 +154,7 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Returns whether op casts are on."""
-        return self._session is not None and self._session.casting
+        return self._session is not None and self._session.spec is not None
 
     _is_active = property(is_active)
     cache = property(lambda self: {}, doc="An empty dict: the handle caches no casts.")
@@ -186,7 +188,8 @@ class AmpHandle:
             return nullcontext(loss)
         arguments.loss(caller, loss)
         prepared: Any = self._bind(optimizer)
-        return self._session.backward_pass(loss, [prepared], scaler or _scaler(self._session, 0))
+        scaler = scaler or _scaler(self._session, 0)
+        return BackwardPass(self._session, loss, [prepared], scaler)
 
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         unwrapped_optimizer = unwrap(optimizer)
@@ -331,7 +334,9 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
         if session in sessions:
             newest = session
     newest = newest or next(iter(sessions), None)  # an ended session is not among them
-    if newest is None or newest.deactivated:  # as in apex, whose scalers are the latest call's
+    # A deactivated session has ended before its objects.
+    ended = newest is not None and newest.policy.compute_dtype is not None and newest.spec is None
+    if newest is None or ended:  # as in apex, whose scalers are the latest call's
         newest = _amp_state.current() or newest
     return newest
 

@@ -31,13 +31,13 @@ def test_gradients_of_another_device_than_the_flag_are_unscaled_and_checked(othe
 
 def run_pass(scaler, place, value):
     _, scale = scaler.scale(torch.ones((), device=place))
-    scaler.begin_pass()
+    scaler.found_inf.zero_()
     scaler.unscale_([torch.tensor([value], device=place)], scale)
-    scaler.update(1)
+    scaler.end_pass(1)
 
 
 def test_a_scale_keeps_its_state_on_its_way_through_devices():
-    scaler = DynamicScaler(ScaleRule(growth_interval=2))
+    scaler = DynamicScaler(2.0**16, ScaleRule(growth_interval=2))
     for place, value, scale in (
         ("cpu", 1.0, 2.0**16),
         ("cuda:0", math.inf, 2.0**15),
@@ -54,19 +54,18 @@ def test_a_scale_keeps_its_state_on_its_way_through_devices():
 
 @pytest.mark.emulated
 def test_a_pass_on_a_device_waits_for_nothing():
-    scaler = DynamicScaler(ScaleRule())
+    scaler = DynamicScaler(2.0**16, ScaleRule())
     grad = torch.tensor([math.inf], device="cuda:1")
     device.waits()
     device.set_events_pass(False)
     try:
         _, scale = scaler.scale(torch.ones((), device="cuda:1"))
-        scaler.begin_pass()
         scaler.unscale_([grad], scale)
-        scaler.update(1)
+        scaler.end_pass(1)
         found = scaler.read_updates()
     finally:
         device.set_events_pass(True)
-    update = ScaleUpdate(0, 2.0**15, True, 1, 1)
+    update = ScaleUpdate(2.0**15, True, 1, 1)
     assert found == device.waits() == []
     assert scaler.read_updates() == [update]
 

@@ -375,7 +375,7 @@ class PreparedOptimizer:
         shared: set[int] = set()
         if self.session is None:
             return shared
-        sharing, _ = self.session.with_sharers([self])
+        sharing = self.session.with_sharers([self])
         for other in sharing[1:]:
             shared.update(map(id, other.pairs))
         return shared
