@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         "a clipped model that nobody is told of",
         f"{ENGINE}/mistakes.py",
-        "            mistakes.warn(Mistake.CHANGED_MODEL_GRADS)",
+        "            mistake = Mistake.CHANGED_MODEL_GRADS",
         "            pass",
         "tests/loop/test_mistakes.py",
     ),

@@ -134,6 +134,16 @@ def clipped_model(model, optimizer, x, y):
     optimizer.step()
 
 
+def zeroed_by_hand(model, optimizer, x, y):
+    """Zeros of the model's own gradients, which discard nothing of the masters'."""
+    optimizer.zero_grad()
+    loops.backward(model, optimizer, x, y)
+    for param in model.parameters():
+        param.grad.zero_()
+    loops.backward(model, optimizer, x, y)
+    optimizer.step()
+
+
 def plain_after_blocks(model, optimizer, x, y):
     loops.train_step(model, optimizer, x, y)
     plain(model, optimizer, x, y)
@@ -208,7 +218,12 @@ def test_a_mistake_of_fp16_levels_is_warned_of_once(level, train, message):
 
 @pytest.mark.parametrize(
     ("train", "message"),
-    [(clipped_model, MODEL), (plain_after_blocks, IGNORED), (plain_before_a_block, IGNORED)],
+    [
+        (clipped_model, MODEL),
+        (zeroed_by_hand, MODEL),
+        (plain_after_blocks, IGNORED),
+        (plain_before_a_block, IGNORED),
+    ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_what_the_step_of_masters_ignores_is_warned_of_once(train, message):
@@ -598,6 +613,16 @@ def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
             for param in model.parameters():
                 param.data.add_(share)
         loops.train_step(model, optimizer, x, y)
+
+
+@fp16
+def test_zeros_by_hand_after_a_step_are_no_mistake(level):
+    model, optimizer = loops.prepared(level, loss_scale=128.0)
+    for x, y in loops.batches(3):
+        loops.backward(model, optimizer, x, y)
+        optimizer.step()
+        for param in model.parameters():
+            param.grad.zero_()
 
 
 @pytest.mark.parametrize("scaled", [True, False])

@@ -166,7 +166,10 @@ class Mistakes:
 
     def warn(self, mistake: Mistake) -> None:
         """Warns of a mistake at the user's line, once per session."""
-        if mistake in self._warned:
+        told = mistake in self._warned
+        if mistake is Mistake.IGNORED_BACKWARD:  # whose cause may have been told
+            told = told or Mistake.LATE_BACKWARD in self._warned
+        if told:
             return
         self._warned.add(mistake)
         frame: FrameType | None = sys._getframe()
@@ -176,11 +179,6 @@ class Mistakes:
             level += 1
         # Python 3.12 has skip_file_prefixes for this.
         warnings.warn(mistake.value, UserWarning, stacklevel=level)
-
-    def warn_of_ignored_grads(self) -> None:
-        """Warns of gradients that no block has given to masters, unless their cause was told."""
-        if Mistake.LATE_BACKWARD not in self._warned:
-            self.warn(Mistake.IGNORED_BACKWARD)
 
 
 class _Origin(enum.Enum):
@@ -224,8 +222,7 @@ class BlockInspection:
         self._hooks: list[RemovableHandle] = []
         for prepared in prepared_optimizers:
             _inspect_counted(prepared, self._mistakes)
-            if _Origin.PLAIN in _scratch_origins(prepared):
-                self._mistakes.warn_of_ignored_grads()
+            _inspect_scratch(prepared, self._mistakes, at_step=False)
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -242,7 +239,8 @@ class BlockInspection:
         """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters."""
         for param in params:
             if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
 
     @untraced
     def _begin_pass(self, _: Tensor) -> None:
@@ -376,6 +374,25 @@ def _inspect_counted(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
     return False
 
 
+def _inspect_scratch(prepared: PreparedOptimizer, mistakes: Mistakes, *, at_step: bool) -> bool:
+    """Warns of gradients on the model that no master gets; returns whether there are some."""
+    origins = _scratch_origins(prepared)
+    mistake: Mistake | None = None
+    if not prepared.has_only_scratch_grads():
+        # A later block of another optimizer may reach them, as a generator's does a discriminator:
+        # the masters' gradients are right.
+        if origins and origins.isdisjoint((_Origin.OWN, _Origin.OTHER)):
+            mistake = Mistake.CHANGED_MODEL_GRADS
+    elif _Origin.PLAIN in origins or (at_step and _Origin.CHANGED in origins):
+        mistake = Mistake.IGNORED_BACKWARD
+    elif at_step and _Origin.OTHER in origins:
+        mistake = Mistake.FORGOTTEN_OPTIMIZER
+    if mistake is None:
+        return False
+    mistakes.warn(mistake)
+    return True
+
+
 # -- at the step ----------------------------------------------------------------------------------
 
 
@@ -391,7 +408,7 @@ def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> No
     mistakes = session.mistakes
     if _inspect_counted(prepared, mistakes):
         return
-    if opened is None and _inspect_scratch(prepared, mistakes):
+    if opened is None and _inspect_scratch(prepared, mistakes, at_step=True):
         return
     is_first = not (in_closure or prepared.steps)
     if is_first or not prepared.had_block:
@@ -410,26 +427,6 @@ def _inspect_first_step(prepared: PreparedOptimizer, session: Session, *, is_fir
     learns = any(map(_is_learning, prepared.optimizer.param_groups))
     if needs_scale and is_without_blocks and learns:
         session.mistakes.warn(Mistake.NO_SCALE_LOSS)
-
-
-def _inspect_scratch(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
-    """Warns of gradients on the model that no master gets; returns whether there are some."""
-    origins = _scratch_origins(prepared)
-    if not origins:
-        return False
-    if not prepared.has_only_scratch_grads():
-        # A later block of another optimizer may reach them, as a generator's does a discriminator:
-        # the masters' gradients are right.
-        if not origins.isdisjoint((_Origin.OWN, _Origin.OTHER)):
-            return False
-        mistakes.warn(Mistake.CHANGED_MODEL_GRADS)
-    elif not origins.isdisjoint((_Origin.PLAIN, _Origin.CHANGED)):
-        mistakes.warn_of_ignored_grads()
-    elif _Origin.OTHER in origins:
-        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-    else:
-        return False
-    return True
 
 
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
