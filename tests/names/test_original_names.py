@@ -13,10 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from apex import _unavailable
+from apex import _unavailable, amp
 
 NAMES = json.loads((Path(__file__).parents[1] / "support/reference/apex_names.json").read_text())
+
+DELEGATED = ["zero_grad", "state_dict", "load_state_dict", "add_param_group"]
+"""Methods of ``amp.opt.OptimWrapper`` that its instances look up in their optimizer."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +65,19 @@ def parameters(owner, found, entry):
 
 def test_every_name_of_the_original_is_at_its_path_or_says_what_to_use():
     assert len(NAMES) > 300
+    wrapper = "apex.amp.opt.OptimWrapper"
     paths = {f"{entry['module']}.{entry['name']}": entry for entry in NAMES}
+    for name in DELEGATED:
+        del paths[f"{wrapper}.{name}"]
     faults = {path: text for path, entry in paths.items() if (text := fault(entry))}
     assert list(faults.values()) == []
+
+
+def test_an_optimizer_wrapper_has_the_methods_of_its_optimizer():
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    wrapper = amp.init(enabled=False).wrap_optimizer(optimizer)
+    for name in DELEGATED:
+        assert getattr(wrapper, name) == getattr(optimizer, name)
 
 
 # -- names that are not here -------------------------------------------------------------------

@@ -55,48 +55,47 @@ class Mistake(enum.Enum):
     UNSCALED_BACKWARD = (
         "A backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
         "gradients are divided by the loss scale although they were not multiplied by it: they are "
-        "too small by that factor (65536 at first), and the model hardly trains. Write\n" + BLOCK
+        "too small by that factor (initially 65536), and the model hardly trains. Write\n" + BLOCK
     )
     LATE_BACKWARD = (
         "scaled_loss.backward() was called after the end of its amp.scale_loss block, where "
-        "nothing unscales: the gradients stay multiplied by the loss scale (65536 at first), and a "
-        "step ruins the weights. Call it inside the block:\n" + BLOCK
+        "nothing unscales: the gradients stay multiplied by the loss scale (initially 65536), and "
+        "a step ruins the weights. Call it inside the block:\n" + BLOCK
     )
     FORGOTTEN_OPTIMIZER = (
-        "An optimizer holds gradients of a pass inside amp.scale_loss, which did not get this "
-        "optimizer. Nothing has unscaled them: they are multiplied by the loss scale (65536 at "
-        "first). The step ruins the weights, or with fp32 masters ignores them. Call "
-        "optimizer.zero_grad() before the optimizer's own pass, or pass scale_loss every optimizer "
-        "that steps with the gradients:\n"
+        "An optimizer holds gradients from an amp.scale_loss block that this optimizer was not "
+        "passed to. They are still multiplied by the loss scale (initially 65536). The step ruins "
+        "the weights, or with fp32 masters ignores the gradients. Call optimizer.zero_grad() "
+        "before this optimizer's own backward pass, or pass every optimizer to scale_loss:\n"
         "    with amp.scale_loss(loss, [optimizer, other]) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
     CLIPPED_INSIDE = (
         "Gradients were changed, or amp.master_params was called, inside amp.scale_loss after the "
-        "backward pass. There, gradients are still multiplied by the loss scale (65536 at first), "
-        "and fp32 masters have none of this pass yet: clipping clips far too much, or nothing. "
-        f"Clip after the block:\n{BLOCK}"
+        "backward pass. At that point, gradients are still multiplied by the loss scale (initially "
+        "65536), and the fp32 masters have not received them. Clipping therefore shrinks them far "
+        f"too much, or has no effect. Clip after the block:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     SECOND_BACKWARD = (
         "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
-        "gradients of both are divided by the loss scale (65536 at first), so those of the second "
+        "gradients of both are divided by the loss scale (initially 65536), so those of the second "
         "pass are lost. Add up the losses:\n"
         "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
     CLIPPED_DELAYED = (
         "Gradients were clipped or changed after an amp.scale_loss block with delay_unscale=True. "
-        "They are still multiplied by the loss scale (65536 at first), and fp32 masters have none "
-        "yet: clipping clips far too much, or nothing. Leave delay_unscale out of the last block "
-        f"of the step, and clip after it:\n{BLOCK}"
+        "They are still multiplied by the loss scale (initially 65536), and the fp32 masters have "
+        "not received them. Clipping therefore shrinks them far too much, or has no effect. Leave "
+        f"delay_unscale out of the last block of the step, and clip after it:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     CHANGED_MODEL_GRADS = (
         "The gradients of the model's 16-bit parameters were changed between amp.scale_loss and "
         "optimizer.step(), by clip_grad_norm_(model.parameters()) or another backward pass. The "
         "step ignores them: it uses the gradients of the fp32 masters. The model's are still "
-        "multiplied by the loss scale (65536 at first), so their norm is far too large, and "
+        "multiplied by the loss scale (initially 65536), so their norm is far too large, and "
         "clipping by it freezes the parameters that are fp32 in the model, such as those of batch "
         "norm. Write\n"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
@@ -136,8 +135,9 @@ class Mistake(enum.Enum):
         "optimizer.step() was called before any backward pass, or after zero_grad(). No parameter "
         "has a gradient, so the step changes nothing. Call it after the backward pass:\n"
         + BLOCK
-        + "    optimizer.step()\nIf there was one, the model no longer has the optimizer's "
-        "parameters: call fully_shard, and what else replaces them, before making the optimizer."
+        + "    optimizer.step()\nIf you did call backward(), the optimizer holds parameters that "
+        "the model no longer has. Call fully_shard, and anything else that replaces parameters, "
+        "before creating the optimizer."
     )
     UNPREPARED_OPTIMIZER = (
         "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "

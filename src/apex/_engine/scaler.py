@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from apex._core.finite import unscale_, unscale_and_check_
-from apex._core.foreach.scalars import as_tensor
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
-from apex._torch.copies import HostCopy, capturing, has_values, moved
+from apex._torch.copies import HostCopy, as_tensor, capturing, has_values, moved
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import OverflowFlag

@@ -26,7 +26,7 @@ from apex._engine.conversion.subclass import convert, hand_over
 from apex._engine.ddp import DDPTracker
 from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
-from apex._engine.optimizer import subclass, unprepared
+from apex._engine.optimizer import step, subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.restore import dtypes_of, match_states
 from apex._engine.scaler import Readback, Scaler, scaler_for
@@ -139,7 +139,7 @@ class Session:
         self.start()
         self._models.update(models)
         if self.policy.master_weights:
-            unprepared.hooks.add(self)
+            step.hooks.add(self)
         match_states(optimizers, old_dtypes)
         self.masters.take_earlier_grads()
         groups = (group for model in models for group in fsdp.param_groups(model))
@@ -183,7 +183,7 @@ class Session:
             if self._functions is not None:
                 self._functions.apply()
             self.region.enter_ambient()
-            unprepared.hooks.add(self)
+            step.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
 

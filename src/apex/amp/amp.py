@@ -94,9 +94,9 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Turns on O1's casts in this thread and returns a handle (apex's older API).
 
-    Takes ``patch_type`` third, too, as the ROCm fork does: ``init(True, "dynamic", dtype)``.
-
-    Fp16 models of earlier ``initialize`` calls (O2, O3) run with these casts, too.
+    A dtype as the third positional argument is ``patch_type``, as in the ROCm fork:
+    ``init(True, "dynamic", dtype)``. Fp16 models of earlier ``initialize`` calls (O2, O3) also run
+    with these casts.
 
     Args:
         enabled: If False, nothing is cast and the handle returns losses unscaled.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import NoAutocastRegion, Region, casts_off
+from apex._engine.autocast.region import NoAutocastRegion, casts_off
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
@@ -48,8 +47,8 @@ def scale_loss(
     next ``optimizer.step()`` does nothing. No host sync; ops inside are cast as around it.
 
     If the block raises, the gradients from before it are restored, and later blocks work as usual.
-    What autograd has already added stays at a scale of exactly 1, as without amp, and in a block
-    that adds to one with ``delay_unscale=True``, as in apex: amp warns to clear the gradients.
+    With a scale of exactly 1, gradients that autograd has already added stay, as without amp. They
+    also stay in a block that adds to one with ``delay_unscale=True``; amp warns to clear them.
 
     Args:
         loss: A floating-point loss (0-d, or any shape that ``backward`` accepts). Fp16 and bf16
@@ -204,15 +203,10 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def _deactivate(self) -> None:
-        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``.
-
-        As in apex, the session's models run under the casts of a later session.
-        """
+        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``."""
         if self._session is None:
             return
         self._session.close()
-        for model in self._session.models:
-            set_region(model, Region())
         for model in self._models:
             set_region(model, NoAutocastRegion())
         self._models = ()
@@ -276,22 +270,6 @@ class OptimWrapper:
         self._loss_index = 0
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients."""
-        self._optimizer.zero_grad(*args, **kwargs)
-
-    def state_dict(self) -> Any:
-        """Returns the optimizer's state."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizer's state."""
-        self._optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters."""
-        self._optimizer.add_param_group(param_group)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
 
@@ -334,11 +312,7 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
         if session in sessions:
             newest = session
     newest = newest or next(iter(sessions), None)  # an ended session is not among them
-    # A deactivated session has ended before its objects.
-    ended = newest is not None and newest.policy.compute_dtype is not None and newest.spec is None
-    if newest is None or ended:  # as in apex, whose scalers are the latest call's
-        newest = _amp_state.current() or newest
-    return newest
+    return newest or _amp_state.current()
 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
@@ -358,11 +332,6 @@ def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], calle
 
 def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
-    try:
-        loss_id = operator.index(loss_id)
-    except TypeError:
-        message = f"loss_id is {loss_id!r}; it must be an integer: the index of a loss."
-        raise TypeError(message) from None
     if not -count <= loss_id < count:
         raise IndexError(
             f"loss_id is {loss_id}, but this amp.initialize made {count} loss scaler"

@@ -30,14 +30,14 @@ _NAMED = 3
 """Gradients that a warning names."""
 
 _UNREPORTED = "cast_model_outputs"
-"""An option that the start-up report, whose lines are apex's, leaves out."""
+"""An option that apex's start-up report does not print, so ours does not either."""
 
 
 def _emits(record: logging.LogRecord) -> bool:
     return ranks.rank() == 0 or getattr(record, "any_rank", False)
 
 
-# Every rank logs the same messages, so only rank 0 emits them, except those of one rank alone.
+# Every rank logs the same messages, so only rank 0 emits them, except messages about one rank.
 _log.addFilter(_emits)
 
 
@@ -156,13 +156,22 @@ def nonfinite_gradients(
             grad = weight.grad  # a step drops the masters' gradients; the model's own stay
         if grad is None:
             continue
-        values = finite.summed_values(dtensor.local(grad))
-        counts = torch.stack([torch.isinf(values).sum(), torch.isnan(values).sum()])
-        inf, nan = counts.tolist()  # sync: a diagnosis of a skipped step
+        inf, nan, elements = count(grad)
         if inf or nan:
             name = names.get(id(weight), f"parameter {index}")
-            nonfinite.append(NonfiniteGradient(name, inf, nan, values.numel()))
+            nonfinite.append(NonfiniteGradient(name, inf, nan, elements))
     return nonfinite
+
+
+def count(tensor: Tensor) -> tuple[int, int, int]:
+    """Returns how many elements are inf, how many NaN, and how many there are.
+
+    Counts a sparse tensor's values and this rank's part of a sharded one. Waits for the device.
+    """
+    values = finite.summed_values(dtensor.local(tensor.detach()))
+    counts = torch.stack([torch.isinf(values).sum(), torch.isnan(values).sum()])
+    inf, nan = counts.tolist()  # sync: a diagnosis
+    return inf, nan, values.numel()
 
 
 def _summary(session: Session) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +25,7 @@ from apex._engine.scaler import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
-from apex.debug.common import counted, inner, json_types, percent
+from apex.debug.common import counted, inner, percent, to_json
 from apex.debug.overflow import OverflowTrace
 
 if TYPE_CHECKING:
@@ -179,7 +178,7 @@ class History:
 
     def to_json(self) -> str:
         """Returns ``passes`` as a JSON array of objects; a norm of inf or NaN is null."""
-        return json.dumps(json_types(list(map(asdict, self.passes))), indent=1)
+        return to_json(self.passes)
 
     def to_tensorboard(self, writer: Any, prefix: str = "amp") -> None:
         """Writes every pass to a ``torch.utils.tensorboard.SummaryWriter``.
@@ -260,7 +259,7 @@ def _norm(params: Iterable[Tensor]) -> Tensor:
         return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
     device = grads[0].device if grads else torch.device("cpu")
     # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
-    return norms.total(norms.stacked(norms.l2_norms(grads), device))
+    return norms.global_norm(grads, 2.0, device)
 
 
 # -- arm -------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.norms import global_norm
-from apex._core.foreach.scalars import Scalar, as_tensor
+from apex._core.foreach.scalars import Scalar
 from apex._core.foreach.working import store
+from apex._torch.copies import as_tensor
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 
@@ -80,7 +81,7 @@ class FusedLAMB(FusedOptimizer):
         grads = [grad for batch in batches for grad in batch.grads]
         self._divisor: Scalar = 1.0
         if grads and largest:
-            self._divisor = clip_divisor(global_norm(grads), largest)
+            self._divisor = clip_divisor(global_norm(grads, 2.0, grads[0].device), largest)
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
