@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from apex._core.op_table import OpTable
+from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.region import AutocastRegion
 from apex._torch import dispatcher
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -281,3 +282,8 @@ def mixes(args: Any, low: torch.dtype) -> Iterator[list[torch.dtype]]:
     yield from ([torch.float32], [low])
     if len(floating(args)) > 1:
         yield from ([low, torch.float32], [torch.float32, low])
+
+
+def region_of(low: torch.dtype, device: str = "cpu") -> AutocastRegion:
+    """Returns a region that casts by the op table."""
+    return AutocastRegion(AutocastSpec(low, (device,), OpTable.default()))

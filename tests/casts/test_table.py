@@ -7,10 +7,9 @@ import operator
 import pytest
 import torch
 
-from apex._core.op_table import AutocastSpec, OpTable
-from apex._engine.autocast.region import AutocastRegion
+from apex._core.op_table import OpTable
 from tests.casts.op_calls import HOLDERS, calls
-from tests.casts.op_rows import convert, mixes
+from tests.casts.op_rows import convert, mixes, region_of
 
 FP16, FP32 = torch.float16, torch.float32
 COMPARISONS = {"eq", "equal", "ge", "gt", "le", "lt", "ne"}
@@ -49,7 +48,7 @@ def wanted(call, dtypes, low):
 @pytest.mark.parametrize("low", [torch.bfloat16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_function_of_apexs_lists_has_the_dtypes_of_its_category(device, low):
-    region = AutocastRegion(AutocastSpec(low, (device,), OpTable.default()))
+    region = region_of(low, device)
     for call in calls():
         fn = function(call)
         for dtypes in mixes(call.args, low) if fn is not None else ():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support import loops
-from tests.support.host_reads import reads_of
+from tests.support.host_reads import reads_of, waits_are_errors
 
 FUSED = {
     "Adam": lambda params: torch.optim.Adam(params, fused=True),
@@ -42,9 +42,6 @@ def test_an_iteration_with_a_fused_optimizer_never_waits_for_the_gpu(level, name
     data = [(x.cuda(), y.cuda()) for x, y in loops.batches(5)]
     for x, y in data[:2]:
         loops.train_step(model, optimizer, x, y)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for x, y in data[2:]:
             loops.train_step(model, optimizer, x, y)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
