@@ -103,7 +103,8 @@ def multi_tensor_sgd(
     loss scale, multiplies the gradients.
     """
     grads, params, momenta, *copies = tensor_lists
-    skip, rate = skip_flag(noop_flag, noop_flag.device), as_scalar(lr, noop_flag.device)
+    skip = skip_flag(noop_flag, noop_flag.device)
+    rate = as_scalar(lr, noop_flag.device)
     rule = SGDRule(rate, momentum, dampening, wd, bool(nesterov), bool(wd_after_momentum))
     if scale != 1.0:
         grads = torch._foreach_mul([grad.to(math_dtype(grad)) for grad in grads], scale)
