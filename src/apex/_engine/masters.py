@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import rounding
 from apex._pickle import rebuild
@@ -158,11 +159,6 @@ class MasterPair:
         is_fresh = self.state is MasterState.FRESH
         return rebuild, ("master_pair", self.model, self.master, self.lazy, is_fresh)
 
-    def mark_exact(self) -> None:
-        """Records that the low bits count before the first step, too."""
-        if self.state is MasterState.FRESH:
-            self.state = MasterState.EXACT
-
     @property
     def pending_grad(self) -> Tensor | None:
         """The gradient that the model holds for the master, if any."""
@@ -204,7 +200,7 @@ def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh:
         master.__class__ = LazyMaster if lazy else Master
     pair = MasterPair(model, master)
     if not is_fresh:
-        pair.mark_exact()
+        pair.state = MasterState.EXACT
     return pair
 
 
@@ -383,6 +379,7 @@ class MasterTable:
 
     Attributes:
         lazy: Whether the session has no loss scale.
+        exact: The fp32 values of tensors without a master, from before they were rounded.
         stashed: Gradients from before an unfinished pass with a loss scale, by ``id`` of their
             parameters, which come with them.
         has_clipped: Whether pending gradients may have the factor of a clip.
@@ -391,6 +388,7 @@ class MasterTable:
     def __init__(self, *, lazy: bool = False) -> None:
         """Starts without masters."""
         self.lazy = lazy
+        self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.stashed: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.has_clipped = False
         self._by_param: weakref.WeakValueDictionary[int, MasterPair] = weakref.WeakValueDictionary()
@@ -400,9 +398,6 @@ class MasterTable:
         )
         # The pairs of a model's parameters, looked up once between changes of the table.
         self._by_model: weakref.WeakKeyDictionary[nn.Module, list[MasterPair]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._exact: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -415,9 +410,7 @@ class MasterTable:
         if known is not None:
             return known
         if exact is None:
-            kept = self._kept_value(param)
-            if kept is not None:
-                exact = rounding.exact_value(param, [kept])
+            exact = rounding.exact_value(param, [self.exact.get(param)])
         master_class = LazyMaster if self.lazy else Master
         pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
         self.add([pair], user)
@@ -440,17 +433,9 @@ class MasterTable:
             self._by_param[id(pair.model)] = pair
 
     def release(self, user: object) -> None:
-        """Drops the pairs and values that ``user`` keeps alive."""
+        """Drops the pairs that ``user`` keeps alive."""
         self._by_model.clear()
-        for pair in self._by_user.pop(user, ()):
-            self._by_param.pop(id(pair.model), None)
-        self._exact.pop(user, None)
-
-    def keep_exact(self, values: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> None:
-        """Keeps the fp32 values of tensors without a master for as long as ``model`` lives."""
-        kept = self._exact.setdefault(model, {})
-        for tensor, value in values:
-            kept[id(tensor)] = tensor, value
+        self._by_user.pop(user, None)
 
     def pair_of(self, param: Tensor) -> MasterPair | None:
         """Returns the pair of a model parameter, or ``None``."""
@@ -460,20 +445,13 @@ class MasterTable:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         pair = self.pair_of(tensor)
         if pair is None:
-            return self._kept_value(tensor)
+            return self.exact.get(tensor)
         update_model_from_masters([pair])
         return pair.master
 
-    def _kept_value(self, tensor: Tensor) -> Tensor | None:
-        for values in self._exact.values():
-            if id(tensor) in values:
-                return values[id(tensor)][1]
-        return None
-
-    def pairs(self) -> Iterator[MasterPair]:
-        """Yields every pair once."""
-        for pairs in list(self._by_user.values()):
-            yield from pairs
+    def pairs(self) -> list[MasterPair]:
+        """Returns every pair, in the order in which they were made."""
+        return [*self._by_param.values()]
 
     def update_model(self, model: nn.Module) -> None:
         """Rounds the written masters of a model's parameters into them."""
@@ -492,17 +470,21 @@ class MasterTable:
         """
         for param, value in values:
             pair = self.pair_of(param)
-            kept = self._kept_value(param)
             if pair is not None:
                 pair.master.copy_(value)
-                pair.mark_exact()
+                pair.state = MasterState.EXACT
                 mark_synced([pair])
                 increment_version(param)
-            elif kept is not None:
-                kept.copy_(value)
+            elif param in self.exact:
+                self.exact[param].copy_(value)
 
     @untraced
     def move_clipped_grads(self) -> None:
-        """Moves pending gradients to their masters, before autograd adds to clipped ones."""
+        """Moves pending gradients that were clipped to masters, before autograd adds to them."""
         self.has_clipped = False
-        move_grads_to_masters(self.pairs())
+        clipped: list[MasterPair] = []
+        for pair in self.pairs():
+            grad = pair.pending_grad
+            if grad is not None and clip_factor(grad) is not None:
+                clipped.append(pair)
+        move_grads_to_masters(clipped)

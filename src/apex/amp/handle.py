@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import NoAutocastRegion, casts_off
+from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -91,7 +92,8 @@ def scale_loss(
     scaler = _scaler(session, loss_id)
     if not scaler.dynamic:
         report.nonfinite_loss(session, scaler.loss_id, loss)
-    return session.backward_pass(
+    return BackwardPass(
+        session,
         loss,
         prepared_optimizers,
         scaler,
@@ -149,7 +151,7 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Returns whether op casts are on."""
-        return self._session is not None and self._session.casting
+        return self._session is not None and self._session.spec is not None
 
     _is_active = property(is_active)
     cache = property(lambda self: {}, doc="An empty dict: the handle caches no casts.")
@@ -183,7 +185,8 @@ class AmpHandle:
             return nullcontext(loss)
         arguments.loss(caller, loss)
         prepared: Any = self._bind(optimizer)
-        return self._session.backward_pass(loss, [prepared], scaler or _scaler(self._session, 0))
+        scaler = scaler or _scaler(self._session, 0)
+        return BackwardPass(self._session, loss, [prepared], scaler)
 
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         unwrapped_optimizer = unwrap(optimizer)

@@ -131,7 +131,7 @@ class LossScaler:
     _max_loss_scale = _of_rule("max_scale")
 
     _has_overflow = property(
-        lambda self: self._scaler.read_found_inf(),
+        lambda self: bool(self._scaler.found_inf),  # sync: for a host number
         lambda self, value: self._scaler.found_inf.fill_(float(value)),
     )
 
@@ -219,9 +219,8 @@ class LossScaler:
         The flag comes from the last pass, or from a script that wrote to ``_overflow_buf``. Waits
         for the device if the scale is dynamic.
         """
-        overflow = self.dynamic and self._scaler.read_found_inf()
-        self._scaler.update(0)
-        self._scaler.read_updates()
+        overflow = self.dynamic and bool(self._scaler.found_inf)  # sync: for a host number
+        self._scaler.update()
         return overflow
 
 

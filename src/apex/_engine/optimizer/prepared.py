@@ -314,8 +314,8 @@ class PreparedOptimizer:
             if now is None or now != version:
                 cleared.append(param)
         masters = {*map(id, cleared)}
-        for pair in self.pairs:
-            if id(pair.master) in masters:
+        for pair in self.pairs:  # a lazy master clears the model's by itself
+            if not pair.lazy and id(pair.master) in masters:
                 pair.model.grad = None
         if self.session is not None:
             self.session.drop_cleared(cleared)
@@ -372,7 +372,7 @@ class PreparedOptimizer:
         shared: set[MasterPair] = set()
         if self.session is None or not self.pairs:
             return shared
-        sharing, _ = self.session.with_sharers([self])
+        sharing = self.session.with_sharers([self])
         for other in sharing[1:]:
             shared.update(other.pairs)
         return shared

@@ -258,7 +258,7 @@ def _look_after(session: Session, optimizer: Optimizer, versions: Mapping[int, i
     stepped = params_of(optimizer)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     stepped_masters = {id(param) for param in stepped if isinstance(param, masters.Master)}
-    pairs = [*session.masters.pairs()]
+    pairs = session.masters.pairs()
     # Fused kernels do not count their writes.
     masters.mark_written(pair for pair in pairs if id(pair.master) in stepped_masters)
     masters.update_model_from_masters(pairs)
