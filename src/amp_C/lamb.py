@@ -84,10 +84,11 @@ def multi_tensor_lamb_mp(
 ) -> None:
     """Takes one step on scaled gradients; does nothing if the flag is set.
 
-    Arguments are those of :func:`multi_tensor_lamb`, numbers also as tensors of one element, except
+    Takes the arguments of :func:`multi_tensor_lamb`. Numbers may also be tensors of one element.
+    Differences:
 
-    - ``noop_flag``, one int32 element, is read on the device; ``found_inf`` is ignored, as in apex,
-    - ``tensor_lists`` may have the parameters' 16-bit copies as a fifth list, to be updated,
+    - ``noop_flag``, one int32 element, is read on the device. As in apex, ``found_inf`` is ignored.
+    - ``tensor_lists`` may have a fifth list, the parameters' 16-bit copies, which are also updated.
     - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients.
     """
     device = noop_flag.device

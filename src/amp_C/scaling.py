@@ -71,9 +71,9 @@ def update_scale_hysteresis(
     resets the tracker to ``hysteresis``; ``growth_interval`` consecutive ones multiply the scale by
     ``growth_factor``, unless the result exceeds fp32.
 
-    The scale is one fp32 element, ``growth_tracker`` (clean steps since the last change) and
-    ``hysteresis_tracker`` (overflows left before backing off) are one int32 element each, and
-    ``found_inf``, one element, is positive in case of an overflow. Returns ``current_scale``.
+    Each argument has one element. The scale is fp32. ``growth_tracker`` (clean steps since the last
+    change) and ``hysteresis_tracker`` (overflows left before backing off) are int32. ``found_inf``
+    is positive after an overflow. Returns ``current_scale``.
     """
     scale = current_scale.view(())
     clean_steps = growth_tracker.view(())

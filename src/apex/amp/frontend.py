@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -52,8 +51,6 @@ __all__ = [
     "restore",
     "state_dict",
 ]
-
-_log = logging.getLogger("apex")
 
 
 @inputs.takes_dtype_at(6, "patch_torch_functions_type")
@@ -310,7 +307,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     scalers = _live_scalers()
     if not scalers:
         if not _amp_state.enabled:
-            _log.info("amp.load_state_dict: amp is disabled; state ignored.")
             return
         raise RuntimeError(
             "amp.load_state_dict has no loss scale to load into. Call amp.initialize first."
