@@ -1,5 +1,7 @@
 """Objects around a prepared optimizer, as accelerate's, and methods wrapped on its class."""
 
+import abc
+
 import pytest
 import torch
 
@@ -63,13 +65,24 @@ class Unconstructed(torch.optim.Optimizer):
         return self.base.step(closure)
 
 
+class Abstract(abc.ABC, torch.optim.SGD):
+    """Its first base has no attributes."""
+
+
+def abstract(params):
+    return Abstract(params, lr=0.1)
+
+
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-def test_an_optimizer_without_torchs_constructor_trains(level):
-    made = [loops.prepared(level, kind) for kind in (loops.sgd, Unconstructed)]
+def test_an_optimizer_without_torchs_constructor_or_abstract_first_trains(level):
+    made = [loops.prepared(level, make) for make in (loops.sgd, Unconstructed, abstract)]
     for x, y in loops.batches(3):
         for model, optimizer in made:
             loops.train_step(model, optimizer, x, y)
-    assert loops.same(*(loops.masters(optimizer) for _, optimizer in made))
+    expected, *found = (loops.masters(optimizer) for _, optimizer in made)
+    assert all(loops.same(masters, expected) for masters in found)
+    amp.restore(*made[2])
+    assert type(made[2][1]) is Abstract
 
 
 class ClearsEverySecondTime(torch.optim.SGD):

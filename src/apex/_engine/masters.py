@@ -479,6 +479,11 @@ class MasterTable:
 
     @untraced
     def move_clipped_grads(self) -> None:
-        """Moves pending gradients to their masters, before autograd adds to clipped ones."""
+        """Moves pending gradients that were clipped to masters, before autograd adds to them."""
         self.has_clipped = False
-        move_grads_to_masters(self.pairs())
+        clipped: list[MasterPair] = []
+        for pair in self.pairs():
+            grad = pair.pending_grad
+            if grad is not None and clip_factor(grad) is not None:
+                clipped.append(pair)
+        move_grads_to_masters(clipped)

@@ -365,7 +365,7 @@ class PreparedOptimizer:
         shared: set[MasterPair] = set()
         if self.session is None or not self.pairs:
             return shared
-        sharing, _ = self.session.with_sharers([self])
+        sharing = self.session.with_sharers([self])
         for other in sharing[1:]:
             shared.update(other.pairs)
         return shared
