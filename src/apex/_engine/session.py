@@ -182,7 +182,7 @@ class Session:
         if isinstance(self.region, AutocastRegion):
             if self._functions is not None:
                 self._functions.apply()
-            self.region.enter_ambient()
+            self.region.begin_ambient()
             unprepared.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
@@ -384,6 +384,6 @@ def _region(policy: Policy, spec: AutocastSpec | None) -> Region:
 
 
 def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:
-    region.leave_ambient()
+    region.end()
     if functions is not None:
         functions.undo()

@@ -34,7 +34,9 @@ _PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
 _MODULES = (__name__, dynamo.__name__, "torch._ops")
 """Those whose functions are between the caller of an operator and :func:`_is_left_alone`."""
 
-_live: dict[int, AutocastSpec] = {}  # oldest first
+live: dict[int, AutocastSpec] = {}
+"""The specs of sessions, oldest first, each under a number of its own."""
+
 _numbers = itertools.count()
 _registered: set[tuple[str, str]] = set()
 _lock = threading.Lock()
@@ -57,14 +59,14 @@ def activate_spec(spec: AutocastSpec) -> int:
     for device in spec.device_types:
         _register(device, _not_as_in_torch(spec.table, device))
     number = next(_numbers)
-    _live[number] = spec
+    live[number] = spec
     tag_caches()
     return number
 
 
 def deactivate_spec(number: int) -> None:
     """Ends what :func:`activate_spec` began; idempotent, and safe in finalizers and any thread."""
-    _live.pop(number, None)
+    live.pop(number, None)
     tag_caches()
 
 
@@ -89,7 +91,7 @@ def _register(device: str, ops: Iterable[str]) -> None:
 
 def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     """Returns the newest live spec of a device type and dtype."""
-    for spec in reversed([*_live.values()]):
+    for spec in reversed([*live.values()]):
         if spec.dtype is dtype and device in spec.device_types:
             return spec
     return None
@@ -126,7 +128,7 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    rules = "-".join(sorted({digest(spec) for spec in _live.values()}))
+    rules = "-".join(sorted({digest(spec) for spec in live.values()}))
     others_tag, _, _ = config.cache_key_tag.partition(_TAG)
     config.cache_key_tag = others_tag + _TAG + rules if rules else others_tag
 

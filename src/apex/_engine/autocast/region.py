@@ -9,19 +9,21 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from apex._core import tree
+from apex._core.op_casts import tensors_in
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.ambient import (
     OFF,
-    Ambient,
+    begin_casts,
     begin_run,
     devices_of_sessions,
     devices_on,
+    end_casts,
     end_stale_casts,
     is_off,
 )
+from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import at_tracing, inlined
 
@@ -82,8 +84,10 @@ class AutocastRegion(Region):
     def __init__(self, spec: AutocastSpec) -> None:
         self.spec = spec
         self._digest = kernels.digest(spec)
-        self._ambients: list[Ambient] = []
-        weakref.finalize(self, _end, kernels.activate_spec(spec), self._ambients).atexit = False
+        self._number = kernels.activate_spec(spec)
+        self.end = weakref.finalize(self, end_casts, self._number)
+        """Ends the region: its rows no longer apply. Idempotent."""
+        self.end.atexit = False
 
     def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
         return AutocastRegion, (self.spec,)
@@ -107,42 +111,36 @@ class AutocastRegion(Region):
         begin_run(until)
 
     def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
-        dtypes = [tensor.dtype for tensor in tree.tensors([*args, *kwargs.values()])]
-        if torch.float64 in dtypes:
+        if torch.float64 in [tensor.dtype for tensor in tensors_in(args, kwargs)]:
             self._accept_float64()
 
     @at_tracing
     def _accept_float64(self) -> None:
         kernels.accept_float64(self.spec)
 
-    def enter_ambient(self) -> None:
-        """Turns casts on in this thread until ``leave_ambient``; of several, the newest apply."""
-        self._ambients.append(Ambient(self.spec))
-
-    def leave_ambient(self) -> None:
-        """Ends this region's ambient casts; see Note [Ambient casts]. Idempotent."""
-        while self._ambients:
-            self._ambients.pop().end()
-
-
-def _end(number: int, ambients: list[Ambient]) -> None:
-    kernels.deactivate_spec(number)
-    while ambients:
-        ambients.pop().end()
+    def begin_ambient(self) -> None:
+        """Turns casts on in this thread until the region ends; see Note [Ambient casts]."""
+        begin_casts(self._number, self.spec)
 
 
 class NoAutocastRegion(Region):
     """Runs functions with the casts of every region off; a user's own autocast stays.
 
-    Cast regions inside turn them back on.
+    Cast regions inside turn them back on. In a backward pass, where torch.utils.checkpoint opens
+    blocks of its own around a recompute, the same casts are off as in the last forward pass.
     """
+
+    _devices: Sequence[str] = ()
+    """The device types whose casts were turned off last."""
 
     def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return under(devices_cast(), None, fn, *args, **kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         end_stale_casts()
-        for device in devices_of_sessions():
+        if backward_id() == -1:
+            self._devices = devices_of_sessions()
+        for device in self._devices:
             until.enter_context(torch.autocast(device, enabled=False))
 
 
