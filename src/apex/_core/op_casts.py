@@ -60,8 +60,6 @@ class OperatorCasts:
             case "destination":
                 result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
                 dtype = result.dtype
-            case "fp32_beside_float64" if wide is torch.float64:
-                dtype = torch.float32
         if dtype not in CASTABLE:
             return args, kwargs
         from_dtypes = CASTABLE if wide is torch.float64 else _NOT_DOUBLE

@@ -9,7 +9,6 @@ Note [Kernels stay]
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -76,17 +75,15 @@ def accept_float64(spec: AutocastSpec) -> None:
     Their kernels of ours would cost each call some 5 us, so they wait for the first such data.
     """
     for device in spec.device_types:
-        _register(device, spec.categories[device])
+        _register(device, spec.table.rows)
 
 
 def _register(device: str, ops: Iterable[str]) -> None:
     with _lock:
-        known = filter(lambda op: dispatcher.has_operator(f"aten::{op}"), ops)
-        new = [op for op in dict.fromkeys(known) if (device, op) not in _registered]
-        if new:
-            kernels = {op: _build(op, device) for op in new}
-            dispatcher.register(kernels, AUTOCAST_KEYS[device])
-        _registered.update((device, op) for op in new)
+        for op in ops:
+            if (device, op) not in _registered:
+                dispatcher.register(op, _build(op, device), AUTOCAST_KEYS[device])
+                _registered.add((device, op))
 
 
 def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
@@ -97,26 +94,22 @@ def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     return None
 
 
+def _digest(spec: AutocastSpec | None) -> str:
+    return "" if spec is None else spec.digest
+
+
 @functools.cache
-def _guard(device: str, dtype: torch.dtype, spec: AutocastSpec | None) -> Callable[[], None]:
+def _guard(device: str, dtype: torch.dtype, digest: str) -> Callable[[], None]:
     """Returns a function that raises once other rows apply than in compiled code."""
 
     def check() -> None:
-        now = newest(device, dtype)
-        if now is not spec and now != spec:
+        if _digest(newest(device, dtype)) != digest:
             raise RuntimeError("other rows apply now")
 
     return check
 
 
 _TAG = "-apex-"
-
-
-@functools.cache
-def digest(spec: AutocastSpec) -> str:
-    """Returns a digest of the rows of a spec."""
-    rules = repr(sorted(spec.table.rows.items()))
-    return hashlib.sha256(rules.encode()).hexdigest()[:16]
 
 
 def tag_caches() -> None:
@@ -128,7 +121,7 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    rules = "-".join(sorted({digest(spec) for spec in live.values()}))
+    rules = "-".join(sorted({spec.digest for spec in live.values()}))
     others_tag, _, _ = config.cache_key_tag.partition(_TAG)
     config.cache_key_tag = others_tag + _TAG + rules if rules else others_tag
 
@@ -136,20 +129,20 @@ def tag_caches() -> None:
 def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
     """Yields the operators that torch does not cast as the table says."""
     default = OpTable.default().rows
-    for op in sorted({*default, *table.rows, *op_rows.NATIVE_DIFFERENCES[device]}):
-        if dispatcher.has_operator(f"aten::{op}"):
-            differs = table.row(op, device) != native_category(op, device)
-            if differs or op in op_rows.SPARSE_OPERANDS:
-                yield op
+    for op in {*default, *table.rows, *op_rows.NATIVE_DIFFERENCES[device]}:
+        native = native_category(op, device)
+        if native is None and op in op_rows.COVERED_INSIDE:
+            native = default[op]
+        if table.rows.get(op) != native or op in op_rows.SPARSE_OPERANDS:
+            yield op
 
 
 @functools.cache  # as it was before our kernels were there
 def native_category(op: str, device: str) -> str | None:
     """Returns the category of torch's own autocast for an operator; None if it has no kernel."""
-    row = OpTable.default().row(op, device)
-    if dispatcher.has_autocast(op, device):
-        return op_rows.NATIVE_DIFFERENCES[device].get(op, row)
-    return row if op in op_rows.COVERED_INSIDE else None
+    if not dispatcher.has_autocast(op, device):
+        return None
+    return op_rows.NATIVE_DIFFERENCES[device].get(op, OpTable.default().rows.get(op))
 
 
 def _build(op: str, device: str) -> Kernel:
@@ -160,26 +153,31 @@ def _build(op: str, device: str) -> Kernel:
     uncast = dispatcher.without_autocast(device)
     native_kernel = dispatcher.native_kernel(op, device)
     native = native_category(op, device)
-    sessionless = native if dispatcher.has_autocast(op, device) else None
+
+    # cuDNN's inner row casts a whole RNN's weights into one piece; it knows fp16 only.
+    has_inner_row = device == "cuda" and torch.version.hip is None
+    inner_dtype = torch.float16 if has_inner_row else None
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype(device)
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
-            before_each_run(_guard(device, low, spec))
+            before_each_run(_guard(device, low, _digest(spec)))
         tensors = tensors_in(args, kwargs)
         wide = widest(tensors)
         if spec is None:
-            category = sessionless
+            category = native
         elif wide is None and backward_id() != -1 and _is_left_alone():
             return fall_through(keyset, *args, **kwargs)
         else:
-            category = spec.categories[device].get(op)
+            category = spec.table.rows.get(op)
             if category == "low_precision" and any(map(_is_sparse, tensors)):
                 category = "fp32"
             elif category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
                 category = None  # torch's own kernels work in place on memory of their own
+            elif category == "recurrent" and low is inner_dtype:
+                category = None
         if native_kernel is not None and category == native and wide is not torch.float64:
             return native_kernel(keyset, *args, **kwargs)
         if category is None or category == "refuses":

@@ -83,7 +83,7 @@ class AutocastRegion(Region):
 
     def __init__(self, spec: AutocastSpec) -> None:
         self.spec = spec
-        self._digest = kernels.digest(spec)
+        self._digest = spec.digest
         self._number = kernels.activate_spec(spec)
         self.end = weakref.finalize(self, end_casts, self._number)
         """Ends the region: its rows no longer apply. Idempotent."""
