@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,7 +23,6 @@ from apex._core.tree import Args, Kwargs
 from apex._engine.autocast.region import NoAutocastRegion
 from apex._torch.dynamo import traces_function_modes
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _FORWARDS = 32
@@ -44,35 +43,26 @@ class LowPrecisionRegion(NoAutocastRegion):
         self._left = _FORWARDS
         self._functions: set[str] = set()
 
-    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
         # An export takes a mode for a side effect of the model.
         if not traces_function_modes or torch.compiler.is_exporting():
-            return super().run_traced(fn, *args, **kwargs)
-        with _AccurateMode(self.note):
-            return super().run_traced(fn, *args, **kwargs)
+            return super().run_traced(fn, args, kwargs)
+        with _AccurateMode(self._functions):
+            return super().run_traced(fn, args, kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         if self._left > 0 or self._functions:
             self._left -= 1
-            until.enter_context(_AccurateMode(self.note))
+            until.enter_context(_AccurateMode(self._functions))
         super().enter(until, args, kwargs)
-
-    def note(self, function: str) -> None:
-        """Logs a function that runs in fp32, once."""
-        if function not in self._functions:
-            self._functions.add(function)
-            _log.warning(
-                "amp: %s runs in fp32 in this 16-bit model: its 16-bit kernel is not accurate.",
-                function,
-            )
 
 
 class _AccurateMode(TorchFunctionMode):
-    """Runs inaccurate functions on fp32 copies, and rounds the result."""
+    """Runs inaccurate functions on fp32 copies, and rounds the result; notes their names."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, noted: set[str]) -> None:
         super().__init__()
-        self._note = note
+        self._noted = noted
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -84,7 +74,11 @@ class _AccurateMode(TorchFunctionMode):
         low = [tensor for tensor in tensors_in(args, kwargs) if is_low_precision(tensor)]
         if not low or low[0].device.type not in op_rows.INACCURATE[name]:
             return func(*args, **kwargs)
-        if not _is_compiling():
-            self._note(name)
+        if name not in self._noted and not _is_compiling():
+            self._noted.add(name)
+            _log.warning(
+                "amp: %s runs in fp32 in this 16-bit model: its 16-bit kernel is not accurate.",
+                name,
+            )
         args, kwargs = tree.cast_arguments(args, kwargs, torch.float32)
         return tree.cast_tensors(func(*args, **kwargs), low[0].dtype)

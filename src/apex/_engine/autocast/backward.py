@@ -51,7 +51,7 @@ class BackwardAutocast(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and widest(tensors_in(args, kwargs)) is None:
             return func(*args, **kwargs)
-        return under(self._spec.device_types, self._spec.dtype, func, *args, **kwargs)
+        return under(self._spec.device_types, self._spec.dtype, func, args, kwargs)
 
     @untraced_frame
     def _run_pass(self, run: Any, name: str, tensors: Any, *inputs: Any, **options: Any) -> Any:

@@ -34,16 +34,19 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def under(
-    devices: Sequence[str], dtype: torch.dtype | None, fn: Callable[P, R], /, *args: P.args,
-    **kwargs: P.kwargs,
-) -> R:  # fmt: skip
+    devices: Sequence[str],
+    dtype: torch.dtype | None,
+    fn: Callable[..., R],
+    args: Args,
+    kwargs: Kwargs,
+) -> R:
     """Calls ``fn`` under autocast to ``dtype``; ``None`` turns it off. Dynamo can trace it."""
     if not devices:
         return fn(*args, **kwargs)
     with torch.autocast(
         devices[0], dtype, enabled=dtype is not None, cache_enabled=weight_cache_is_safe
     ):
-        return under(devices[1:], dtype, fn, *args, **kwargs)
+        return under(devices[1:], dtype, fn, args, kwargs)
 
 
 class Region:
@@ -56,12 +59,12 @@ class Region:
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)``, called inside the region; dynamo can trace it."""
         if _is_compiling():
-            return self.run_traced(fn, *args, **kwargs)
+            return self.run_traced(fn, args, kwargs)
         with ExitStack() as until:
             self.enter(until, args, kwargs)
             return fn(*args, **kwargs)
 
-    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
         """Does what :meth:`run` does, where dynamo traces it."""
         return fn(*args, **kwargs)
 
@@ -92,12 +95,12 @@ class AutocastRegion(Region):
     def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
         return AutocastRegion, (self.spec,)
 
-    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
         # The digest is a guard: code with other rows is compiled again.
         if not self._digest or is_off():
             return fn(*args, **kwargs)
         self._meet_float64(args, kwargs)
-        return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+        return under(self.spec.device_types, self.spec.dtype, fn, args, kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         end_stale_casts()
@@ -133,8 +136,8 @@ class NoAutocastRegion(Region):
     _devices: Sequence[str] = ()
     """The device types whose casts were turned off last."""
 
-    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return under(devices_cast(), None, fn, *args, **kwargs)
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        return under(devices_cast(), None, fn, args, kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         end_stale_casts()

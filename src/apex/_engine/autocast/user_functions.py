@@ -54,7 +54,7 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
             return fn(*args, **kwargs)
         cast_args, cast_kwargs = map_arguments(_rule(kind, dtype, args, kwargs), args, kwargs)
         off = devices_on() if kind == "float" else ()
-        return under(off, None, fn, *cast_args, **cast_kwargs)
+        return under(off, None, fn, cast_args, cast_kwargs)
 
     return wrapper
 
