@@ -71,10 +71,3 @@ def test_a_name_that_torch_lacks_is_refused(change):
     extra = ["fp32"] if change == "with_" else []
     with pytest.raises(ValueError, match=r"torch\.sigmiod: torch has no such function.*register"):
         getattr(OpTable.default(), change)("torch", "sigmiod", *extra)
-
-
-def test_unknown_namespace_and_category_name_the_choices():
-    with pytest.raises(ValueError, match=r"'numpy'.*torch\.nn\.functional"):
-        OpTable.default().without("numpy", "exp")
-    with pytest.raises(ValueError, match=r"'half'.*low_precision"):
-        OpTable.default().with_("torch", "exp", "half")

@@ -9,7 +9,7 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ _ROWS: Mapping[Category, str] = {
     "recurrent": op_rows.RECURRENT,
 }
 
+_NAMESPACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": Tensor}
 _PYTHON_2 = ("__div__", "__rdiv__", "__idiv__")  # apex's lists have them, newer torch has not
 _ARITHMETIC = {"truediv": "div", **{name: name for name in ("add", "sub", "mul", "div")}}
 
@@ -61,14 +62,9 @@ def operators(namespace: str, name: str) -> tuple[str, ...]:
     Raises:
         ValueError: If torch has no such function.
     """
-    holders = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": Tensor}
-    if namespace not in holders:
-        raise ValueError(
-            f"Unknown namespace {namespace!r} of amp.lists: use one of {', '.join(holders)}."
-        )
     if name in op_rows.OPERATORS:
         return tuple(op_rows.OPERATORS[name].split())
-    if not callable(getattr(holders[namespace], name, None)) and name not in _PYTHON_2:
+    if not callable(getattr(_NAMESPACES[namespace], name, None)) and name not in _PYTHON_2:
         raise ValueError(
             f"amp.lists cannot cast {namespace}.{name}: torch has no such function. Correct the "
             "name, or register a function of another module: amp.register_float_function(module, "
@@ -154,12 +150,8 @@ class OpTable:
         In-place operators keep the dtype of what they write: in fp32 rows, they refuse 16 bits.
 
         Raises:
-            ValueError: If the name has no operators, or the category is unknown.
+            ValueError: If the name has no operators.
         """
-        if category not in get_args(Category):
-            raise ValueError(
-                f"Unknown op category {category!r}: use one of {', '.join(get_args(Category))}."
-            )
         ops = operators(namespace, name)
         if not ops:
             raise ValueError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import op_rows
-from apex._core.op_casts import OperatorCasts, tensors_in, widest
+from apex._core.op_casts import cast_operands, tensors_in, widest
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
@@ -148,7 +148,6 @@ def native_category(op: str, device: str) -> str | None:
 def _build(op: str, device: str) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type."""
     call = dispatcher.direct_call(op)
-    casts = OperatorCasts(op, dispatcher.schema(op))
     fall_through = _fall_through(op, device)
     uncast = dispatcher.without_autocast(device)
     native_kernel = dispatcher.native_kernel(op, device)
@@ -182,7 +181,7 @@ def _build(op: str, device: str) -> Kernel:
             return native_kernel(keyset, *args, **kwargs)
         if category is None or category == "refuses":
             return fall_through(keyset, *args, **kwargs)
-        cast_args, cast_kwargs = casts.apply(category, args, kwargs, low, wide)
+        cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, wide)
         with uncast():
             return call(*cast_args, **cast_kwargs)
 
