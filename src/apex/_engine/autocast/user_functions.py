@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apex._core.dtypes import cast, is_low_precision
 from apex._core.op_casts import widest
-from apex._core.tree import map_arguments, tensors
+from apex._core.tree import Call, map_tensors, tensors
 from apex._engine.autocast.ambient import devices_on
 from apex._engine.autocast.region import active_dtype, under
 
@@ -52,14 +52,15 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
         dtype = active_dtype()
         if dtype is None:
             return fn(*args, **kwargs)
-        cast_args, cast_kwargs = map_arguments(_rule(kind, dtype, args, kwargs), args, kwargs)
+        call: Call = args, kwargs
+        cast_args, cast_kwargs = map_tensors(_rule(kind, dtype, call), call)
         off = devices_on() if kind == "float" else ()
         return under(off, None, fn, cast_args, cast_kwargs)
 
     return wrapper
 
 
-def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor]:
+def _rule(kind: Kind, dtype: torch.dtype, call: Call) -> Callable[[Tensor], Tensor]:
     """Returns the function that casts one tensor of a call with these arguments."""
     if kind == "float":
         return lambda tensor: tensor.float() if is_low_precision(tensor) else tensor
@@ -67,7 +68,7 @@ def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[T
         return lambda tensor: cast(tensor, torch.bfloat16)
     if kind == "low_precision":
         return lambda tensor: cast(tensor, dtype)
-    wide = widest(tensors([*args, *kwargs.values()]))
+    wide = widest(tensors(call))
     return lambda tensor: tensor if wide is None else cast(tensor, wide)
 
 

@@ -130,7 +130,7 @@ class BlockStep(TorchDispatchMode):
         if func in dispatch_modes.OPERANDS:
             return self._run(func, args, kwargs)
         if func not in _METADATA:
-            args = tree.map_arguments(self._real, args, {})[0]
+            args = tree.map_tensors(self._real, args)
         return func(*args, **kwargs)
 
     def _real(self, tensor: Tensor) -> Any:
