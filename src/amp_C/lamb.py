@@ -8,16 +8,15 @@ from torch import Tensor
 from amp_C.lists import TensorLists, takes
 from amp_C.steps import adam_rule
 from apex._core.foreach import lamb as rules
-from apex._core.foreach.adam import AdamRule, directions_
+from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.scalars import (
     Scalar,
-    as_scalar,
-    as_tensor,
     descend_,
     descend_each_,
     skip_flag,
 )
 from apex._core.foreach.working import store, working
+from apex._torch.copies import as_scalar, as_tensor
 
 __all__ = [
     "multi_tensor_lamb",
@@ -49,7 +48,7 @@ def multi_tensor_lamb(
 
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``. Unlike in apex, the gradients
     stay unchanged. They are clipped from ``global_grad_norm``, one element, to ``max_grad_norm``.
-    With ``use_nvlamb``, tensors without weight decay get a trust ratio, too.
+    With ``use_nvlamb``, tensors without weight decay also get a trust ratio.
     """
     rule = adam_rule(
         noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging
@@ -126,8 +125,9 @@ def multi_tensor_lamb_stage1_cuda(
     divisor = _divisor(noop_flag, global_grad_norm, max_global_grad_norm)
     decays = list(per_tensor_decay.reshape(-1).to(torch.float32).unbind())
     with working(*tensor_lists) as (grads, params, exp_avgs, exp_avg_sqs, updates):
-        clipped = list(torch._foreach_div(grads, divisor))
-        directions = directions_(clipped, params, exp_avgs, exp_avg_sqs, rule=rule, step=step + 1)
+        clipped = torch._foreach_div(grads, divisor)
+        averages = exp_avgs, exp_avg_sqs
+        directions = rules.directions(clipped, params, *averages, rule=rule, step=step + 1)
         torch._foreach_addcmul_(directions, params, decays)
         store(updates, directions)
 

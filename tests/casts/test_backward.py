@@ -254,19 +254,6 @@ FP32_PARTS = {
 }
 
 
-@LEVELS
-@BLOCK
-@pytest.mark.parametrize("part", FP32_PARTS)
-def test_the_gradient_of_a_part_in_fp32_is_that_of_fp32(level, block, part):
-    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
-    (expected,) = torch.autograd.grad(FP32_PARTS[part](x.requires_grad_()).pow(2).sum(), x)
-    _, optimizer = prepared(level, loss_scale=1.0)
-    with amp.disable_casts():
-        loss = FP32_PARTS[part](x).pow(2).sum()
-    loops.scaled_backward(loss, optimizer) if block else loss.backward()
-    assert torch.equal(x.grad, expected)
-
-
 def product_in_pass(model, optimizer, found):
     """Adds the dtype of a product of mixed dtypes in a pass of a block."""
     out = model(torch.ones(2, 2))
@@ -306,14 +293,15 @@ def test_a_recompute_in_a_pass_has_the_dtypes_of_the_forward(reentrant):
 @LEVELS
 @BLOCK
 @pytest.mark.parametrize("part", FP32_PARTS)
-def test_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, part):
-    """``torch.autograd.grad(create_graph=True)``, whose formulas run with gradients enabled."""
+def test_gradients_and_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, part):
+    """Forces are ``torch.autograd.grad(create_graph=True)``: formulas with gradients enabled."""
     rule = FP32_PARTS[part]
     x = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
     def forces():
         return torch.autograd.grad(rule(x).pow(2).sum(), x, create_graph=True)[0]
 
+    (gradient,) = torch.autograd.grad(rule(x).pow(2).sum(), x)
     expected = forces()
     (expected_second,) = torch.autograd.grad(expected.pow(2).sum(), x)
     _, optimizer = prepared(level, loss_scale=1.0)
@@ -322,7 +310,10 @@ def test_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, part):
     manager = amp.scale_loss(energy, optimizer) if block else contextlib.nullcontext(energy)
     with manager as scaled_energy:
         (found,) = torch.autograd.grad(scaled_energy, x, create_graph=True)
+        scaled_energy.backward(retain_graph=True)
     assert torch.equal(found, expected)
+    assert torch.equal(x.grad, gradient)
+    x.grad = None
     loops.scaled_backward(found.pow(2).sum(), optimizer)
     assert torch.equal(x.grad, expected_second)
 

@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from tests.support.loops import prepared
+from apex._torch.dispatcher import weight_cache_is_safe
+from tests.support.loops import in_a_thread, prepared
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 
@@ -52,11 +54,15 @@ def test_the_newest_live_session_s_casts_are_on(levels, first):
 @pytest.mark.parametrize(
     "then", [lambda held: held[0](torch.ones(1, 2)), lambda held: amp.restore(*held)]
 )
+@pytest.mark.parametrize("ended", ["in a block", "in a thread"])
 @pytest.mark.parametrize("level", ["O0", "O5"])
-def test_casts_that_ended_in_a_user_s_block_go_at_the_next_call_of_any_model(level, then):
+def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ended, then):
     first, other = session("O1"), session(level)
-    with torch.autocast("cpu", torch.bfloat16):
-        amp.restore(*first)
+    if ended == "in a block":
+        with torch.autocast("cpu", torch.bfloat16):
+            amp.restore(*first)
+    else:
+        in_a_thread(lambda: amp.restore(*first))
     then(other)
     assert product() is torch.float32
 
@@ -68,6 +74,40 @@ def test_a_session_that_ends_inside_disable_casts_leaves_no_casts(ends):
         ends(held)
         gc.collect()
     assert product() is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_session_that_begins_in_a_block_casts_in_its_models_only(device):
+    with torch.autocast(device, enabled=False):
+        model, _ = session("O4", Product(2, 2))
+        assert product() is torch.float32
+    assert product() is torch.float32
+    assert model(torch.ones(1, 2))[1] is torch.bfloat16
+
+
+def test_disable_casts_nests_and_is_for_models_too():
+    model, _ = session("O4", Product(2, 2))
+    with amp.disable_casts():
+        with amp.disable_casts():
+            assert product() is torch.float32
+        assert model(torch.ones(1, 2))[1] is product() is torch.float32
+    assert model(torch.ones(1, 2))[1] is product() is torch.bfloat16
+
+
+def test_a_forward_that_raises_leaves_no_casts_in_a_thread_without():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise KeyError
+
+    model, _ = session("O4", Fails(2, 2))
+
+    def run():
+        with pytest.raises(KeyError):
+            model(torch.ones(1, 2))
+        return product()
+
+    assert in_a_thread(run) is torch.float32
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -127,6 +167,18 @@ def test_a_users_own_autocast_stays_beside_a_live_session(level):
     del casting
 
 
+def test_a_users_own_autocast_follows_the_op_table_of_a_live_session_of_its_dtype():
+    held = session("O4")
+
+    def results(low):
+        with torch.autocast("cpu", low):
+            return product(), torch.exp(torch.ones(2, dtype=low)).dtype
+
+    assert in_a_thread(lambda: results(torch.bfloat16)) == (torch.bfloat16, torch.float32)
+    assert in_a_thread(lambda: results(torch.float16)) == (torch.float16, torch.float16)
+    del held
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
     ("block", "dtype"),
@@ -162,3 +214,60 @@ def test_casts_are_off_in_a_model_without_inside_one_with():
 
     outer, _ = session("O4", Outer(2, 2))
     assert outer(torch.ones(1, 2)) == (torch.float32, torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_casts_that_a_checkpointed_function_turns_off_are_off_in_another_thread(reentrant):
+    """autograd's device threads recompute, and have no casts of their own."""
+    layer, found = nn.Linear(2, 2), []
+    held = session("O4")
+
+    def block(x):
+        with amp.disable_casts():
+            y = layer(x)
+            found.append(product())
+        return layer(y)
+
+    x = torch.ones(1, 2, requires_grad=True)
+    with set_checkpoint_early_stop(False):
+        out = checkpoint(block, x, use_reentrant=reentrant)
+        in_a_thread(out.float().sum().backward)
+    assert found == [torch.float32] * 2
+    del held
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to bf16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            self.count += kwargs.get("dtype") is torch.bfloat16
+        return func(*args, **kwargs)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        with torch.set_grad_enabled(self.training):
+            first = super().forward(x)
+        return super().forward(x) + first.detach()
+
+
+@pytest.mark.skipif(not weight_cache_is_safe, reason="the weight cache loses gradients: it is off")
+def test_a_weight_that_a_forward_uses_twice_is_cast_once():
+    model, _ = session("O4", Twice(2, 2, bias=False))
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    with Casts() as casts:
+        model(x)
+    assert casts.count == 1
+
+
+def test_a_weight_first_used_without_grad_gets_its_gradient():
+    model, _ = session("O4", Twice(2, 2).eval())
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))

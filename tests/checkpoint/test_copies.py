@@ -166,9 +166,7 @@ def test_an_unpickled_pair_keeps_classes_state_and_masters_and_is_restored(level
 def test_an_unpickled_pair_trains_on_with_a_plain_backward(level):
     original = trained(level, loops.OPTIMIZERS["Adam"])
     model, optimizer = pickled(original)
-    optimizer.zero_grad()
-    loops.loss_of(model, *loops.batch(2)).backward()
-    optimizer.step()
+    loops.plain_step(model, optimizer, *loops.batch(2))
     loops.train_step(*original, *loops.batch(2))
     assert loops.same(everything(*original), everything(model, optimizer))
 

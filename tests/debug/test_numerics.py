@@ -31,7 +31,7 @@ def test_each_role_is_told_with_its_counts():
         ("0.weight", "state exp_avg", "float32", 2, 0),
         ("2.weight", "parameter", "bfloat16", 1, 1),
     }
-    assert "2.weight (parameter, bfloat16): 1 inf, 1 nan of 16" in map(str, found)
+    assert "2.weight (1 inf, 1 nan of 16), parameter in bfloat16" in map(str, found)
 
 
 def test_infinities_of_a_mask_are_no_fault_in_a_buffer():

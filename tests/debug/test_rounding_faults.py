@@ -161,7 +161,7 @@ def test_a_loss_of_large_logits_is_named():
         with amp.debug.trace_rounding(training.model) as trace:
             training.step(*batch(training.model))
         assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
-        assert not trace.worst.place.inside
+        assert not trace.worst.inside
 
 
 def test_the_report_says_where_the_error_enters():

@@ -1,7 +1,5 @@
 """How the loss scale moves, and what it says when it moves down for good."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -80,24 +78,3 @@ def test_a_static_scale_divides_by_what_it_multiplied_with():
         assert scaled_loss == model.weight.sum() * 48
         scaled_loss.backward()
     torch.testing.assert_close(model.weight.grad, torch.ones(1, 1), rtol=2**-23, atol=0.0)
-
-
-@pytest.mark.parametrize(("level", "name"), [("O1", "fused AdamW"), ("O5", "SGD")])
-def test_permanent_nan_warns_once_and_never_reaches_scale_zero(level, name):
-    """It goes on from there."""
-    model = torch.nn.Linear(1, 1, bias=False)
-    model, optimizer = loops.prepared(
-        level, loops.OPTIMIZERS[name], model, loss_scale="dynamic", growth_interval=1
-    )
-    before = loops.values(model.parameters())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(300):
-            step(model, optimizer, float("nan"))
-    assert len(caught) == 1
-    assert "skipped 50 steps in a row" in str(caught[0].message)
-    assert loops.loss_scale() == torch.finfo(torch.float32).tiny
-    assert loops.same(before, loops.values(model.parameters()))
-    step(model, optimizer, 1e30)
-    assert loops.loss_scale() == 2 * torch.finfo(torch.float32).tiny
-    assert not loops.same(before, loops.values(model.parameters()))

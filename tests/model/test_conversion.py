@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import inspect
 import pickle
 
 import pytest
@@ -44,21 +43,6 @@ def test_gradients_are_cast_with_their_parameters():
     restore(model)
     assert model.weight.grad.dtype is torch.float32
     assert torch.equal(model.weight.grad, torch.full((1, 2), 2.0))
-
-
-def test_libraries_read_the_own_signatures_of_a_models_methods():
-    class Named(nn.Linear):
-        def forward(self, x, scale=1.0):
-            return super().forward(x) * scale
-
-        def encode(self, x, *, hidden=None):
-            return self(x)
-
-    model = Named(2, 2)
-    read = (inspect.signature, inspect.getfullargspec)  # Lightning 1 and tape use the second
-    plain = [look(method) for look in read for method in (model.forward, model.encode)]
-    converted(model)
-    assert [look(method) for look in read for method in (model.forward, model.encode)] == plain
 
 
 def test_generated_class_goes_with_its_models():

@@ -1,7 +1,6 @@
 """A prepared model is still its owner's object: what real classes do with themselves goes on."""
 
 import copy
-import io
 import sys
 import traceback
 
@@ -12,6 +11,7 @@ from torch import nn
 from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
+from tests.support.loops import saved_and_loaded
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -110,15 +110,10 @@ USES = {
         model, {k: p.detach().clone() for k, p in model.named_parameters()}, (z,)
     ),
     "deep copy": lambda model, z: copy.deepcopy(model)(z),
-    "saved": lambda model, z: loaded(model)(z),
+    "saved": lambda model, z: saved_and_loaded(model)(z),
+    "state_dict": lambda model, z: nn.functional.linear(z.float(), *model.state_dict().values()),
+    "restored": lambda model, z: amp.restore(model)(z.float()),
 }
-
-
-def loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

@@ -150,6 +150,15 @@ def train_step(model, optimizer, x, y):
     return loss
 
 
+def plain_step(model, optimizer, x, y):
+    """An iteration without amp."""
+    optimizer.zero_grad()
+    loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def train_step_with_closure(model, optimizer, x, y):
     losses = []
 

@@ -17,7 +17,7 @@ Kwargs = dict[str, Any]
 class InPlaceError(NotImplementedError, TypeError):
     """A low-precision tensor cannot hold the fp32 result of an in-place operation.
 
-    A TypeError, too: with that, ``Tensor.__ipow__`` lets Python take ``x = x ** 2`` for ``x **= 2``
+    Also a TypeError: with that, ``Tensor.__ipow__`` lets Python take ``x = x ** 2`` for ``x **= 2``
     and ``x`` becomes an fp32 tensor, as under apex.
     """
 

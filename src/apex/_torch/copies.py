@@ -36,6 +36,22 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     return tensor.to(device=device, dtype=dtype, non_blocking=background)
 
 
+def as_tensor(value: float | Tensor, device: torch.device) -> Tensor:
+    """Returns a number or a one-element tensor as 0-d fp32 on ``device``.
+
+    Waits only where :func:`moved` does.
+    """
+    if isinstance(value, Tensor):
+        return moved(value, device, torch.float32).reshape(())
+    # torch.as_tensor would copy from the host and wait for the copy.
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def as_scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """Returns a host number unchanged, a one-element tensor as 0-d on ``device``."""
+    return moved(value, device).reshape(()) if isinstance(value, Tensor) else value
+
+
 def record(device: torch.device, *, timing: bool = False) -> torch.Event:
     """Returns an event recorded on the current stream of ``device``, not of the current device."""
     event = torch.Event(device, enable_timing=timing)

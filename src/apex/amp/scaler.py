@@ -50,7 +50,7 @@ class LossScaler:
         dynamic: Whether the scale follows the gradients.
         has_fused_kernel: Always True, as in apex built with its extensions.
         warned_no_fused_kernel: Always False: this package has no such warning.
-        warned_unscaling_non_fp32_grad: Likewise.
+        warned_unscaling_non_fp32_grad: Always False: this package has no such warning.
     """
 
     has_fused_kernel = True
@@ -131,7 +131,7 @@ class LossScaler:
     _max_loss_scale = _of_rule("max_scale")
 
     _has_overflow = property(
-        lambda self: self._scaler.read_found_inf(),
+        lambda self: bool(self._scaler.found_inf),  # sync: for a host number
         lambda self, value: self._scaler.found_inf.fill_(float(value)),
     )
 
@@ -140,9 +140,7 @@ class LossScaler:
         return self._scaler.found_inf.reshape(1)
 
     @_overflow_buf.setter
-    def _overflow_buf(self, flag: Any) -> None:
-        if not isinstance(flag, Tensor) or flag.numel() != 1:
-            raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor with one element.")
+    def _overflow_buf(self, flag: Tensor) -> None:
         self._scaler.found_inf.copy_(flag.reshape(()))
 
     def clear_overflow_state(self) -> None:
@@ -187,7 +185,7 @@ class LossScaler:
         Args:
             model_grads: Scaled gradients.
             stashed_master_grads: Earlier gradients to add.
-            master_grads: Tensors to write to; may be those of either list.
+            master_grads: Tensors to write to; may be the tensors of either list.
             scale_override: The scales of the first, of the second and of the result, instead of
                 the scale, 1 and 1.
         """
@@ -218,12 +216,11 @@ class LossScaler:
     def update_scale(self) -> bool:
         """Updates the scale by the overflow flag; returns whether to skip the step.
 
-        The flag is that of the last pass, or what the script wrote to ``_overflow_buf``. Waits for
-        the device if the scale is dynamic.
+        The flag comes from the last pass, or from a script that wrote to ``_overflow_buf``. Waits
+        for the device if the scale is dynamic.
         """
-        overflow = self.dynamic and self._scaler.read_found_inf()
-        self._scaler.update(0)
-        self._scaler.read_updates()
+        overflow = self.dynamic and bool(self._scaler.found_inf)  # sync: for a host number
+        self._scaler.update()
         return overflow
 
 
@@ -231,11 +228,11 @@ _REPLACEABLE = {name: getattr(LossScaler, name) for name in ("unscale", "update_
 
 
 def own_update(scaler: Scaler) -> Callable[[], object] | None:
-    """Returns what a script put in place of ``update_scale`` or ``unscale``, ``None`` without it.
+    """Returns an update that calls a script's ``update_scale`` or ``unscale``; None without one.
 
-    Scripts replace them on the class, in a subclass or on one object, to share the overflow flag
-    over ranks that hold different parts of a model. The gradients are unscaled by then, so
-    ``unscale`` gets empty lists.
+    Scripts replace these methods on the class, in a subclass or on one object, to share the
+    overflow flag between ranks that hold different parts of a model. The gradients are unscaled by
+    then, so ``unscale`` gets empty lists.
     """
     replaced = []
     view: Any = vars(scaler).get(_VIEW, LossScaler)

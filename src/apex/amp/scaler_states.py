@@ -2,9 +2,9 @@
 
 Note [Versioned key]: an entry holds apex's two keys, ``loss_scale`` and ``unskipped``. This package
 stores its additions beside them under ``apex_amp_v1``, which apex does not read. A later format
-will use a key with another number, which this release refuses; it ignores other keys. Static scales
-have ``{"dynamic": False}`` there. Without it, a checkpoint of O4 (static, 1.0) would start the
-dynamic scale of O2 at 1.0, and fp16 gradients would underflow until the scale had grown.
+will use a key with another number, which this release rejects; it ignores other keys. Static scales
+have ``{"dynamic": False}`` there. Otherwise a checkpoint of O4 (static, 1.0) would start the
+dynamic scale of O2 at 1.0. Then fp16 gradients would underflow until the scale had grown.
 """
 
 from __future__ import annotations
@@ -81,18 +81,6 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
                 f"scale, pass loss_scale={state.loss_scale:g} or loss_scale='dynamic' to "
                 "amp.initialize."
             )
-
-
-def apply_pending(scalers: Sequence[Scaler], pending: Sequence[State]) -> list[State]:
-    """Sets the scalers of a new session from pending states; returns the remaining states."""
-    set_scalers(scalers, pending)
-    if pending and len(pending) != len(scalers):
-        _log.warning(
-            f"amp.initialize made {len(scalers)} loss scalers; the checkpoint has {len(pending)}. "
-            "Scalers without a state start at the default; the next amp.initialize call takes the "
-            "remaining states."
-        )
-    return list(pending[len(scalers) :])
 
 
 def parsed(state_dict: Any) -> list[State]:

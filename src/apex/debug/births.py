@@ -4,29 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from apex.debug.place import Place
-from apex.debug.tracing import Values
-
-Kind = Literal["inf", "nan", "scaled"]
-Cause = Literal[
-    "loss scale",
-    "range",
-    "division by zero",
-    "domain",
-    "derivative",
-    "constant",
-    "data",
-    "weights",
-    "optimizer state",
-    "gradients",
-    "another rank",
-    "update",
-    "scaled gradients",
-]
+from apex.debug.tracing import Values, operator_name
 
 _DIVIDES = set(
     """div divide reciprocal rsqrt pow remainder fmod mean var std var_mean std_mean addcdiv
@@ -65,7 +47,6 @@ class Birth:
         formula: Whether autograd's own formula of a derivative ran, not user code.
         names: The parameters or buffers that held the values.
         unwritten: Whether nothing has written them since ``torch.empty``.
-        by_numpy: Whether the script uses numpy, which may have made the values.
         eps: The optimizer's eps, in its step; None without one.
         weighs: Whether an input is a parameter, or its cast.
         feeds_softmax: Whether a softmax has read the values.
@@ -83,12 +64,12 @@ class Birth:
 
     place: Place
     op: str
-    kind: Kind
+    kind: str
     dtype: torch.dtype
     time: int = 0
     way: str = "plain"
     device: str = "cpu"
-    given: Cause | Literal[""] = ""
+    given: str = ""
     deliberate: bool = False
     number: float | None = None
     numbers: tuple[float, ...] = ()
@@ -98,7 +79,6 @@ class Birth:
     formula: bool = False
     names: str = ""
     unwritten: bool = False
-    by_numpy: bool = False
     eps: float | None = None
     weighs: bool = False
     feeds_softmax: bool = False
@@ -143,8 +123,8 @@ class Birth:
         return self.dtype is torch.float16 and (self.true or 0.0) <= torch.finfo(torch.float32).max
 
     @property
-    def cause(self) -> Cause:
-        """Why the result was not finite."""
+    def cause(self) -> str:
+        """Why the result was not finite: a section of causes.ini."""
         if self.given:
             return self.given
         # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
@@ -193,11 +173,6 @@ class Birth:
         """Returns what sorts births, the most severe first."""
         stale = self.given == "gradients"  # left by an earlier step
         return self.deliberate, self.spoils, stale, self.masked, self.time
-
-
-def operator_name(op: str) -> str:
-    """Returns an operator's name without namespace and underscores."""
-    return op.rpartition(".")[2].strip("_").removeprefix("foreach_")
 
 
 class Births:

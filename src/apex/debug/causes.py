@@ -6,7 +6,8 @@ import configparser
 import functools
 import importlib.resources
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,19 @@ def remedies(section: str, way: str, **names: object) -> list[Remedy]:
     return found
 
 
+def explained(
+    section: str, ways: Sequence[Remedy], *, cause: str, dtype: str, **names: object
+) -> dict[str, Any]:
+    """Returns what a finding says of its cause; the names are those in the text's braces."""
+    why = data()[section].get("why") or data()[cause]["why"]
+    return {
+        "cause": cause,
+        "dtype": dtype,
+        "why": why.format(dtype=dtype, **names),
+        "remedies": tuple(ways[:_MOST_REMEDIES]),
+    }
+
+
 def in_fp32(place: Place, way: str, device: str = "cpu") -> list[Remedy]:
     """Returns how to run a module, or one line, in fp32."""
     module = place.module.rpartition(":")[2]
@@ -61,19 +75,18 @@ def finding_of(birth: Birth | None) -> Finding | None:
     if birth is None:
         return None
     section = _section(birth)
-    row = data()[section]
-    why = row.get("why") or data()[birth.cause]["why"]
     notes = []
     for place, largest in birth.next.items():
         notes.append(("next", f"once that is clamped, {largest:.3g} here\n{place.shown}"))
     return Finding(
-        place=birth.place,
+        **vars(birth.place),
         op=birth.op,
         kind=birth.kind,
-        dtype=dtypes.name(birth.dtype),
         what=_what(birth),
-        cause=birth.cause,
-        why=why.format(
+        **explained(
+            section,
+            _remedies_of(birth, section),
+            cause=birth.cause,
             dtype=dtypes.name(birth.dtype),
             limit=f"{torch.finfo(birth.dtype).max:g}",
             true=_true(birth),
@@ -81,9 +94,8 @@ def finding_of(birth: Birth | None) -> Finding | None:
             eps=birth.eps,
             names=birth.names and f" ({birth.names})",
         ),
-        remedies=tuple(_remedies_of(birth, section)),
         inputs=birth.inputs,
-        pattern=section if "ops" in row else "",
+        pattern=section if "ops" in data()[section] else "",
         heals=birth.heals,
         notes=tuple(notes),
     )
@@ -93,7 +105,7 @@ def _remedies_of(birth: Birth, section: str) -> list[Remedy]:
     """Returns the remedies that apply, the best first."""
     ways = remedies(section, birth.way)
     if birth.cause != "range" or not birth.fits_fp32 or "alone" in data()[section]:
-        return ways[:_MOST_REMEDIES]
+        return ways
     if not _FLAGS["backward"](birth) and not _FLAGS["cast"](birth):
         line = in_fp32(birth.place, birth.way, birth.device)
         ways = line if section == "range" else ways + line
@@ -105,8 +117,8 @@ def _what(birth: Birth) -> str:
     if birth.number is not None:
         return f"the constant float('{birth.number}') at {birth.place.location}"
     if birth.kind == "scaled":
-        return f"{birth.op} {birth.place} got gradients times {birth.scale:g}"
-    place = f"{birth.place}, {birth.place.direction}"
+        return f"{birth.op} {birth.place.where} got gradients times {birth.scale:g}"
+    place = f"{birth.place.where}, {birth.place.direction}"
     if birth.cause in ("update", "optimizer state"):
         place = "in an update of the weights"
     largest = f" (largest finite input {birth.largest:.4g})" if birth.inputs else ""
@@ -168,7 +180,6 @@ _FLAGS: dict[str, Callable[[Birth], bool]] = {
     "masked": _is_masked,
     "number": lambda birth: birth.number is not None,
     "unwritten": lambda birth: birth.unwritten,
-    "numpy": lambda birth: birth.by_numpy,
     "no-eps": _loses_eps,
     "nan": lambda birth: birth.kind == "nan",
     "unhealed": lambda birth: not birth.heals,

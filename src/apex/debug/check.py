@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +18,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from apex._core import arguments, dtypes, finite, tree
+from apex._core import arguments, dtypes, tree
 from apex._core.mixins import plain_class
 from apex._core.param_groups import params_of, states_in
 from apex._engine.optimizer.prepared import PREPARED
 from apex._engine.optimizer.subclass import prepared_state
-from apex._torch import dtensor
-from apex._torch.modules import named_parameters
-from apex.amp.report import NonfiniteGradient, nonfinite_gradients
+from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
-from apex.debug.causes import data, remedies
-from apex.debug.common import counted, inner, percent
+from apex.debug.causes import explained, remedies
+from apex.debug.common import counted, held_by, inner, percent, to_json
 from apex.debug.place import Finding, Place, innermost_line, unwrapped
 
 
@@ -72,28 +68,19 @@ def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[Nonfi
 
 
 @dataclass(frozen=True)
-class NonfiniteTensor:
-    """A tensor that holds inf or NaN.
+class NonfiniteTensor(NonfiniteGradient):
+    """A tensor that holds inf or NaN: a parameter, or what belongs to one; or a buffer.
 
     Attributes:
-        name: Qualified name of the parameter or buffer in the model.
         role: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"master"`` or ``"state NAME"``.
         dtype: Name of the dtype, such as ``"float16"``.
-        inf: Number of infinite elements, of either sign.
-        nan: Number of NaN elements.
-        elements: Number of elements; of a sharded tensor, those on this rank.
     """
 
-    name: str
     role: str
     dtype: str
-    inf: int
-    nan: int
-    elements: int
 
     def __str__(self) -> str:
-        counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
-        return f"{self.name} ({self.role}, {self.dtype}): {', '.join(counts)} of {self.elements}"
+        return f"{super().__str__()}, {self.role} in {self.dtype}"
 
 
 @torch.no_grad()
@@ -102,7 +89,7 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
 
     Call it between two steps to locate a persistent NaN: one in the optimizer's state returns at
     every step, whatever the batch. A buffer that is a mask of infinities is not listed. Waits for
-    the device once, at the end.
+    the device.
 
     Args:
         model: Any model, prepared or not.
@@ -120,50 +107,21 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
         []
         >>> model.weight.data[0, 1] = torch.nan
         >>> print(*amp.debug.check_numerics(model))
-        weight (parameter, float32): 1 nan of 2
+        weight (1 nan of 2), parameter in float32
     """
     arguments.module("amp.debug.check_numerics", model)
-    counted_values = []
-    for name, role, tensor in _named(model, optimizer):
-        if tracing.is_checked(tensor):
-            values = finite.summed_values(dtensor.local(tensor.detach()))
-            counts = torch.stack([values.isinf().sum(), values.isnan().sum()])
-            counted_values.append((name, role, values, counts))
     nonfinite = []
-    for name, role, values, counts in counted_values:
-        inf, nan = counts.tolist()  # sync: a diagnosis, asked for
-        if not inf and not nan:
-            continue
-        if role == "buffer" and inf < values.numel() and tracing.is_mask(values):
-            continue
-        dtype = dtypes.name(values.dtype)
-        nonfinite.append(NonfiniteTensor(name, role, dtype, inf, nan, values.numel()))
+    optimizers = [] if optimizer is None else [inner(optimizer)]
+    for name, role, value in held_by([model], optimizers):
+        for tensor in tracing.floating(value):
+            inf, nan, elements = count(tensor)
+            if not inf and not nan:
+                continue
+            if role == "buffer" and inf < elements and tracing.is_mask(tensor):
+                continue
+            dtype = dtypes.name(tensor.dtype)
+            nonfinite.append(NonfiniteTensor(name, inf, nan, elements, role, dtype))
     return nonfinite
-
-
-def _named(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
-    for name, param in named_parameters(model):
-        yield name, "parameter", param
-        if param.grad is not None:
-            yield name, "gradient", param.grad
-    for name, buffer in model.named_buffers():
-        yield name, "buffer", buffer
-    if optimizer is None:
-        return
-    own = inner(optimizer)
-    prepared = prepared_state(own)
-    names = {id(param): name for name, param in named_parameters(model)}
-    masters = {} if prepared is None else {id(pair.master): pair.model for pair in prepared.pairs}
-    for param in params_of(own):
-        weight = masters.get(id(param))
-        name = names.get(id(param if weight is None else weight), "(a parameter of another model)")
-        if weight is not None:
-            yield name, "master", param
-            if param.grad is not None:
-                yield name, "gradient of the master", param.grad
-        for key, value in own.state.get(param, {}).items():
-            if isinstance(value, Tensor):
-                yield name, f"state {key}", value
 
 
 # -- frozen updates --------------------------------------------------------------------------------
@@ -305,14 +263,11 @@ class FrozenUpdates:
             return None
         stayed = ", ".join(sorted(self._stayed))
         return Finding(
-            self._place,
-            "step",
-            "frozen",
-            stayed,
+            **vars(self._place),
+            op="step",
+            kind="frozen",
             what=f"{self._counts} ({stayed})",
-            cause="frozen",
-            why=data()["frozen"]["why"],
-            remedies=tuple(remedies("frozen", self._level)[:3]),
+            **explained("frozen", remedies("frozen", self._level), cause="frozen", dtype=stayed),
         )
 
     @property
@@ -324,14 +279,14 @@ class FrozenUpdates:
 
     def to_json(self) -> str:
         """Returns all data as JSON."""
-        worst = self.worst
-        found = {
-            "worst": None if worst is None else worst.as_dict(),
-            "steps": self._steps,
-            "wanted": self.wanted,
-            "frozen": self.frozen,
-        }
-        return json.dumps(found)
+        return to_json(
+            {
+                "worst": self.worst,
+                "steps": self._steps,
+                "wanted": self.wanted,
+                "frozen": self.frozen,
+            }
+        )
 
     def __str__(self) -> str:
         lines = [f"{name} has no verdict: {e}" for name, e in self.errors.items()]

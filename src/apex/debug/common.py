@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import arguments, dtypes, tree
+from apex._core.param_groups import params_of
 from apex._engine.autocast.region import casts_off as casts_off
+from apex._engine.optimizer.subclass import prepared_state
 from apex._torch.devices import accelerator
 from apex._torch.modules import named_parameters, named_tensors
 from apex.amp.optimizers import unwrap
-from apex.debug.place import unwrapped
+from apex.debug.place import Finding, prefixed, unwrapped
 
 # -- arguments -------------------------------------------------------------------------------------
 
@@ -63,19 +67,23 @@ def checked_model(caller: str, model: Any, given: object, loss_fn: object) -> nn
     return inner
 
 
-def floating_outputs(caller: str, output: object, *, instead: str = "") -> list[Tensor]:
-    """Returns the tensors to derive a loss from; raises, with a second remedy, if there is none."""
-    floating = [tensor for tensor in tree.tensors(output) if tensor.is_floating_point()]
-    if not floating:
-        raise ValueError(
-            f"{caller} got a model whose output ({type(output).__name__}) holds no floating-point "
-            f"tensor, so it cannot derive a loss. Pass loss_fn=...{instead}."
-        )
-    return floating
+def loss_of(
+    caller: str, output: object, loss_fn: Callable[[Any], Any] | None, *, instead: str = ""
+) -> Tensor:
+    """Returns the loss of a model's output; by default the mean of its squares.
 
-
-def check_loss(caller: str, loss: object, *, instead: str = "") -> None:
-    """Raises unless ``loss`` is one number with a gradient, for which there may be a remedy."""
+    Raises, with a remedy, unless it is one number with a gradient, where gradients are enabled.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(output)
+    else:
+        floating = [tensor for tensor in tree.tensors(output) if tensor.is_floating_point()]
+        if not floating:
+            raise ValueError(
+                f"{caller} got a model whose output ({type(output).__name__}) holds no "
+                f"floating-point tensor, so it cannot derive a loss. Pass loss_fn=....{instead}"
+            )
+        loss = torch.stack([_widened(tensor).square().mean() for tensor in floating]).sum()
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"{caller}'s loss_fn returned {type(loss).__name__}; it must take the model's output "
@@ -86,11 +94,68 @@ def check_loss(caller: str, loss: object, *, instead: str = "") -> None:
             f"{caller} got a loss of shape {tuple(loss.shape)} and {loss.dtype}; it takes one "
             "floating-point number. Reduce it in loss_fn, for example with .mean()."
         )
-    if not loss.requires_grad:
+    if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(
             f"{caller} got a loss that does not require gradients: either no parameter does, or "
             f"the loss was detached or computed under no_grad.{instead}"
         )
+    return loss
+
+
+def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Returns the gradients of a loss; neither writes ``.grad`` nor runs its hooks."""
+    with casts_off(), torch.enable_grad():
+        return torch.autograd.grad(_widened(loss), tensors, allow_unused=True)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+# -- what is held ----------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """What a model or its optimizer holds.
+
+    Attributes:
+        name: Qualified name of the parameter or buffer in the model.
+        role: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"master"`` or ``"state NAME"``.
+        value: A tensor; of a state, perhaps a list of tensors or a number.
+    """
+
+    name: str
+    role: str
+    value: Any
+
+
+def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[Held]:
+    """Yields what models and their optimizers hold."""
+    names: dict[int, str] = {}
+    for prefix, model in prefixed(models):
+        for name, param in named_parameters(model):
+            names[id(param)] = prefix + name
+            yield from _with_gradient(prefix + name, "parameter", param)
+        for name, buffer in model.named_buffers():
+            yield Held(prefix + name, "buffer", buffer)
+    for optimizer in optimizers:
+        prepared = prepared_state(optimizer)
+        pairs = [] if prepared is None else prepared.pairs
+        weights = {id(pair.master): pair.model for pair in pairs}
+        for param in params_of(optimizer):
+            weight = weights.get(id(param), param)
+            name = names.get(id(weight), "(a parameter of another model)")
+            if id(param) not in names:
+                role = "parameter" if weight is param else "master"
+                yield from _with_gradient(name, role, param)
+            for key, value in optimizer.state.get(param, {}).items():
+                yield Held(name, f"state {key}", value)
+
+
+def _with_gradient(name: str, role: str, param: Tensor) -> Iterator[Held]:
+    yield Held(name, role, param)
+    if param.grad is not None:
+        yield Held(name, "gradient", param.grad)
 
 
 # -- the state around a run ------------------------------------------------------------------------
@@ -194,11 +259,6 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{plural * (count != 1)}"
 
 
-def place(module: str, inside: bool = True) -> str:
-    """Returns where something ran: a module, the model itself, or outside the model."""
-    return module or ("(model)" if inside else "(outside)")
-
-
 def listed(names: Sequence[str], most: int) -> str:
     """Returns the first ``most`` names, and how many more there are."""
     more = len(names) - most
@@ -214,8 +274,17 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+def to_json(value: Any) -> str:
+    """Returns nested data as JSON; see :func:`json_types`."""
+    return json.dumps(json_types(value), indent=1)
+
+
 def json_types(value: Any) -> Any:
     """Returns nested data in JSON types: None for NaN and infinity, dtypes by name."""
+    if isinstance(value, Finding):
+        value = value.as_dict()
+    elif is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {key: json_types(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +15,9 @@ from torch import Tensor, nn
 from apex._core import dtypes, tree
 from apex._core.dtypes import is_castable
 from apex._torch.copies import record
-from apex._torch.modules import named_parameters, named_tensors
+from apex._torch.modules import named_tensors
 from apex.debug import common
-from apex.debug.common import (
-    casts_off,
-    check_loss,
-    checked_model,
-    floating_outputs,
-    preserve_state,
-)
+from apex.debug.common import checked_model, preserve_state
 from apex.debug.place import Direction
 from apex.debug.tracing import Call, Trace, floating
 
@@ -60,7 +52,7 @@ def explain(
         model: The model, as called in training.
         *inputs: Positional arguments of the model.
         loss_fn: Computes the loss (a one-element floating-point tensor) from the model's output; by
-            default the mean of the floating-point tensors in the output.
+            default the mean of the squares of the floating-point outputs.
         backward: Whether to run the backward pass too.
         **keywords: Keyword arguments of the model.
 
@@ -93,30 +85,19 @@ def explain(
     def run() -> _Costs:
         costs = _Costs(inner, device)
         with preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
-            loss = inner(*inputs, **keywords)
-            if loss_fn is not None or backward:
-                loss = (loss_fn or _mean_of)(loss)
+            output = inner(*inputs, **keywords)
+            if backward or loss_fn is not None:
+                loss = common.loss_of("explain", output, loss_fn, instead=_INSTEAD)
             if backward:
-                _differentiate(inner, given, loss)
+                targets = [*named_tensors(inner).values(), *tree.tensors(given)]
+                common.gradients(loss, [t for t in targets if t.requires_grad])
         return costs
 
     run()
     return Explanation(type(inner).__name__, run().rows())
 
 
-def _differentiate(model: nn.Module, given: object, loss: Any) -> None:
-    check_loss("explain", loss, instead=" Pass backward=False to run only the forward pass.")
-    with casts_off():
-        wide = loss if loss.dtype is torch.float64 else loss.float()
-        targets = [*dict(named_parameters(model)).values(), *tree.tensors(given)]
-        # Unlike backward(), grad() neither writes .grad nor runs its hooks.
-        torch.autograd.grad(wide, [t for t in targets if t.requires_grad], allow_unused=True)
-
-
-def _mean_of(output: Any) -> Tensor:
-    outputs = floating_outputs("explain", output, instead=" or backward=False")
-    wide = (t.mean(dtype=torch.promote_types(t.dtype, torch.float32)) for t in outputs)
-    return functools.reduce(torch.add, wide)
+_INSTEAD = " Pass backward=False to run only the forward pass."
 
 
 # -- the result ------------------------------------------------------------------------------------
@@ -223,7 +204,7 @@ class Explanation:
 
     def to_json(self) -> str:
         """Returns all data as JSON."""
-        return json.dumps({**asdict(self), "total": self.total._asdict()}, indent=2)
+        return common.to_json({**vars(self), "total": self.total._asdict()})
 
     def __str__(self) -> str:
         return self.to_text()
@@ -235,7 +216,7 @@ _HEAD = ("where", "operator", "pass", "calls", "dtypes", "time", "bytes cast")
 def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
     taken = " + ".join(map(common.short, row.dtypes_in)) or common.short("")
     return (
-        common.place(row.module, row.inside),
+        row.module or ("(model)" if row.inside else "(outside)"),
         row.op.removeprefix("aten.")[:26],
         row.direction,
         str(row.calls),

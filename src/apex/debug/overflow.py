@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -13,22 +12,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from apex._core.param_groups import params_of, states_in
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
-from apex._torch.modules import named_parameters
 from apex.debug import tracing
-from apex.debug.births import Birth, Births, Cause, operator_name
+from apex.debug.births import Birth, Births
 from apex.debug.causes import finding_of
-from apex.debug.common import listed
-from apex.debug.place import Finding, current_node, imports_numpy, node_name, owner_of
+from apex.debug.common import Held, held_by, listed, to_json
+from apex.debug.place import Finding, current_node, node_name, owner_of
+from apex.debug.rules import SOFTMAXES
 from apex.debug.scaled import ScaledGradients
-from apex.debug.tracing import ByMemory, Call, Kind, Trace, floating, keys, kind_of
+from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
-_SOFTMAXES = {"softmax", "safe_softmax", "log_softmax"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
-_FATEFUL = _MASKS | _SOFTMAXES | _MAP_TO_ZERO
+_FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO
+_PARAMETERS = {"parameter", "master"}
 _MAX_INPUTS = 4
 
 _MAX_COPIED = 2**24
@@ -79,7 +77,7 @@ class _Input(NamedTuple):
 
     argument: Tensor
     values: Tensor
-    kind: Kind | None
+    kind: str
 
 
 class _Inputs:
@@ -169,13 +167,13 @@ class OverflowTrace(Trace):
 
     def to_json(self) -> str:
         """Returns ``{"first": {...} or null, "operators": n, "gradients": [names]}``."""
-        first = self.first
-        data = {
-            "first": None if first is None else first.as_dict(),
-            "operators": self._births.time,
-            "gradients": self.gradients,
-        }
-        return json.dumps(data)
+        return to_json(
+            {
+                "first": self.first,
+                "operators": self._births.time,
+                "gradients": self.gradients,
+            }
+        )
 
     def __str__(self) -> str:
         first = self.first
@@ -237,17 +235,17 @@ class OverflowTrace(Trace):
             self._casts.note(result, True)
 
     def _check(self, call: Call, before: _Inputs, result: Any) -> None:
-        saves = call.name.rpartition(".")[2].startswith(tracing.SAVES_INFINITIES)
+        saves = call.base.startswith(tracing.SAVES_INFINITIES)
         for tensor in floating(result[1:] if saves else []):
             kind = kind_of(tensor)
-            if kind is not None:
+            if kind:
                 birth = self._birth(call, before, kind, [tensor], "constant", deliberate=True)
                 self._born.note(tensor, birth)
         bad: list[Tensor] = []
-        worst: Kind = "inf"
-        for tensor in _outputs(call, result[:1] if saves else result):
+        worst: str = "inf"
+        for tensor in tracing.outputs(call, result[:1] if saves else result):
             kind = kind_of(tensor)
-            if kind is not None:
+            if kind:
                 bad.append(tensor)
                 if kind == "nan":
                     worst = kind
@@ -260,7 +258,7 @@ class OverflowTrace(Trace):
 
     def _mark_fate(self, call: Call, before: _Inputs, *, is_finite: bool) -> None:
         """Records what a call does to the births that it reads."""
-        name = operator_name(call.name)
+        name = call.base
         # Autograd starts a backward pass by a 1 like the loss.
         starts = call.name == "aten.ones_like" and call.args[0].numel() == 1
         if not starts and name not in _FATEFUL:
@@ -268,21 +266,21 @@ class OverflowTrace(Trace):
         for birth in self._births_read(call, before):
             if starts:
                 self._births.reach(birth)
-            birth.feeds_softmax |= name in _SOFTMAXES
+            birth.feeds_softmax |= name in SOFTMAXES
             if is_finite:
                 birth.masked |= name in _MASKS and not birth.deliberate
                 birth.absorbed |= name in _MAP_TO_ZERO
 
-    def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> None:
+    def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> None:
         birth = self._origin(call, before, bad, kind)
+        is_mask = birth.deliberate and birth.cause != "update"
+        written = set(map(id, call.written))
+        held = self._held() if written else ByMemory()
         for tensor in bad:
             self._born.note(tensor, birth)
-        is_mask = birth.deliberate and birth.cause != "update"
-        spoiled = [tensor for tensor in bad if not self._is_mask_buffer(tensor)]
-        # Batch norms in eval mode leave their statistics alone.
-        written = keys(call.written) & keys(spoiled)
-        if not is_mask and not written.isdisjoint(self._weights() if written else ()):
-            self._births.reach(birth, spoils=True)
+            # Batch norms in eval mode leave their statistics alone.
+            if not is_mask and id(tensor) in written and _is_weight(held, tensor):
+                self._births.reach(birth, spoils=True)
 
     def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
         """Adds a use of gradients that still carry the loss scale."""
@@ -304,10 +302,10 @@ class OverflowTrace(Trace):
 
     def _births_read(self, call: Call, before: _Inputs) -> list[Birth]:
         """Returns the births of the non-finite inputs."""
-        bad = [read for read in before.inputs if read.kind is not None]
+        bad = [read for read in before.inputs if read.kind]
         return [self._input_birth(read, call, before) for read in bad]
 
-    def _origin(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> Birth:
+    def _origin(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
         """Returns the birth of a call's non-finite outputs."""
         births = self._births_read(call, before)
         if not births:
@@ -321,7 +319,7 @@ class OverflowTrace(Trace):
             worst.note_next(self._tracker.place, tracing.largest_in_double(clamped))
         return worst
 
-    def _first_birth(self, call: Call, before: _Inputs, bad: list[Tensor], kind: Kind) -> Birth:
+    def _first_birth(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
         """Returns the birth of non-finite outputs of finite inputs."""
         forward = self._tracker.forward_site
         created = self._tracker.created_site
@@ -330,7 +328,7 @@ class OverflowTrace(Trace):
             known.masked_again |= known.masked
             return known  # its derivative is infinite, too
         is_constant = _number(call) is not None
-        cause: Cause | None = None
+        cause = ""
         if is_constant:
             in_update = self._stepping is not None and self._is_update(call)
             cause = "update" if in_update else "constant"
@@ -353,44 +351,40 @@ class OverflowTrace(Trace):
             birth = self._birth(call, before, kind, [argument], cause, deliberate=deliberate)
             self._born.note(argument, birth)
             return birth
-        is_weight = tracing.storage_key(argument) in keys(self._params())
-        if is_weight and not birth.deliberate and not tracing.is_mask(read.values):
+        if not birth.deliberate and _is_weight(self._held(), read.values):
             self._births.reach(birth, spoils=True)  # of an average that was not called
         return birth
 
-    def _source(self, tensor: Tensor, call: Call) -> Cause:
+    def _source(self, tensor: Tensor, call: Call) -> str:
+        held = self._held()
+        role = _role(held, tensor)
+        in_backward = self._tracker.direction == "backward"
         if self._stale.of(tensor):
             return "gradients"
-        key = tracing.storage_key(tensor)
-        in_backward = self._tracker.direction == "backward"
-        exchanged = in_backward or key in keys([param.grad for param in self._params()])
-        if ranks.world_size() > 1 and exchanged:
+        if ranks.world_size() > 1 and (in_backward or role == "gradient"):
             return "another rank"
-        if self._stepping is not None:
-            if key in keys([param.grad for param in params_of(self._stepping)]):
-                return "gradients"
-            if key in keys([list(state.values()) for _, state in states_in(self._stepping.state)]):
-                return "optimizer state"
-        if key in self._weights() and not self._is_mask_buffer(tensor):
-            return "weights"
+        if role == "gradient":
+            return "gradients"
+        if role.startswith("state"):
+            return "optimizer state"
         # Of a model that no forward has made known yet, too.
         loads = any(isinstance(written, nn.Parameter) for written in call.written)
-        return "weights" if loads else "data"
+        return "weights" if loads or _is_weight(held, tensor) else "data"
 
     def _birth(
         self,
         call: Call,
         before: _Inputs,
-        kind: Kind,
+        kind: str,
         bad: list[Tensor],
-        cause: Cause | None,
+        cause: str,
         *,
         deliberate: bool = False,
     ) -> Birth:
         place = self._tracker.place
         node = current_node()
         backward = place.direction == "backward"
-        if cause is None and self._is_update(call):
+        if not cause and self._is_update(call):
             cause = "update"
         values = [] if deliberate or self._in_step else [read.values for read in before.inputs]
         is_small = before.known and tracing.elements(values) <= _MAX_COPIED
@@ -402,12 +396,12 @@ class OverflowTrace(Trace):
             bad[0].dtype,
             way=self._way,
             device=bad[0].device.type,
-            given=cause or "",
+            given=cause,
             deliberate=deliberate,
             number=_number(call) if cause in ("constant", "update") else None,
             numbers=tuple(_numbers(call)),
             inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if is_small else (),
-            true=tracing.largest_in_double(before.call) if cause is None and is_small else None,
+            true=tracing.largest_in_double(before.call) if not cause and is_small else None,
             node="" if node is None or not backward else node_name(node),
             formula=self._tracker.runs_formula,
             eps=None if self._stepping is None else self._stepping.param_groups[0].get("eps"),
@@ -417,65 +411,50 @@ class OverflowTrace(Trace):
             dynamic=dynamic,
             # A norm of scaled gradients may overflow. What comes of it is what counts.
             absorbed=not backward and self._scaled.scale_of(call.arguments) != 1.0,
-            by_numpy=cause == "data" and imports_numpy(),
         )
         self._name_weights(birth, bad)
         return self._births.add(birth)
 
     def _name_weights(self, birth: Birth, bad: list[Tensor]) -> None:
         """Names the weights that a birth is about: those that were bad, or never written."""
-        if birth.given == "weights":
-            birth.names = ", ".join(self._names_of(keys(bad)))
         if birth.given not in ("", "weights"):
             return
-        unwritten = [param for param in self._params() if self._unwritten.of(param)]
-        own = [n for n in self._names_of(keys(unwritten)) if owner_of(n) == birth.place.module]
-        if own:
+        held = self._held()
+        names = [own.name for own in map(held.of, bad) if own is not None and birth.given]
+        unwritten = []
+        for name, role, value in held_by(self._tracker.models, self._optimizers):
+            is_own = role in _PARAMETERS and owner_of(name) == birth.place.module
+            if is_own and self._unwritten.of(value):
+                unwritten.append(name)
+        if unwritten:
             birth.given = "weights"
             birth.unwritten = True
-            birth.names = ", ".join(own)
+        birth.names = ", ".join(unwritten or names)
 
-    def _names_of(self, memory: set[int]) -> list[str]:
-        """Returns the names of the parameters and buffers in some memory."""
-        held = [*self._tracker.parameters.items()]
-        for model in self._tracker.models:
-            held += [(buffer, name) for name, buffer in model.named_buffers()]
-        return [name for tensor, name in held if tracing.storage_key(tensor) in memory]
+    # -- weights and loss scales -------------------------------------------------------------------
+
+    def _held(self) -> ByMemory[Held]:
+        """Returns what the models and the optimizers that have stepped hold."""
+        held: ByMemory[Held] = ByMemory()
+        for item in held_by(self._tracker.models, self._optimizers):
+            for tensor in floating(item.value):
+                held.note(tensor, item)
+        return held
 
     def _is_update(self, call: Call) -> bool:
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
         if self._tracker.module[1] or self._tracker.direction == "backward":
             return False
-        return self._in_step or not keys(call.written).isdisjoint(self._weights())
-
-    # -- weights and loss scales -------------------------------------------------------------------
+        held = self._held()
+        return self._in_step or any(_is_weight(held, tensor) for tensor in call.written)
 
     def _weighs(self, call: Call) -> bool:
         """Returns whether an argument of a call is a parameter, or its cast."""
-        read = list(floating(call.arguments))
-        if any(map(self._casts.of, read)):
-            return True
-        return not keys(read).isdisjoint(keys(self._params()))
-
-    def _params(self) -> list[Tensor]:
-        """Returns the parameters of all models, and those that optimizers have stepped."""
-        params: list[Tensor] = []
-        for model in self._tracker.models:
-            params += [param for _, param in named_parameters(model)]
-        for optimizer in self._optimizers:
-            params += params_of(optimizer)
-        return params
-
-    def _buffers(self) -> set[int]:
-        return keys([list(model.buffers()) for model in self._tracker.models])
-
-    def _weights(self) -> set[int]:
-        """Returns the memory of all parameters, masters and buffers, wherever it is by now."""
-        masters = [pair.master for session in self._sessions for pair in session.masters.pairs()]
-        return self._buffers() | keys([self._params(), masters])
-
-    def _is_mask_buffer(self, tensor: Tensor) -> bool:
-        return tracing.storage_key(tensor) in self._buffers() and tracing.is_mask(tensor)
+        held = self._held()
+        for tensor in floating(call.arguments):
+            if self._casts.of(tensor) or _role(held, tensor) in _PARAMETERS:
+                return True
+        return False
 
     def _loss_scale(self) -> tuple[float | None, bool]:
         """Returns the largest scale of the models' sessions, or the scaler's, and if it adapts."""
@@ -502,12 +481,15 @@ def hit_lines(gradients: Sequence[str]) -> list[str]:
     return [f"  hit    the gradients of {listed(gradients, 3)}"] if gradients else []
 
 
-def _outputs(call: Call, result: Any) -> Iterator[Tensor]:
-    """Yields the floating-point tensors that a call returned or wrote."""
-    returned = list(floating(result))
-    known = set(map(id, returned))
-    yield from returned
-    yield from (tensor for tensor in call.written if id(tensor) not in known)
+def _role(held: ByMemory[Held], tensor: Tensor) -> str:
+    own = held.of(tensor)
+    return "" if own is None else own.role
+
+
+def _is_weight(held: ByMemory[Held], tensor: Tensor) -> bool:
+    """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
+    role = _role(held, tensor)
+    return role in _PARAMETERS or (role == "buffer" and not tracing.is_mask(tensor))
 
 
 def _numbers(call: Call) -> Iterator[float]:

@@ -6,16 +6,15 @@ import functools
 import inspect
 import linecache
 import os
-import sys
 import sysconfig
 import threading
 import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
@@ -66,21 +65,22 @@ class Place:
         """The location and, on a line of its own, the source; ``""`` if there is none."""
         return "\n".join(filter(None, [self.location, self.source]))
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """The module in words, such as ``"in body.0"``."""
         if self.module:
             return f"in {self.module}"
         return "in the model" if self.inside else "outside the model"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Place):
     """Where low precision, or a formula, went wrong, why, and what to do.
 
     Attributes:
-        place: The module, the direction and the line.
         op: Operator, such as ``"aten.exp"``.
         kind: What happened: ``"inf"``, ``"nan"``, ``"scaled"``, ``"rounding"``,
-            ``"cancellation"``, ``"chain"``, ``"lost update"``, ``"underflow"``.
+            ``"cancellation"``, ``"chain"``, ``"lost update"``, ``"underflow"``, ``"frozen"``.
         dtype: Name of the dtype of the result.
         what: What happened, in a line.
         cause: Why, in one to three words.
@@ -92,7 +92,6 @@ class Finding:
         notes: What else to know, each a label of at most six letters and a text.
     """
 
-    place: Place
     op: str
     kind: str
     dtype: str
@@ -106,26 +105,6 @@ class Finding:
     notes: tuple[tuple[str, str], ...] = ()
 
     @property
-    def module(self) -> str:
-        """Qualified name of the module; ``""`` for the model itself and outside it."""
-        return self.place.module
-
-    @property
-    def direction(self) -> Direction:
-        """``"forward"`` or ``"backward"``."""
-        return self.place.direction
-
-    @property
-    def location(self) -> str:
-        """``"file:line"`` of user code; ``""`` if there is none."""
-        return self.place.location
-
-    @property
-    def source(self) -> str:
-        """The line of code at ``location``; ``""`` if there is none to read."""
-        return self.place.source
-
-    @property
     def remedy(self) -> str:
         """The remedies, one a line, numbered if there are several."""
         if len(self.remedies) == 1:
@@ -133,14 +112,13 @@ class Finding:
         return "\n".join(f"{number}. {each}" for number, each in enumerate(self.remedies, 1))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all data in JSON types."""
-        own = asdict(self)
-        return {**own.pop("place"), **own, "source": self.source}
+        """Returns all data, with the line of code."""
+        return {**vars(self), "source": self.source}
 
     def __str__(self) -> str:
         known = f" This is {self.pattern}." if self.pattern else ""
         parts = (
-            ("at", self.place.shown),
+            ("at", self.shown),
             ("in", ", ".join(map(str, self.inputs))),
             ("cause", f"{self.cause}: {self.why}{known}"),
             *self.notes,
@@ -233,7 +211,7 @@ class Tracker:
         return [model for found in self._models if (model := found()) is not None]
 
     def _add_names(self) -> None:
-        for prefix, model in _prefixed(self.models):
+        for prefix, model in prefixed(self.models):
             for name, module in model.named_modules():
                 self.names.setdefault(module, prefix + name)
             for name, parameter in named_parameters(model):
@@ -391,8 +369,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _prefixed(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields what names begin with, if there are several models, and each model."""
     seen: dict[str, int] = {}
+    models = list(models)
     for model in models:
         name = type(model).__name__
         count = seen[name] = seen.get(name, -1) + 1
@@ -460,18 +440,6 @@ def runs_in_scaler() -> bool:
 def is_user_file(filename: str) -> bool:
     """Returns whether a file belongs to neither torch, apex nor the standard library."""
     return _kind(filename) == "user"
-
-
-def imports_numpy() -> bool:
-    """Returns whether code of the user's own, outside of site-packages, has numpy at hand."""
-    numpy = sys.modules.get("numpy")
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if numpy is None or "site-packages" in file or not is_user_file(file):
-            continue
-        if any(value is numpy for value in list(vars(module).values())):
-            return True
-    return False
 
 
 def _frames() -> Iterator[tuple[str, str]]:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes, tree
-from apex._core.param_groups import params_of, states_in
 from apex._torch.dispatch_modes import suspend_modes
-from apex._torch.modules import named_parameters
 from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
-from apex.debug.causes import data, in_fp32, remedies
-from apex.debug.common import json_types, listed
+from apex.debug.causes import explained, in_fp32, remedies
+from apex.debug.common import held_by, listed, to_json
 from apex.debug.place import Finding, Place, innermost_line
-from apex.debug.tracing import Call, Trace, floating
+from apex.debug.tracing import ByMemory, Call, Trace, floating
 
-Kind = Literal["rounding", "cancellation", "chain", "lost update", "underflow"]
 MasterPair = tuple[Tensor, Tensor]
 """A tensor, and its values in fp32."""
 
@@ -44,8 +38,8 @@ def trace_rounding(*models: nn.Module) -> RoundingTrace:
     the error entered, too. Gradients in fp16 that are 0 where fp32's are not are counted.
 
     Works with and without ``amp.initialize``: under ``torch.autocast``, on 16-bit models. Random
-    operators draw once, and decisions (the sign in a relu's gradient, the index of a maximum) are
-    those of the run, on both sides. The run computes the same numbers as without the trace.
+    operators draw once. The fp32 computation reuses the run's decisions, such as the sign in a
+    ReLU's gradient or the index of a maximum. The trace does not change the run's results.
     Operators without a verdict, such as one whose kernel does not run in fp32, are listed in
     ``skipped``.
 
@@ -111,6 +105,8 @@ class Origin(NamedTuple):
 
 
 _ROUND = ("aten._to_copy", "aten.arange", "aten.full", "aten.linspace", "aten.lift_fresh")
+"""Operators that round what is given to them, as casts do."""
+
 _CASTS = re.compile(r"\.(to|half|bfloat16|type|type_as)\(|dtype")
 """What a line has that casts by itself, and not because autocast or the model's dtype does."""
 
@@ -135,8 +131,7 @@ class Skipped:
 _FIRST_RESULT = (
     "native_layer_norm",
     "native_batch_norm",
-    "_native_batch_norm",
-    "_batch_norm_with_update",
+    "batch_norm_with_update",
     "cudnn_batch_norm",
     "native_group_norm",
     *tracing.SAVES_INFINITIES,
@@ -204,7 +199,7 @@ class RoundingTrace(Trace):
         return tuple(self._skipped)
 
     def __str__(self) -> str:
-        later = [f"{row.op} {row.place}, {row.direction}" for row in self.lost[1:]]
+        later = [f"{row.op} {row.where}, {row.direction}" for row in self.lost[1:]]
         skips = (
             f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
         )
@@ -224,30 +219,30 @@ class RoundingTrace(Trace):
 
     def to_json(self) -> str:
         """Returns all data as JSON; an infinite number as null."""
-        found = {
-            "worst": None if self.worst is None else self.worst.as_dict(),
-            "lost": [row.as_dict() for row in self.lost],
-            "skipped": list(map(asdict, self.skipped)),
-            "operators": self.operators,
-        }
-        return json.dumps(json_types(found), indent=2)
+        return to_json(
+            {
+                "worst": self.worst,
+                "lost": self.lost,
+                "skipped": self.skipped,
+                "operators": self.operators,
+            }
+        )
 
     # -- operators -------------------------------------------------------------------------------
 
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Makes the new weights and the optimizer's state exact: an iteration has ended."""
         super()._leave_step(optimizer)
-        own = [list(dict(named_parameters(model)).values()) for model in self._tracker.models]
-        state = [list(each.values()) for _, each in states_in(optimizer.state)]
-        for tensor in floating([own, params_of(optimizer), state]):
-            self._shadows.discard(tensor)
+        for held in held_by(self._tracker.models, [optimizer]):
+            for tensor in floating(held.value):
+                self._shadows.discard(tensor)
 
     def _before(self, call: Call) -> _ShadowCall | Exception | None:
         """Returns the call on shadows of what it overwrites, which has to be read before."""
         self._seen += 1
         if not call.traits.writes or self._in_step:
             return None
-        with _apart():
+        with without_functions(), suspend_modes():  # the user's, too; the grad mode is the call's
             if not self._shadows.touch(call.arguments):
                 return None
             try:
@@ -257,8 +252,8 @@ class RoundingTrace(Trace):
 
     def _after(self, call: Call, before: _ShadowCall | Exception | None, result: Any) -> None:
         """Computes the shadows of the results; those without count as exact from here on."""
-        with _apart():
-            outputs = [] if call.traits.view else _outputs(call, result)
+        with without_functions(), suspend_modes():
+            outputs = [] if call.traits.view else list(tracing.outputs(call, result))
             reason = self._follow(before, call, result) if outputs else None
             if reason is not None:
                 for tensor in outputs:
@@ -304,14 +299,14 @@ class RoundingTrace(Trace):
         if made and not any(map(tracing.kind_of, floating(call.own.arguments))):
             self._skip(call.name, _OVERFLOW)
         pairs = [(low, rules.within_range(low, high)) for low, high in pairs]
-        if call.name in rules.SOFTMAXES:
+        if call.base in rules.SOFTMAXES:
             low, high = pairs[0]
             pairs[0] = low, rules.without_masked_rows(low, high, *call.own.args[:2])
-        if call.name not in rules.MOVES:
-            first = call.name.removeprefix("aten.").startswith(_FIRST_RESULT)
+        if call.base not in rules.MOVES:
+            first = call.base.startswith(_FIRST_RESULT)
             if not self._judge(call, result, pairs[:1] if first else pairs):
                 return _NO_DIGITS
-        entry = call.inherited if call.name in rules.LINEAR else None
+        entry = call.inherited if call.base in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
             origin = call.origin or self._origin(call, low, high)
@@ -330,13 +325,13 @@ class RoundingTrace(Trace):
             if found is None:
                 return False
             error, tolerance = found
-            kind: Kind = "lost update"
+            kind = "lost update"
             least = 0.0
             if error > tolerance:
                 kind = self._kind(call, result, index, error)
                 if kind == "cancellation":
                     inside = self._tracker.module[1]
-                    least = rules.least_cancellation(call.name, inside=inside)
+                    least = rules.least_cancellation(call.base, inside=inside)
             else:
                 error = self._lost_change(call, result)
                 tolerance = rules.LOST_CHANGE
@@ -345,7 +340,7 @@ class RoundingTrace(Trace):
         return True
 
     def _lose(
-        self, call: _ShadowCall, dtype: str, error: float, tolerance: float, kind: Kind
+        self, call: _ShadowCall, dtype: str, error: float, tolerance: float, kind: str
     ) -> None:
         """Logs a result beyond its tolerance: what happened, why, and what to do."""
         place = self._tracker.place
@@ -373,15 +368,12 @@ class RoundingTrace(Trace):
             ways = [*(remedy for remedy in line if "fp32_modules" in remedy), *ways]
         times = f"{error / inherited:.0f} times" if inherited else "from none"
         self._lost[key] = RoundingRow(
-            place,
-            call.name,
-            kind,
-            dtype,
-            what=f"{call.name} {place}, {place.direction}, in {dtype}: error {error:.2g}, "
+            **vars(place),
+            op=call.name,
+            kind=kind,
+            what=f"{call.name} {place.where}, {place.direction}, in {dtype}: error {error:.2g}, "
             f"explained {tolerance:.2g}, inherited {inherited:.2g}",
-            cause=kind,
-            why=data()[section]["why"].format(dtype=dtype, times=times),
-            remedies=tuple(ways[:3]),
+            **explained(section, ways, cause=kind, dtype=dtype, times=times),
             notes=tuple(notes),
             error=error,
             tolerance=tolerance,
@@ -399,13 +391,13 @@ class RoundingTrace(Trace):
             return found.relative, tolerance
         size = found.size
         if self._tracker.direction == "backward" or low.numel() < _FEW:
-            least = rules.least_sizes(call.name, call.shadows)
+            least = rules.least_sizes(call.shadows)
             size = max(size, least[index] if index < len(least) else 0.0)
         if not size:
             return 0.0, tolerance
-        if rules.has_no_digits(call.name, [each.size for each in call.inputs], size):
+        if rules.has_no_digits(call.base, [each.size for each in call.inputs], size):
             return None
-        tolerance += rules.sum_bound(call.name, call.own.args, low) + rules.underflow(low) / size
+        tolerance += rules.sum_bound(call.own, low) + rules.underflow(low) / size
         return found.difference / size, tolerance
 
     def _lost_change(self, call: _ShadowCall, result: Any) -> float:
@@ -417,7 +409,7 @@ class RoundingTrace(Trace):
             return 0.0
         return rules.distance(low.detach() - call.first, exact - call.first).relative
 
-    def _kind(self, call: _ShadowCall, result: Any, index: int, error: float) -> Kind:
+    def _kind(self, call: _ShadowCall, result: Any, index: int, error: float) -> str:
         """Returns what lost the digits; see :class:`RoundingRow`."""
         low, exact = call.own_pairs(result)[index]
         if 2 * _distance(call, low.detach(), exact).relative > error:
@@ -462,14 +454,11 @@ class _Underflow:
         ways = [*remedies("underflow", self.way), *remedies("in bf16", self.way)]
         what = f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not"
         row = RoundingRow(
-            self._place,
-            "aten.add",
-            "underflow",
-            "float16",
+            **vars(self._place),
+            op="aten.add",
+            kind="underflow",
             what=what,
-            cause="underflow",
-            why=data()["underflow"]["why"],
-            remedies=tuple(ways[:3]),
+            **explained("underflow", ways, cause="underflow", dtype="float16"),
             error=math.sqrt(self._lost / self._total),
             tolerance=rules.LOST_GRADIENT,
         )
@@ -477,61 +466,35 @@ class _Underflow:
 
 
 def _distance(call: _ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:
-    if call.name in rules.SOFTMAXES:
-        is_log = "log" in call.name
+    if call.base in rules.SOFTMAXES:
+        is_log = call.base == "log_softmax"
         return rules.distance_of_probabilities(values, in_fp32, call.own.args[1], is_log=is_log)
     return rules.distance(values, in_fp32)
 
 
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Keeps what runs inside from all modes, the user's included; the grad mode is the call's."""
-    with without_functions(), suspend_modes():
-        yield
-
-
-def _outputs(call: Call, result: Any) -> list[Tensor]:
-    """Returns the tensors that a call wrote or created; not views of its arguments."""
-    given = filter(_can_shadow, floating(call.arguments))
-    known = {id(tensor.untyped_storage()) for tensor in given}
-    returned = filter(_can_shadow, floating(result))
-    return [*call.written, *(t for t in returned if id(t.untyped_storage()) not in known)]
-
-
 def _without_verdict(call: Call, result: Any) -> str | None:
     """Returns why the results of a call count as exact; "" if they are, None if they do not."""
-    namespace, _, name = call.name.partition(".")
-    if namespace.startswith(_FOREIGN) or call.may_communicate:
+    if call.name.startswith(_FOREIGN) or call.may_communicate:
         return "its effects on other processes forbid running it twice"
-    if call.traits.uninitialized or call.name in rules.DECISIONS:
+    if call.traits.uninitialized or call.base in rules.DECISIONS:
         return ""
     if any(not _can_shadow(tensor) for tensor in floating(result)):
         return "its result is not a dense tensor"
     schema = call.func._schema.arguments
-    given = dict(zip((each.name for each in schema), call.args, strict=False)) | call.kwargs
-    if any(getattr(given.get(each), "dtype", None) is torch.uint8 for each in _WORKSPACES):
+    given = {argument.name: argument.default_value for argument in schema}
+    given.update(zip(given, call.args, strict=False))
+    given.update(call.kwargs)
+    if any(getattr(given.get(name), "dtype", None) is torch.uint8 for name in _WORKSPACES):
         return "its workspace is of the kernel in 16 bits"
-    if torch.Tag.nondeterministic_seeded in call.func.tags and name != "native_dropout":
-        dropout = [each for each in schema if each.name in ("dropout_p", "dropout")]
-        if dropout:
-            share = given.get(dropout[0].name, dropout[0].default_value)
-            return "its kernel draws random numbers" if share else None
-        return "its kernel draws random numbers" if "rrelu" in name else ""
+    if torch.Tag.nondeterministic_seeded in call.func.tags and call.base != "native_dropout":
+        share = given.get("dropout_p", given.get("dropout"))
+        if share or "rrelu" in call.base:
+            return "its kernel draws random numbers"
+        return "" if share is None else None
     return None
 
 
 # -- shadows ---------------------------------------------------------------------------------------
-
-_REAL = {
-    **{kind: kind for kind in (*dtypes.LOW_PRECISION, torch.float32, torch.float64)},
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-}
-"""The dtypes of values that have a shadow, and of the elements that they consist of."""
-
-_WIDENS = {"aten._softmax", "aten._log_softmax"}
-"""Operators whose third argument is whether they return fp32 for fp16."""
-
 
 _NEGLIGIBLE = 0.1
 """Errors below this share of a unit roundoff have not entered yet."""
@@ -566,18 +529,13 @@ class _Shadow:
         return torch._neg_view(values) if tensor.is_neg() else values
 
 
-class _Shadows:
+class _Shadows(ByMemory[_Shadow]):
     """The shadows of all live storages; a value without one is exact."""
-
-    def __init__(self) -> None:
-        self._by_storage: MutableMapping[UntypedStorage, _Shadow] = WeakIdKeyDictionary()
 
     def of(self, tensor: Tensor) -> _Shadow | None:
         """Returns the shadow of a tensor's storage; None if its values are exact."""
-        if not _can_shadow(tensor):
-            return None
-        shadow = self._by_storage.get(tensor.untyped_storage())
-        return shadow if shadow is not None and shadow.real is _REAL[tensor.dtype] else None
+        shadow = super().of(tensor) if _can_shadow(tensor) else None
+        return shadow if shadow is not None and shadow.real is tensor.dtype.to_real() else None
 
     def values_of(self, tensor: Tensor) -> Tensor:
         """Returns the shadow of a tensor; without one, its own values. May be a view."""
@@ -596,8 +554,8 @@ class _Shadows:
         """Makes ``values`` the shadow of a tensor that an operator has just written."""
         shadow = self.of(tensor)
         if shadow is None:
-            shadow = _Shadow(_whole(tensor), _REAL[tensor.dtype], unit, entry, origin)
-            self._by_storage[tensor.untyped_storage()] = shadow
+            shadow = _Shadow(_whole(tensor), tensor.dtype.to_real(), unit, entry, origin)
+            self.note(tensor, shadow)
         else:
             shadow.origin = origin or shadow.origin
             shadow.unit = max(unit, shadow.unit)
@@ -605,11 +563,6 @@ class _Shadows:
             covered = tensor.numel() == shadow.values.numel()
             shadow.entry = entry if covered else max(entries, default=None)
         shadow.view(tensor).copy_(values)
-
-    def discard(self, tensor: Tensor) -> None:
-        """Makes a tensor's own values exact, with those that share its storage."""
-        if _can_shadow(tensor):
-            self._by_storage.pop(tensor.untyped_storage(), None)
 
     def touch(self, values: Any) -> bool:
         """Returns whether any tensor in nested lists is in low precision or has a shadow."""
@@ -621,8 +574,8 @@ class _Shadows:
 
 def _can_shadow(tensor: Tensor) -> bool:
     """Returns whether a tensor's values can have a shadow: strided, floating-point, in memory."""
-    has_memory = tensor.device.type != "meta" and with_memory(tensor) is tensor
-    return tensor.layout is torch.strided and tensor.dtype in _REAL and has_memory
+    has_memory = tracing.is_checked(tensor) and with_memory(tensor) is tensor
+    return has_memory and tensor.layout is torch.strided
 
 
 def _own_values(tensor: Tensor) -> Tensor:
@@ -639,7 +592,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Returns a copy of all values of a tensor's storage, in the dtype of shadows."""
-    stored = torch.empty(0, dtype=_REAL[tensor.dtype], device=tensor.device)
+    stored = torch.empty(0, dtype=tensor.dtype.to_real(), device=tensor.device)
     return _widened(stored.set_(tensor.untyped_storage())).clone()
 
 
@@ -652,7 +605,7 @@ class _ShadowCall:
     """One operator call; created before it runs, if it writes to its arguments.
 
     Attributes:
-        name: The operator's name, such as ``"aten.add"``.
+        name, base: The operator's names, as a call's, without ``foreach``.
         inputs: How far each floating-point input is from its shadow.
         inherited: The largest relative error among the inputs. If the call continues a chain, among
             the values that entered it.
@@ -664,18 +617,19 @@ class _ShadowCall:
     """
 
     def __init__(self, call: Call, shadows: _Shadows) -> None:
-        if call.name in _WIDENS:
+        if call.base in ("softmax", "log_softmax"):  # the third: whether they return fp32 for fp16
             call = call._replace(args=(*call.args[:2], False))
         self.name = call.name.replace("aten._foreach_", "aten.")  # which applies it to each
+        self.base = call.base
         self._call = call
         self._written = {id(tensor) for tensor in tree.tensors(call.overwritten)}
         self._own_pairs: list[MasterPair] | None = None
         self.own = self._in_fp32(_own_values)
         self.shadows = self._in_fp32(shadows.values_of)
-        if call.name in rules.DECIDED_BY_SECOND:
+        if call.base in rules.DECIDED_BY_SECOND:
             first, _, *rest = self.shadows.args
             self.shadows = self.shadows._replace(args=(first, self.own.args[1], *rest))
-        changed = rules.changed_a_little(self.name, self.own.args)
+        changed = rules.changed_a_little(self.own)
         self.first: Tensor | None = None
         if changed is not None and self._may_last(rules.first_of(call.args[changed]), shadows):
             self.first = rules.first_of(self.own.args[changed]).clone()
@@ -703,7 +657,7 @@ class _ShadowCall:
         worst = _NEGLIGIBLE * self.unit
         for distance, low, shadow in read:
             share = 1.0
-            if self.name in rules.SUMS_OF_OPERANDS:  # by its share of the largest
+            if self.base in rules.SUMS_OF_OPERANDS:  # by its share of the largest
                 share = _mean_size(distance, low) / (max(sizes) or 1.0)
             error = share * distance.relative
             if shadow is not None:
@@ -711,13 +665,13 @@ class _ShadowCall:
                     worst = error
                     self.origin = shadow.origin
                 covers = low.numel() == shadow.values.numel()
-                if covers and self.name in rules.LINEAR and shadow.entry is not None:
+                if covers and self.base in rules.LINEAR and shadow.entry is not None:
                     error = share * shadow.entry  # with which the chain began
             self.inherited = max(self.inherited, error)
 
     def _may_last(self, value: Tensor, shadows: _Shadows) -> bool:
         """Returns whether a value may be a state, such as an average, and not an activation."""
-        if self.name not in rules.LINEAR:
+        if self.base not in rules.LINEAR:
             return True
         if value.requires_grad and torch.is_grad_enabled():
             return False
@@ -740,7 +694,7 @@ class _ShadowCall:
 
         Returns each tensor that the call returned in ``result`` or wrote, with its value in fp32.
         """
-        if self.name == "aten.native_dropout":  # with the mask of the run
+        if self.base == "native_dropout":  # with the mask of the run
             values, share = in_fp32.args[:2]
             wide: Any = values * result[1] / (1.0 - share or 1.0), result[1]
         else:

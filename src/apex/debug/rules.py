@@ -71,57 +71,54 @@ _DECIDED = 0.9
 """Probability from which a row of a softmax counts as decided."""
 
 
-def _operators(*names: str, in_place: bool = False) -> frozenset[str]:
-    """Returns operators by their names, with their in-place forms too if these exist."""
-    ends = ("", "_") if in_place else ("",)
-    return frozenset(f"aten.{name}{end}" for name in names for end in ends)
+# -- operators, by their base names ----------------------------------------------------------------
 
-
-MOVES = {"aten._to_copy"} | _operators(
-    *("copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
+MOVES = {
+    *("to_copy", "copy", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
     *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
-    *("masked_fill", "masked_fill_", "select_backward", "slice_backward"),
-)
+    *("masked_fill", "select_backward", "slice_backward"),
+}
 """Operators that only move values, so that they can lose no more than a cast."""
 
-_DIFFERENCES = _operators("add", "sub", "rsub", in_place=True)
+_DIFFERENCES = {"add", "sub", "rsub"}
 
-LINEAR = MOVES | _DIFFERENCES | _operators("mul", "div", "neg", "lerp", "addcmul", in_place=True)
+LINEAR = MOVES | _DIFFERENCES | {"mul", "div", "neg", "lerp", "addcmul"}
 """Operators that continue a chain; see Note [Chains]."""
 
-SUMS_OF_OPERANDS = _DIFFERENCES | _operators("cat", "stack", "lerp", "lerp_")
+SUMS_OF_OPERANDS = _DIFFERENCES | {"cat", "stack", "lerp"}
 """Operators to whose result each input contributes by its size."""
 
-DECIDED_BY_SECOND = _operators(
+DECIDED_BY_SECOND = {
     *("threshold_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward"),
     *("hardsigmoid_backward", "hardshrink_backward", "softshrink_backward"),
-    "_prelu_kernel_backward",
-)
+    "prelu_kernel_backward",
+}
 """Operators that decide on the sign of their second argument; see Note [Decisions]."""
 
-DECISIONS = _operators(
-    *("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac"), in_place=True
-) | {"aten._amp_update_scale_"}
+DECISIONS = {
+    *("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac"),
+    "amp_update_scale",
+}
 """Operators whose result is a decision."""
 
-_SUMS = _operators(
+_SUMS = {
     *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
-    *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
-)
-_IN_PLACE_SUMS = _operators("embedding_dense_backward") | _operators(
-    *("index_add", "scatter_add", "index_put", "_index_put_impl", "put", "scatter_reduce"),
-    in_place=True,
-)
+    *("convolution", "convolution_backward"),
+}
+_IN_PLACE_SUMS = {
+    *("embedding_dense_backward", "index_add", "scatter_add", "index_put", "index_put_impl"),
+    *("put", "scatter_reduce"),
+}
+"""Operators that sum in the tensor itself; see Note [Tolerance]."""
 
 _NORM_BACKWARDS = {
-    "aten.native_layer_norm_backward": ("rstd", "weight"),
-    "aten.native_batch_norm_backward": ("save_invstd", "weight"),
-    "aten.native_group_norm_backward": ("rstd", "weight"),
-    "aten.cudnn_batch_norm_backward": ("save_var", "weight"),
+    "native_layer_norm_backward": ("rstd", "weight"),
+    "native_batch_norm_backward": ("save_invstd", "weight"),
+    "native_group_norm_backward": ("rstd", "weight"),
+    "cudnn_batch_norm_backward": ("save_var", "weight"),
 }
-_RESIDUALS = _operators("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward")
-_RESIDUALS |= _operators("mse_loss", "smooth_l1_loss", "huber_loss")
-SOFTMAXES = {"aten._softmax", "aten._log_softmax", "aten._safe_softmax"}
+_RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss")
+SOFTMAXES = {"softmax", "log_softmax", "safe_softmax"}
 
 
 class Distance(NamedTuple):
@@ -174,28 +171,27 @@ def distance_of_probabilities(
     return distance(torch.where(open_rows, values, 0.0), torch.where(open_rows, shadow, 0.0))
 
 
-def changed_a_little(name: str, args: Sequence[Any]) -> int | None:
-    """Returns the place of the argument that an operator changes by a small share.
+def changed_a_little(call: Call) -> int | None:
+    """Returns the place of the argument that a call changes by a small share.
 
     See Note [Small changes].
     """
-    if name == "aten.native_batch_norm":
+    args = call.args
+    if call.base == "native_batch_norm":
         training, momentum = args[5], args[6]
         return 3 if training and 0.0 < momentum < SMALL else None  # its running mean
     if not args or not isinstance(first_of(args[0]), Tensor):
         return None
     number = args[-1]
-    name = name.removeprefix("aten.")
-    counts = name in ("add", "sub") and first_of(args[0]).numel() == 1
-    if counts or name in ("add_", "sub_"):  # a counter, a running sum
+    if call.base in ("add", "sub"):  # a running sum, a counter
+        lasts = 0 in call.traits.writes or first_of(args[0]).numel() == 1
         is_epsilon = isinstance(number, int | float) and abs(number) < _LEAST_NUMBER
-        return None if is_epsilon else 0
+        return 0 if lasts and not is_epsilon else None
     if not isinstance(number, float):
         return None
-    name = name.rstrip("_")
-    if name in ("mul", "div"):
+    if call.base in ("mul", "div"):
         return 0 if 0.0 < abs(number - 1.0) < SMALL else None
-    return 0 if name == "lerp" and 0.0 < number < SMALL else None
+    return 0 if call.base == "lerp" and 0.0 < number < SMALL else None
 
 
 def first_of(values: Any) -> Any:
@@ -208,7 +204,7 @@ def least_cancellation(name: str, *, inside: bool) -> float:
 
     The residual of a regression, outside of the model, is a small difference by its purpose.
     """
-    is_residual = name in _RESIDUALS or (name == "aten.sub" and not inside)
+    is_residual = name.startswith(_RESIDUALS) or (name == "sub" and not inside)
     return 0.5 if is_residual else 0.05
 
 
@@ -223,12 +219,12 @@ def roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def sum_bound(name: str, args: Sequence[Any], result: Tensor) -> float:
+def sum_bound(call: Call, result: Tensor) -> float:
     """Returns the part of the relative bound that grows with the number of terms of a sum."""
-    if name in _IN_PLACE_SUMS:
-        return roundoff(result.dtype) * math.sqrt(_repeats(args))
-    if name in _SUMS:
-        terms = max((t.numel() for t in args if isinstance(t, Tensor)), default=1)
+    if call.base in _IN_PLACE_SUMS:
+        return roundoff(result.dtype) * math.sqrt(_repeats(call.args))
+    if call.base in _SUMS:
+        terms = max((t.numel() for t in call.args if isinstance(t, Tensor)), default=1)
         return roundoff(torch.float32) * math.sqrt(terms)
     return 0.0
 
@@ -251,16 +247,17 @@ def within_range(values: Tensor, shadow: Tensor) -> Tensor:
     return torch.where(out, values, shadow)
 
 
-def least_sizes(name: str, in_fp32: Call) -> list[float]:
+def least_sizes(in_fp32: Call) -> list[float]:
     """Returns, for each result of a sum, its norm if all terms had one sign; of others, nothing."""
+    name = in_fp32.base
     args = in_fp32.args
     if name in _SUMS | _IN_PLACE_SUMS:
         sums = in_fp32._replace(args=[*map(_absolute, args)]).run()
         sums = [sums] if isinstance(sums, Tensor) else sums
         return [0.0 if each is None else norm(each) for each in sums]
-    if name == "aten._softmax_backward_data":
+    if name == "softmax_backward_data":
         return [norm(args[0] * args[1])]
-    if name == "aten._log_softmax_backward_data":
+    if name == "log_softmax_backward_data":
         return [norm(args[0])]
     if name in _NORM_BACKWARDS:
         gain = 1.0

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from apex._core.param_groups import params_of
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
-from apex.debug.births import operator_name
 from apex.debug.place import runs_in_scaler
 from apex.debug.tracing import ByMemory, Call, floating
 
@@ -70,7 +69,7 @@ class ScaledGradients:
         if "unscale" in call.name or runs_in_scaler():
             self._forget(call.written)
             return None
-        if operator_name(call.name) == "local_scalar_dense":
+        if call.base == "local_scalar_dense":
             return "reading"
         if self._unscales(call, scale):
             self._forget(call.written)
@@ -103,7 +102,7 @@ class ScaledGradients:
 
     def _unscales(self, call: Call, scale: float) -> bool:
         """Returns whether a call multiplies by the inverse of the scale."""
-        if operator_name(call.name) not in ("mul", "div"):
+        if call.base not in ("mul", "div"):
             return False
         for value in tracing.leaves(call.arguments):
             is_tensor = isinstance(value, Tensor)
@@ -117,13 +116,12 @@ class ScaledGradients:
 
     def _mixes(self, call: Call, changed: list[Tensor]) -> bool:
         """Returns whether a call changes scaled gradients by what is meant for unscaled ones."""
-        name = operator_name(call.name)
-        if name.startswith(_CLAMPS):
+        if call.base.startswith(_CLAMPS):
             return bool(changed)
         known = set(map(id, changed))
         others = [tensor for tensor in floating(call.arguments) if id(tensor) not in known]
         scaled = [tensor for tensor in others if self.scale_of([tensor]) != 1.0]
-        if name in ("mul", "div"):  # a factor that was computed from their norm
+        if call.base in ("mul", "div"):  # a factor that was computed from their norm
             sizes = {tensor.numel() for tensor in scaled}
             return bool(scaled) if changed else len(sizes) > 1 and 1 in sizes
-        return name in ("add", "sub") and bool(changed) and not scaled
+        return call.base in ("add", "sub") and bool(changed) and not scaled

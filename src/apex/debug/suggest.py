@@ -32,13 +32,7 @@ from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
 from apex.amp.sessions import new_session
 from apex.debug import common
-from apex.debug.common import (
-    casts_off,
-    check_loss,
-    checked_model,
-    floating_outputs,
-    preserve_state,
-)
+from apex.debug.common import casts_off, checked_model, preserve_state
 from apex.debug.rounding import RoundingTrace
 
 _EXPLAINED = 1.1
@@ -188,7 +182,7 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
         if not first.module or _is_within(first.module, names):
             unrepaired.add(first.module)
             notes.append(
-                f"{first.op} {first.place} loses digits ({first.direction}, "
+                f"{first.op} {first.where} loses digits ({first.direction}, "
                 f"{first.location}), and no module in fp32 repairs it: compute it in fp32, on "
                 ".float() inputs."
             )
@@ -300,13 +294,7 @@ class _Trials:
     def _loss(self, model: nn.Module) -> Tensor:
         given, keywords = self._arguments
         output = model(*given, **keywords)
-        if self._loss_fn is not None:
-            loss: Tensor = self._loss_fn(output)
-        else:
-            floating = floating_outputs("suggest_fp32", output)
-            loss = torch.stack([each.float().square().mean() for each in floating]).sum()
-        check_loss("suggest_fp32", loss)
-        return loss
+        return common.loss_of("suggest_fp32", output, self._loss_fn)
 
     def _error(self, grads: dict[str, Tensor]) -> float:
         sizes = {name: float(grad.norm()) for name, grad in self._reference.items()}  # sync: a tool
@@ -348,9 +336,5 @@ def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:
 def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Returns gradients in fp32."""
     params = {name: p for name, p in named_parameters(model) if p.requires_grad}
-    with casts_off(), torch.enable_grad():
-        grads: Sequence[Tensor | None] = torch.autograd.grad(
-            loss.float(), list(params.values()), allow_unused=True
-        )
-    found = zip(params, grads, strict=True)
-    return {name: grad.to_dense().float() for name, grad in found if grad is not None}
+    grads = zip(params, common.gradients(loss, list(params.values())), strict=True)
+    return {name: grad.to_dense().float() for name, grad in grads if grad is not None}

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -32,7 +32,6 @@ from apex._torch.sparse import stored_values, with_memory
 from apex.debug.common import eager
 from apex.debug.place import Tracker
 
-Kind = Literal["inf", "nan"]
 SomeTrace = TypeVar("SomeTrace", bound="Trace")
 Fact = TypeVar("Fact")
 
@@ -42,7 +41,7 @@ WIDE = {
 }
 """The dtypes of values that are checked, and the widest of their kind."""
 
-SAVES_INFINITIES = ("_ctc_loss", "_scaled_dot_product", "_flash_attention", "_efficient")
+SAVES_INFINITIES = ("ctc_loss", "scaled_dot_product", "flash_attention", "efficient")
 """How operators begin whose outputs after the first, saved for backward, may hold infinities."""
 
 EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
@@ -51,12 +50,11 @@ EXCHANGES = ("c10d", "_c10d", "symm_mem", "_dtensor")
 _LOCAL = ("aten.", "torchvision.")
 """Namespaces whose operators compute in this process alone."""
 
-_OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_"}
-_OVERWRITES |= {"recv_", "recv_any_source_"}
+_OVERWRITES = {"copy", "fill", "zero", "uniform", "normal", "recv", "recv_any_source"}
 # They write the running mean and variance, which their schemas do not say.
 _WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 # Views whose schema does not say so.
-_SHARING = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
+_SHARING = {"unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
 _UNINITIALIZED = ("empty", "new_empty", "resize", "set_")
 
 
@@ -64,7 +62,8 @@ class Traits(NamedTuple):
     """What an operator's schema says.
 
     Attributes:
-        name: Namespace and operator, such as ``"aten.exp"``.
+        name: Namespace and operator, such as ``"aten.exp_"``.
+        base: The operator without namespace, underscores and ``foreach``, such as ``"exp"``.
         view: Whether it returns a view of its input and writes nothing.
         writes: Positions (names if keyword-only) of the arguments that it writes.
         reads_written: Whether the result depends on the previous values of these arguments.
@@ -74,6 +73,7 @@ class Traits(NamedTuple):
     """
 
     name: str
+    base: str
     view: bool
     writes: tuple[int | str, ...]
     reads_written: bool
@@ -91,8 +91,13 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Namespace and operator, such as ``"aten.exp"``."""
+        """Namespace and operator, such as ``"aten.exp_"``."""
         return self.traits.name
+
+    @property
+    def base(self) -> str:
+        """The operator without namespace, underscores and ``foreach``, such as ``"exp"``."""
+        return self.traits.base
 
     def run(self) -> Any:
         """Runs the operator."""
@@ -146,11 +151,12 @@ def traits(func: Any) -> Traits:
     """Returns the traits of an operator overload."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
+    base = operator_name(name)
     written = [
         (argument.name if argument.kwarg_only else place, argument.is_out)
         for place, argument in written_arguments(func)
     ]
-    if name in _WRITES_RUNNING_STATISTICS:
+    if base in _WRITES_RUNNING_STATISTICS:
         written = [(3, False), (4, False)]
     if name == "set_":  # gives the tensor other memory: a loaded file's, a worker process's
         written = []
@@ -158,14 +164,19 @@ def traits(func: Any) -> Traits:
         names = [argument.name for argument in schema.arguments]
         written = [(place, False) for place, n in enumerate(names) if n == "all_gather_output"]
     aliases = any(result.alias_info is not None for result in schema.returns)
-    view = not written and (aliases or name in _SHARING)
-    reads = name not in _OVERWRITES and not any(out for _, out in written)
+    view = not written and (aliases or base in _SHARING)
+    reads = base not in _OVERWRITES and not any(out for _, out in written)
     if receives(func) and "Tensor" in str(schema.arguments[1].type):  # what it sends
         reads = False
     exchanges = namespace.startswith(EXCHANGES) and name != "wait_tensor"
     places = tuple(place for place, _ in written)
     uninitialized = name.lstrip("_").startswith(_UNINITIALIZED)
-    return Traits(f"{namespace}.{name}", view, places, reads, exchanges, uninitialized)
+    return Traits(f"{namespace}.{name}", base, view, places, reads, exchanges, uninitialized)
+
+
+def operator_name(op: str) -> str:
+    """Returns an operator's name without namespace, underscores and ``foreach``."""
+    return op.rpartition(".")[2].strip("_").removeprefix("foreach_")
 
 
 class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -336,6 +347,14 @@ class Values:
         return f"{self.dtype} {list(self.shape)} {span}{bad}"
 
 
+def outputs(call: Call, result: Any) -> Iterator[Tensor]:
+    """Yields the floating-point tensors that a call returned or wrote."""
+    returned = list(floating(result))
+    known = set(map(id, returned))
+    yield from returned
+    yield from (tensor for tensor in call.written if id(tensor) not in known)
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """Yields what nested lists, tuples and dicts hold."""
     if isinstance(value, dict):
@@ -402,19 +421,19 @@ class ByMemory(Generic[Fact]):
             self._facts.pop(storage(tensor), None)
 
 
-def kind_of(tensor: Tensor) -> Kind | None:
-    """Returns ``"nan"`` if a tensor holds any, else ``"inf"`` if it does, else None. Syncs.
+def kind_of(tensor: Tensor) -> str:
+    """Returns ``"nan"`` if a tensor holds any, else ``"inf"`` if it does, else ``""``. Syncs.
 
-    Also returns None while a CUDA graph is captured, when nothing has been computed yet.
+    Also returns ``""`` while a CUDA graph is captured, when nothing has been computed yet.
     ``aminmax`` makes one pass without a copy and keeps NaN: 10 to 60 times as fast as ``isfinite``.
     """
     values = dense(tensor)
     if values.numel() == 0 or capturing(values.device):
-        return None
-    found = [float(each) for each in torch.aminmax(real(values))]  # sync: tracing is a diagnosis
-    if all(map(math.isfinite, found)):
-        return None
-    return "nan" if any(map(math.isnan, found)) else "inf"
+        return ""
+    ends = [float(end) for end in torch.aminmax(real(values))]  # sync: tracing is a diagnosis
+    if any(map(math.isnan, ends)):
+        return "nan"
+    return "inf" if any(map(math.isinf, ends)) else ""
 
 
 def is_negative(tensor: Tensor) -> bool:
@@ -453,21 +472,10 @@ def is_mask(tensor: Tensor) -> bool:
     return len(torch.unique(infinite)) == 1 and bool((finite == finite[:1]).all())
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, shared by its views; 0 if it has none."""
-    values = dense(tensor)
-    return values.untyped_storage().data_ptr() if is_plain(type(values)) else 0
-
-
 def covers_storage(tensor: Tensor) -> bool:
     """Returns whether a tensor covers its whole storage."""
     values = dense(tensor)
     return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
-
-
-def keys(value: Any) -> set[int]:
-    """Returns the keys of the storages of nested tensors."""
-    return {storage_key(tensor) for tensor in floating(value)} - {0}
 
 
 def elements(tensors: Sequence[Tensor]) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,12 +19,13 @@ from apex._core import finite
 from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._core.param_groups import params_of
+from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.subclass import prepared_state
-from apex._engine.scaler import PassEnd, Readback
+from apex._engine.scaler import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
-from apex.debug.common import counted, inner, json_types, percent
+from apex.debug.common import counted, inner, percent, to_json
 from apex.debug.overflow import OverflowTrace
 
 if TYPE_CHECKING:
@@ -53,17 +53,17 @@ def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], N
     """
     known, owner = weakref.ref(optimizer), weakref.ref(session)
 
-    def listener(session: Session, end: PassEnd) -> None:
+    def listener(ended: BackwardPass) -> None:
         own = known()
-        if own is not None and prepared_state(own) in end.prepared_optimizers:
-            tool._end_of_pass(session, end, own)
+        if own is not None and prepared_state(own) in ended.prepared_optimizers:
+            tool._end_of_pass(ended, own)
 
     def stop() -> None:
         session = owner()
-        if session is not None:
-            session.remove_listener(listener)
+        if session is not None and listener in session.listeners:
+            session.listeners.remove(listener)
 
-    session.add_listener(listener)
+    session.listeners.append(listener)
     return stop
 
 
@@ -178,7 +178,7 @@ class History:
 
     def to_json(self) -> str:
         """Returns ``passes`` as a JSON array of objects; a norm of inf or NaN is null."""
-        return json.dumps(json_types(list(map(asdict, self.passes))), indent=1)
+        return to_json(self.passes)
 
     def to_tensorboard(self, writer: Any, prefix: str = "amp") -> None:
         """Writes every pass to a ``torch.utils.tensorboard.SummaryWriter``.
@@ -222,14 +222,13 @@ class History:
 
     @torch.no_grad()
     @suspend_modes()
-    def _end_of_pass(self, session: Session, end: PassEnd, optimizer: Optimizer) -> None:
-        if end.failed:
+    def _end_of_pass(self, ended: BackwardPass, optimizer: Optimizer) -> None:
+        if ended.failed:
             return
         norm = _norm(params_of(optimizer))
-        scaler = session.scalers[end.loss_id]
-        scale = scaler.loss_scale
-        numbers = [scale, scaler.found_inf, norm.to(scale.device, torch.float32)]
-        self._readback.send(end.loss_id, torch.stack(numbers))
+        scale = ended.scaler.loss_scale
+        numbers = [scale, ended.scaler.found_inf, norm.to(scale.device, torch.float32)]
+        self._readback.send(ended.scaler.loss_id, torch.stack(numbers))
         self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
@@ -260,7 +259,7 @@ def _norm(params: Iterable[Tensor]) -> Tensor:
         return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
     device = grads[0].device if grads else torch.device("cpu")
     # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
-    return norms.total(norms.stacked(norms.l2_norms(grads), device))
+    return norms.global_norm(grads, 2.0, device)
 
 
 # -- arm -------------------------------------------------------------------------------------------
@@ -331,13 +330,14 @@ class AutoTrace:
         self._stop_listening()
         self._stop()
 
-    def _end_of_pass(self, session: Session, end: PassEnd, _: Optimizer) -> None:
+    def _end_of_pass(self, ended: BackwardPass, _: Optimizer) -> None:
+        loss_id = ended.scaler.loss_id
         if self._traced_loss is None:
-            for update in end.updates:
+            for update in ended.updates:
                 skips = update.skipped_in_row
                 if skips and skips % self._after_skips == 0 and self._traced_loss is None:
-                    self._start(session, update.loss_id)
-        elif end.loss_id == self._traced_loss and threading.get_ident() == self._thread:
+                    self._start(ended.session, loss_id)
+        elif loss_id == self._traced_loss and threading.get_ident() == self._thread:
             self._stop()
             self._report()
 

@@ -64,7 +64,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
       ``accumulative_counts`` iterations.
 
-    The arguments and their defaults are those of MMEngine's class. Therefore ``loss_scale`` is
+    The arguments and their defaults equal those of MMEngine's class. Therefore ``loss_scale`` is
     dynamic even at levels whose default is 1.0; None selects the level's default. :meth:`backward`
     uses the first loss scale.
     """

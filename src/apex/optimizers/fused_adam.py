@@ -15,9 +15,8 @@ from apex._core.arguments import flag, in_range
 from apex._core.dtypes import LOW_PRECISION
 from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.norms import global_norm
-from apex._core.foreach.scalars import as_tensor
 from apex._core.foreach.working import math_dtype, store
-from apex._torch.copies import moved
+from apex._torch.copies import as_tensor, moved
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 
@@ -149,7 +148,8 @@ class FusedAdam(FusedOptimizer):
             if not (of_group and largest):
                 continue
             if self._norms is None:
-                norm = global_norm([*chain(*[batch.grads for batch in of_group])])
+                grads = [*chain(*[batch.grads for batch in of_group])]
+                norm = global_norm(grads, 2.0, of_group[0].device)
             else:
                 norm = as_tensor(self._norms[index], of_group[0].device)
             divisor = ((norm + 1e-6) / largest).clamp(min=1.0)

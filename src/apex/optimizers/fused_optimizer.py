@@ -17,10 +17,10 @@ from apex._core import arguments
 from apex._core.arguments import flag, in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.scalars import Scalar, as_scalar, as_tensor, skip_flag
+from apex._core.foreach.scalars import Scalar, skip_flag
 from apex._core.foreach.working import math_dtype, scale_
 from apex._core.param_groups import params_of, states_in
-from apex._torch.copies import capturing, moved
+from apex._torch.copies import as_scalar, as_tensor, capturing, moved
 from apex._torch.grad_scaler import signals
 
 MASTER = "master_param"
@@ -145,7 +145,7 @@ class FusedOptimizer(Optimizer):
     # -- the step ----------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; drops them only if ``set_grad_none`` is set, too."""
+        """Clears gradients; drops them only if ``set_grad_none`` is also set."""
         if not (set_to_none and self.set_grad_none):
             super().zero_grad(set_to_none=False)
             return

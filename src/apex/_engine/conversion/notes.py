@@ -1,4 +1,4 @@
-"""What amp says of a prepared model: remedies of dtype errors, and what rounding loses."""
+"""Messages about a prepared model: fixes for dtype errors, and values that rounding loses."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from apex._torch.modules import named_parameters
 
 _log = logging.getLogger("apex")
 
-_PREPARED = "amp prepared the model "
+_PREPARED = "amp.initialize prepared the model "
 _HOLDS = (
-    _PREPARED + "{model} to compute in {dtype}, but it now holds {found}, cast, added "
-    "or assigned after amp.initialize, or passed to functional_call. Call .to({dtype}) on it, or "
-    "assign and pass value.to(param.dtype); pass the parameters of an added module to "
-    "optimizer.add_param_group, which also makes their fp32 masters; make a copy of the model "
-    "plain with amp.restore(copy)."
+    _PREPARED + "{model} to compute in {dtype}, but it now contains {found}: tensors that were "
+    "cast, added or assigned later, or passed to functional_call. What to do:\n"
+    "- a module added later: call optimizer.add_param_group({{'params': module.parameters()}}), "
+    "which also creates fp32 masters; for inference, module.to({dtype})\n"
+    "- a value that you assign or pass: use value.to(param.dtype)\n"
+    "- a copy of the model: make it plain with amp.restore(copy)"
 )
 _COMPUTES = (
-    _PREPARED + "{model} to compute in 16 bits. A tensor that the forward makes itself, "
-    "or that another method gets, is not cast. Cast it, as in x.to(self.linear.weight.dtype). If "
-    "an operator has no 16-bit kernel, keep its module in fp32: amp.initialize(..., "
-    "fp32_modules=[...]) takes names and types, such as "
-    "torch.nn.utils.parametrize.ParametrizationList. A mask takes a number that 16 bits hold: "
-    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)."
+    _PREPARED + "{model} to compute in 16 bits. It casts only the arguments of forward(). "
+    "What to do:\n"
+    "- a tensor created inside forward(), or passed to another method: cast it, as in "
+    "x.to(self.linear.weight.dtype)\n"
+    "- an operator without a 16-bit kernel: keep its module in fp32, "
+    "amp.initialize(..., fp32_modules=[...]), by name or type, such as "
+    "torch.nn.utils.parametrize.ParametrizationList\n"
+    "- a mask value that 16 bits cannot represent: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
 )
 
 

@@ -148,8 +148,8 @@ class MasterLink:
         if self._latest is not None and self._latest._version > 0 and not self._told:
             self._told = True
             _log.warning(
-                "amp: the state_dict of a deep copy of a 16-bit model is written, but its entries "
-                f"are fp32 copies: the model does not change. {AVERAGE}"
+                "amp: the script writes into the state_dict() of a deep copy of a 16-bit model. "
+                f"Its entries are fp32 copies, so the model does not change. {AVERAGE}"
             )
         self._latest = None if made.is_inference() else made
 

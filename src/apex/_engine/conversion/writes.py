@@ -127,8 +127,8 @@ class Writes:
             own = [name for name in names if not name.endswith(_COPIED)]
             self.tell(
                 "tensors",
-                "amp: 16-bit tensors of %s are written in training, where small changes are lost "
-                "(an average stops, a counter stays at 256 in bf16): %s. %s",
+                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
+                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
                 *(type(model).__name__, ", ".join(names[:4]), keeping(model, own)),
             )
 
