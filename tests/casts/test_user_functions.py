@@ -188,7 +188,7 @@ def test_failure_to_replace_puts_the_others_back(session, module):
         (lambda _: amp.float_function(3), TypeError, "int 3"),
         (lambda users: (users, "missing"), ValueError, "No function 'missing' in users"),
         (lambda users: (users, "__name__"), ValueError, "No function '__name__' in use"),
-        (lambda users: (users, users.fn), TypeError, "got <function"),
+        (lambda users: (users, users.fn), ValueError, "No function <function"),
     ],
 )
 def test_only_functions_that_are_there_are_taken(module, call, error, words):

@@ -15,9 +15,13 @@ from apex._core.op_table import AutocastSpec
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, Region
+from apex._engine.autocast.region import (
+    AutocastRegion,
+    LowPrecisionRegion,
+    NoAutocastRegion,
+    Region,
+)
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state

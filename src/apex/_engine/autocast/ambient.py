@@ -17,7 +17,6 @@ Note [Steps that raise]
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -119,7 +118,6 @@ def _states() -> dict[str, State]:
 
 def begin_casts(number: int, spec: AutocastSpec) -> None:
     """Turns casts by a live spec on in this thread, until it ends; see Note [Ambient casts]."""
-    _end_in_forks()
     end_stale_casts()
     if autocast_depth() > 0:
         return
@@ -156,17 +154,15 @@ def end_stale_casts() -> None:
     _here.set_switches()
 
 
-@functools.cache
-def _end_in_forks() -> None:
-    """Ends casts in forked processes: a data loader's results must not depend on its start."""
-    if sys.platform != "win32":
-        os.register_at_fork(after_in_child=_end_all)
-
-
-def _end_all() -> None:
+def _end_in_fork() -> None:
+    """Ends casts in a forked process: a data loader's results must not depend on its start."""
     if _here.sessions:
         _here.sessions.clear()
         _here.set_switches()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_end_in_fork)
 
 
 def begin_run(until: ExitStack) -> None:

@@ -41,8 +41,7 @@ class BackwardAutocast(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
-            func = torch.autograd.backward
+            return self._run_pass(func, "gradient", *args, **kwargs)
         if func is torch.autograd.backward:
             return self._run_pass(func, "grad_tensors", *args, **kwargs)
         if func is torch.autograd.grad:
@@ -59,16 +58,15 @@ class BackwardAutocast(TorchFunctionMode):
 
         ``name`` is that of the argument with the gradients to begin with.
         """
-        outputs = [*tensors] if isinstance(tensors, (list, tuple)) else [tensors]
         gradients = options.pop(name, None)
         if gradients is None:
-            gradients = [None] * len(outputs)
+            gradients = [None] * (len(tensors) if isinstance(tensors, (list, tuple)) else 1)
         elif isinstance(gradients, Tensor):
             gradients = [gradients]
         self._start = threading.get_ident(), autocast_depth()
         with UncastBlock(), ExitStack() as until:
             options[name] = _EnteringMode(self, until, gradients)
-            return run(outputs, *inputs, **options)
+            return run(tensors, *inputs, **options)
 
 
 class _EnteringMode:

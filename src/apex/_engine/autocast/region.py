@@ -1,14 +1,26 @@
-"""Cast regions: functions that run with op casts on, or off."""
+"""Cast regions: functions that run with op casts on, or off.
+
+Note [Accurate operators]
+    A 16-bit model (O2, O3, O5) has no op casts, but a few operators have 16-bit kernels that lose
+    accuracy, or return garbage. A function mode finds the functions of
+    :data:`apex._core.op_rows.INACCURATE` in the model's first forward passes and runs them in fp32.
+    If there was one, it does so in all later ones: a mode costs each call of torch some
+    microseconds.
+"""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from apex._core import op_rows, tree
+from apex._core.dtypes import is_low_precision
 from apex._core.op_casts import tensors_in
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Kwargs
@@ -25,10 +37,15 @@ from apex._engine.autocast.ambient import (
 )
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, inlined
+from apex._torch.dynamo import at_tracing, inlined, traces_function_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_ACCURATE_FORWARDS = 32
+"""How many forward passes of a 16-bit model are searched for inaccurate operators."""
+
+_log = logging.getLogger("apex")
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -145,6 +162,57 @@ class NoAutocastRegion(Region):
             self._devices = devices_of_sessions()
         for device in self._devices:
             until.enter_context(torch.autocast(device, enabled=False))
+
+
+class LowPrecisionRegion(NoAutocastRegion):
+    """Runs 16-bit models: without casts of sessions, and with accurate operators.
+
+    See Note [Accurate operators].
+    """
+
+    def __init__(self) -> None:
+        self._left = _ACCURATE_FORWARDS
+        self._functions: set[str] = set()
+
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        # An export takes a mode for a side effect of the model.
+        if not traces_function_modes or torch.compiler.is_exporting():
+            return super().run_traced(fn, args, kwargs)
+        with _AccurateMode(self._functions):
+            return super().run_traced(fn, args, kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
+        if self._left > 0 or self._functions:
+            self._left -= 1
+            until.enter_context(_AccurateMode(self._functions))
+        super().enter(until, args, kwargs)
+
+
+class _AccurateMode(TorchFunctionMode):
+    """Runs inaccurate functions on fp32 copies, and rounds the result; notes their names."""
+
+    def __init__(self, noted: set[str]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in op_rows.INACCURATE:
+            return func(*args, **kwargs)
+        low = [tensor for tensor in tensors_in(args, kwargs) if is_low_precision(tensor)]
+        if not low or low[0].device.type not in op_rows.INACCURATE[name]:
+            return func(*args, **kwargs)
+        if name not in self._noted and not _is_compiling():
+            self._noted.add(name)
+            _log.warning(
+                "amp: %s runs in fp32 in this 16-bit model: its 16-bit kernel is not accurate.",
+                name,
+            )
+        args, kwargs = tree.cast_arguments(args, kwargs, torch.float32)
+        return tree.cast_tensors(func(*args, **kwargs), low[0].dtype)
 
 
 @contextmanager
