@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, tree
 from apex._core.rounding import exact_value
-from apex._engine.autocast.accurate import LowPrecisionRegion
-from apex._engine.autocast.region import Region
+from apex._engine.autocast.region import LowPrecisionRegion, Region
 from apex._engine.conversion.notes import AVERAGE, Writes
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.masters import MasterTable
