@@ -48,7 +48,7 @@ def multi_tensor_lamb(
 
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``. Unlike in apex, the gradients
     stay unchanged. They are clipped from ``global_grad_norm``, one element, to ``max_grad_norm``.
-    With ``use_nvlamb``, tensors without weight decay get a trust ratio, too.
+    With ``use_nvlamb``, tensors without weight decay also get a trust ratio.
     """
     rule = adam_rule(
         noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging

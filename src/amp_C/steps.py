@@ -64,7 +64,7 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """Unscales the gradients in place and takes one step; does nothing if the flag is set.
 
-    ``inv_scale`` multiplies the gradients; ``lr`` and ``step`` may be on the device, too.
+    ``inv_scale`` multiplies the gradients; ``lr`` and ``step`` may also be on the device.
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``, to which the function with
     ``master`` adds the params' masters: it steps these, and writes the rounded result to params.
     """
@@ -98,7 +98,7 @@ def multi_tensor_sgd(
     """Takes one step in place; does nothing if the flag is set, which is read on the device.
 
     ``tensor_lists`` are ``[grads, params, momenta]``, or with the parameters' 16-bit copies as a
-    fourth list, which are updated, too. ``first_run`` initializes the momentum with the gradient,
+    fourth list, which are also updated. ``first_run`` initializes the momentum with the gradient,
     ``wd_after_momentum`` adds weight decay after the momentum, and ``scale``, the reciprocal of the
     loss scale, multiplies the gradients.
     """

@@ -193,8 +193,6 @@ def _compare(args: argparse.Namespace) -> int:
     from apex.tools.compare.table import comparison_text
     from apex.tools.devices import parse_device
 
-    if args.json not in (None, "-") and Path(args.json).resolve() == args.output.resolve():
-        raise InputError(f"--output and --json name the same file, {args.json}")
     options = Options(
         levels=parse_levels(args.levels),
         steps=args.steps,

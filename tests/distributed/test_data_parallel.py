@@ -19,7 +19,7 @@ from tests.distributed.cases import (
     state,
     train_steps,
 )
-from tests.support.loops import WITH_MASTERS
+from tests.support.loops import WITH_MASTERS, loss_of
 
 pytestmark = pytest.mark.distributed
 
@@ -36,6 +36,26 @@ ALL = [("O5", name) for name in WRAPPERS] + [
     (level, name) for level in ("O1", "O2") for name in ("torch", "apex delayed")
 ]
 CASES = pytest.mark.parametrize(("level", "wrapper"), ALL)
+
+
+def average_inside(rank, level):
+    """Without a wrapper, as docs/distributed.md says; rank 0 overflows in the second step."""
+    model, optimizer = prepare(level, seed=0)
+    skipped = []
+    for step in range(3):
+        x, y = batch(rank, step)
+        if (rank, step) == (0, 1):
+            x[0, 0] = float("inf")
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+    return skipped, state(model, optimizer)
+
 
 # -- parity ----------------------------------------------------------------------------------
 
@@ -201,3 +221,15 @@ def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, 
     first, second = on_two_ranks(train_after_a_rank_alone, level, alone)
     assert first["masters"] == second["masters"]
     assert first["model"] == second["model"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_ranks_that_average_in_the_block_skip_together_and_train_as_one_process(
+    on_two_ranks, level
+):
+    (skipped, first), (_, second) = on_two_ranks(average_inside, level)
+    assert first == second
+    assert skipped == [False, True, False]
+    model, optimizer = prepare(level, seed=0)
+    train_steps(model, optimizer, [joined(0), joined(2)])
+    assert_trained_alike(first, optimizer, level)

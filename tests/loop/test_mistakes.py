@@ -2,12 +2,15 @@
 
 import copy
 import re
+import threading
 import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedSGD
@@ -69,6 +72,10 @@ class Script:
 
     def clip_masters(self):
         nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), 1e-3)
+
+    def zero(self):
+        for param in self.model.parameters():
+            param.grad.zero_()
 
     def step(self):
         self.optimizer.step()
@@ -140,6 +147,7 @@ def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
     ("lines", "message"),
     [
         ("clear scale scaled end clip step", MODEL),
+        ("clear scale scaled end zero scale scaled end step", MODEL),
         ("clear scale scaled end step clear plain step", IGNORED),
         ("clear plain scale scaled end step", IGNORED),
     ],
@@ -161,6 +169,35 @@ def test_what_the_step_of_masters_ignores_is_warned_of_once(lines, message):
 @levels
 def test_a_step_before_any_backward_pass_is_warned_of(level, lines):
     assert_warns_once(level, lines, EMPTY)
+
+
+def change_on_a_rank(rank, level, wraps):
+    """What is said of a clip inside the block, or without a wrapper of an average."""
+    model, optimizer = loops.prepared(level)
+    parallel = DistributedDataParallel(model) if wraps else model
+
+    def train():
+        script = Script(parallel, optimizer, *loops.batch())
+        script.scale()
+        script.scaled()
+        if wraps:
+            script.clip()
+        else:
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= 2
+        script.end()
+        script.step()
+
+    return messages(train)
+
+
+@pytest.mark.distributed
+def test_ranks_may_average_inside_the_block_but_a_wrapper_does_so_and_a_clip_is_named(on_two_ranks):
+    for level in loops.DYNAMIC:
+        assert on_two_ranks(change_on_a_rank, level, False) == [[], []]
+        for (found,) in on_two_ranks(change_on_a_rank, level, True):
+            assert re.search(CLIPPED, found)
 
 
 def test_a_mistake_does_not_change_what_the_step_does():
@@ -224,6 +261,45 @@ def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(ord
             second.step()
 
     assert [FORGOTTEN in message for message in messages(train)] == [True]
+
+
+@fp16
+def test_mistakes_are_found_in_another_thread_than_that_of_initialize(level):
+    nets, (first, second) = two(level)
+
+    def train():
+        loss = sum(loops.loss_of(net, 0.01 * x, 0.01 * y) for net in nets)
+        loops.scaled_backward(loss, first)
+        second.step()
+
+    x, y = loops.batch()
+    assert FORGOTTEN in messages(loops.in_a_thread, train)[0]
+
+
+@fp16
+def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
+    nets, (first, second) = two(level)
+    x, y = loops.batch()
+    with amp.scale_loss(loops.loss_of(nets[0], 0.01 * x, y), first) as scaled_loss:
+        begin, end = threading.Event(), threading.Event()
+
+        def train_second():
+            begin.wait(9)
+            loops.train_step(nets[1], second, 0.01 * x, y)
+            end.set()
+
+        def while_it_runs(_):
+            begin.set()
+            end.wait(9)
+
+        nets[0][0].bias.register_hook(while_it_runs)
+        thread = threading.Thread(target=train_second)
+        thread.start()
+        scaled_loss.backward()
+        thread.join()
+    loops.backward(nets[1], second, 0.01 * x, y)
+    second.step()
+    first.step()
 
 
 @pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "own pass"])
@@ -382,6 +458,12 @@ def test_usual_loops_are_silent(level):
         optimizers[1].step()
 
 
+def with_slopes(model, scaled_loss):
+    """Gradients that autograd only returns, of a loss without a scale."""
+    torch.autograd.grad(model(loops.batch()[0]).float().sum(), [*model.parameters()])
+    scaled_loss.backward()
+
+
 def one_changed(model, scaled_loss):
     scaled_loss.backward()
     model[0].weight.grad[0].zero_()
@@ -393,10 +475,11 @@ def one_changed(model, scaled_loss):
         lambda model, scaled_loss: (scaled_loss / 2).backward(),
         lambda model, scaled_loss: torch.autograd.backward([scaled_loss]),
         lambda model, scaled_loss: [scaled_loss.backward(retain_graph=True) for _ in range(2)],
+        with_slopes,
         one_changed,
         lambda model, scaled_loss: None,
     ],
-    ids=["halved", "autograd", "twice", "one changed", "no pass"],
+    ids=["halved", "autograd", "twice", "slopes", "one changed", "no pass"],
 )
 @fp16
 def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):
@@ -457,6 +540,11 @@ def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
             for param in model.parameters():
                 param.data.add_(share)
         loops.train_step(model, optimizer, x, y)
+
+
+@fp16
+def test_zeros_by_hand_after_a_step_are_no_mistake(level):
+    train("scale scaled end step zero", loops.prepared(level, loss_scale=128.0))
 
 
 @pytest.mark.parametrize("scaled", [True, False])

@@ -55,14 +55,7 @@ def test_the_flags_are_these():
 
 def test_the_help_leads_from_a_question_to_a_command():
     text = build_parser().format_help()
-    for question, command in (
-        ("NaN?", "apex trace train.py"),
-        ("Which level?", "apex compare"),
-        ("Old script?", "apex migrate"),
-    ):
-        assert re.search(rf"^ +{re.escape(question)} +{command}", text, re.MULTILINE)
-    assert all(re.search(rf"^ +{command} ", text, re.MULTILINE) for command in FLAGS)
-    assert "exit code" not in text
+    assert re.findall(r"\? +apex (\w+)", text) == list(FLAGS)
     assert len(text.splitlines()) < 25
 
 
@@ -126,10 +119,11 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(apex, tmp_path
         (["compare", "no_such.py"], "There is no file no_such.py."),
         (["compare", "x.py", "--steps", "abc"], "--steps: invalid count value: 'abc'"),
         (["compare", "x.py", "--device"], "--device: expected one argument"),
-        (["compare", "x.py", "--json", "report.html"], "--output and --json name the same file"),
         (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),
         (["compare", "x.py", "--levles", "O4"], "usage: apex compare [-h] [--levels NAMES]"),
         (["trace", "--keepgoing", "x.py"], "apex trace: error: unrecognized arguments: --keepg"),
+        (["trace"], "the following arguments are required: SCRIPT"),
+        (["trace", "--keep", "nothing.py", "--json"], "apex trace: there is no file nothing.py."),
         (["compare", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
         (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
         (["compare", "old.py"], "line 1. This is Python 2. Convert it first: 2to3 -w FILE"),

@@ -239,7 +239,7 @@ class stackedRNN(Stateful):
 class bidirectionalRNN(Stateful):
     """Two stacks, one forward and one backward in time; their outputs are concatenated.
 
-    Arguments are those of `stackedRNN`, except that ``inputRNN`` is a single cell. As in apex, the
+    Takes the arguments of `stackedRNN`, except that ``inputRNN`` is a single cell. As in apex, the
     state dict contains every parameter twice: under ``fwd`` or ``bckwrd``, and under ``rnns``.
     """
 

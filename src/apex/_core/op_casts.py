@@ -17,13 +17,13 @@ Kwargs = dict[str, Any]
 class InPlaceError(NotImplementedError, TypeError):
     """A low-precision tensor cannot hold the fp32 result of an in-place operation.
 
-    A TypeError, too: with that, ``Tensor.__ipow__`` lets Python take ``x = x ** 2`` for ``x **= 2``
+    Also a TypeError: with that, ``Tensor.__ipow__`` lets Python take ``x = x ** 2`` for ``x **= 2``
     and ``x`` becomes an fp32 tensor, as under apex.
     """
 
 
 class OperatorCasts:
-    """The casts of one operator's arguments, such as those of ``"pow.Scalar"``."""
+    """The casts of the arguments of one operator, such as ``"pow.Scalar"``."""
 
     def __init__(self, op: str, schema: torch.FunctionSchema) -> None:
         self._op = op

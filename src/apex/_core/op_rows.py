@@ -127,7 +127,7 @@ OPERATORS: Mapping[str, str] = {
 """The operators of functions that dispatch to none of their own name."""
 
 FP16_RANGE: frozenset[str] = frozenset({"gelu"})
-"""fp32 rows that only guard the range of fp16; bf16, which has that of fp32, needs none (O4).
+"""fp32 rows that only guard the range of fp16; bf16 has the range of fp32 and needs none (O4).
 
 In bf16 such an operator and its gradient lose one rounding and no more, and no ``torch.autocast``
 runs it in fp32. ``benchmarks/op_errors.py`` measures both for every fp32 row.

@@ -33,7 +33,7 @@ Category = Literal[
 Both leave calls of float64 alone as they are.
 ``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError.
-``banned_16bit``: as ``banned``, and bf16 raises, too.
+``banned_16bit``: as ``banned``, but bf16 also raises.
 ``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
 ``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
 NotImplementedError (``x **= 2`` makes a new fp32 tensor).

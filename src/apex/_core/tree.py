@@ -111,7 +111,7 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
     if not _is_compiling():
         with contextlib.suppress(Exception):  # of an object that cannot be copied
             copied = copy.copy(obj)
-            # Containers, too, as ``to`` may assign to their items.
+            # Also containers, as ``to`` may assign to their items.
             for name, value in vars(copied).items():
                 if type(value) in (list, dict):
                     vars(copied)[name] = value.copy()
@@ -222,7 +222,7 @@ class _Walk:
         self.open.pop()
         result = copy.copy(obj) if changed else obj
         for name, value in changed.items():
-            object.__setattr__(result, name, value)  # works on frozen ones, too
+            object.__setattr__(result, name, value)  # also works on frozen ones
         return result
 
     def _changed(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:

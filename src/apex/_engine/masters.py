@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import rounding
 from apex._pickle import rebuild
@@ -46,7 +47,7 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
-_PAIR = "_apex_pair"
+PAIR = "_apex_pair"
 """Attribute of a master: a weak reference to its pair."""
 
 _CLIP_FACTOR = "_apex_clip_factor"
@@ -90,15 +91,17 @@ class LazyMaster(Master):
     @untraced
     def grad(self) -> Tensor | None:
         """The fp32 gradient; a pending one is moved here first."""
-        pair = self.__dict__.get(_PAIR, _no_pair)()  # optimizers read it several times in a step
+        pair = self.__dict__.get(PAIR, no_pair)()  # optimizers read it several times in a step
         if pair is not None and pair.model.grad is not None:
+            if pair.stand_in is not None:
+                return cast(Tensor, pair.stand_in)
             move_grads_to_masters([pair])
         return grad_of(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         set_grad(self, value)
-        pair = self.__dict__.get(_PAIR, _no_pair)()
+        pair = self.__dict__.get(PAIR, no_pair)()
         if pair is not None:
             pair.model.grad = None
 
@@ -107,8 +110,8 @@ for master_class in (Master, LazyMaster):
     parameters.allow_foreach(master_class)
 
 
-def _no_pair() -> None:
-    return None
+def no_pair() -> None:
+    """Stands for the reference to its pair of a tensor that has none."""
 
 
 class MasterState(enum.Enum):
@@ -131,12 +134,8 @@ class MasterPair:
         master: The fp32 parameter that optimizers step in its place.
         lazy: Whether the session has no loss scale, so that the model's gradient is the master's.
         state: What the master's low bits are worth.
+        stand_in: What a step block by block shows as the master's gradient while it is pending.
     """
-
-    __slots__ = (
-        *("__weakref__", "_address", "_master_version", "_model_version", "_storage"),
-        *("lazy", "master", "model", "state"),
-    )
 
     def __init__(self, model: nn.Parameter, master: Master) -> None:
         """Joins a parameter and its master, which become the same in values and attributes."""
@@ -144,36 +143,21 @@ class MasterPair:
         self.master = master
         self.lazy = isinstance(master, LazyMaster)
         self.state = MasterState.FRESH
+        self.stand_in: Tensor | None = None
+        self._model_version = _WRITTEN
+        self._master_version = _WRITTEN
+        self._address: int | None = None
+        self._storage = model.detach()
         # Scripts set attributes on parameters, which their optimizers may read.
         for name, value in vars(model).items():
             vars(master).setdefault(name, value)
-        vars(master)[_PAIR] = weakref.ref(self)
-        self.mark_synced()
+        vars(master)[PAIR] = weakref.ref(self)
+        mark_synced([self])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
         is_fresh = self.state is MasterState.FRESH
         return rebuild, ("master_pair", self.model, self.master, self.lazy, is_fresh)
-
-    def mark_synced(self) -> None:
-        """Records that the model holds the rounded master."""
-        self._master_version = self.master._version
-        self._model_version = self.model._version
-        # A fake parameter, which is of another class, has no address.
-        is_real = type(self.model) is nn.Parameter or has_values(self.model)
-        self._address = self.model.data_ptr() if is_real else 0
-        # Held so that no other storage takes its address.
-        self._storage = self.model.detach()
-
-    def mark_exact(self) -> None:
-        """Records that the low bits count before the first step, too."""
-        if self.state is MasterState.FRESH:
-            self.state = MasterState.EXACT
-
-    @property
-    def master_written(self) -> bool:
-        """Whether the master was written since the two were in sync."""
-        return self.master._version != self._master_version
 
     @property
     def pending_grad(self) -> Tensor | None:
@@ -216,7 +200,7 @@ def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh:
         master.__class__ = LazyMaster if lazy else Master
     pair = MasterPair(model, master)
     if not is_fresh:
-        pair.mark_exact()
+        pair.state = MasterState.EXACT
     return pair
 
 
@@ -224,38 +208,35 @@ def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh:
 
 
 @untraced
-def update_model_from_written_masters(pairs: Iterable[MasterPair]) -> None:
+def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
     with without_overrides():
-        # Inlines ``master_written``: this runs in every forward pass.
         written = [pair for pair in pairs if pair.master._version != pair._master_version]
-        if written:
-            update_model_from_masters(written)
-
-
-@untraced
-def update_model_from_masters(pairs: Sequence[MasterPair]) -> None:
-    """Rounds masters into their model parameters, written or not."""
-    models: list[Tensor] = []
-    masters: list[Tensor] = []
-    for pair in pairs:
-        models.append(pair.model)
-        masters.append(pair.master)
-    if models:
-        with torch.no_grad(), without_overrides():
+        if not written:
+            return
+        models: list[Tensor] = []
+        masters: list[Tensor] = []
+        for pair in written:
+            models.append(pair.model)
+            masters.append(pair.master)
+        with torch.no_grad():
             foreach.copy_(models, masters)
-    mark_synced(pairs)
+    mark_synced(written)
 
 
 def mark_synced(pairs: Iterable[MasterPair]) -> None:
-    """Records that masters were rounded into their model parameters."""
+    """Records that model parameters hold their rounded masters."""
     with without_overrides():
         for pair in pairs:
-            if pair.model.data_ptr() == pair._address:
-                pair._master_version = pair.master._version
-                pair._model_version = pair.model._version
-            else:
-                pair.mark_synced()
+            model = pair.model
+            pair._master_version = pair.master._version
+            pair._model_version = model._version
+            # A fake parameter, which is of another class, has no address.
+            is_real = type(model) is nn.Parameter or has_values(model)
+            address = model.data_ptr() if is_real else 0
+            if address != pair._address:
+                pair._address = address
+                pair._storage = model.detach()  # held so that no other storage takes its address
 
 
 @untraced
@@ -281,7 +262,7 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
                 if model.device != pair.master.device:
                     _move_master(pair)
                     any_moved = True
-                if not pair.master_written:
+                if pair.master._version == pair._master_version:
                     _update_master(pair, before_step=before_step)
             if before_step:
                 pair._master_version = _WRITTEN
@@ -306,22 +287,13 @@ def _update_master(pair: MasterPair, *, before_step: bool) -> None:
         value = weight
     # Not counted by autograd: a loss that uses masters may have saved them for backward.
     parameters.uncounted(pair.master).copy_(value)
-    pair.mark_synced()
+    mark_synced([pair])
 
 
 def mark_written(pairs: Iterable[MasterPair]) -> None:
     """Marks masters as written, by code that torch does not count, such as fused kernels."""
     for pair in pairs:
         pair._master_version = _WRITTEN
-
-
-def end_step(pairs: Iterable[MasterPair], *, shared: Collection[int]) -> None:
-    """Drops the masters' gradients, but not those of pairs with the ids ``shared``."""
-    with without_overrides():
-        for pair in pairs:
-            pair.state = MasterState.TRAINED
-            if id(pair) not in shared:
-                set_grad(pair.master, None)
 
 
 # -- gradients --------------------------------------------------------------------------------
@@ -407,6 +379,7 @@ class MasterTable:
 
     Attributes:
         lazy: Whether the session has no loss scale.
+        exact: The fp32 values of tensors without a master, from before they were rounded.
         stashed: Gradients from before an unfinished pass with a loss scale, by ``id`` of their
             parameters, which come with them.
         has_clipped: Whether pending gradients may have the factor of a clip.
@@ -415,6 +388,7 @@ class MasterTable:
     def __init__(self, *, lazy: bool = False) -> None:
         """Starts without masters."""
         self.lazy = lazy
+        self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.stashed: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.has_clipped = False
         self._by_param: weakref.WeakValueDictionary[int, MasterPair] = weakref.WeakValueDictionary()
@@ -424,9 +398,6 @@ class MasterTable:
         )
         # The pairs of a model's parameters, looked up once between changes of the table.
         self._by_model: weakref.WeakKeyDictionary[nn.Module, list[MasterPair]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._exact: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -439,9 +410,7 @@ class MasterTable:
         if known is not None:
             return known
         if exact is None:
-            kept = self._kept_value(param)
-            if kept is not None:
-                exact = rounding.exact_value(param, [kept])
+            exact = rounding.exact_value(param, [self.exact.get(param)])
         master_class = LazyMaster if self.lazy else Master
         pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
         self.add([pair], user)
@@ -464,17 +433,9 @@ class MasterTable:
             self._by_param[id(pair.model)] = pair
 
     def release(self, user: object) -> None:
-        """Drops the pairs and values that ``user`` keeps alive."""
+        """Drops the pairs that ``user`` keeps alive."""
         self._by_model.clear()
-        for pair in self._by_user.pop(user, ()):
-            self._by_param.pop(id(pair.model), None)
-        self._exact.pop(user, None)
-
-    def keep_exact(self, values: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> None:
-        """Keeps the fp32 values of tensors without a master for as long as ``model`` lives."""
-        kept = self._exact.setdefault(model, {})
-        for tensor, value in values:
-            kept[id(tensor)] = tensor, value
+        self._by_user.pop(user, None)
 
     def pair_of(self, param: Tensor) -> MasterPair | None:
         """Returns the pair of a model parameter, or ``None``."""
@@ -484,20 +445,13 @@ class MasterTable:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         pair = self.pair_of(tensor)
         if pair is None:
-            return self._kept_value(tensor)
-        update_model_from_written_masters([pair])
+            return self.exact.get(tensor)
+        update_model_from_masters([pair])
         return pair.master
 
-    def _kept_value(self, tensor: Tensor) -> Tensor | None:
-        for values in self._exact.values():
-            if id(tensor) in values:
-                return values[id(tensor)][1]
-        return None
-
-    def pairs(self) -> Iterator[MasterPair]:
-        """Yields every pair once."""
-        for pairs in list(self._by_user.values()):
-            yield from pairs
+    def pairs(self) -> list[MasterPair]:
+        """Returns every pair, in the order in which they were made."""
+        return [*self._by_param.values()]
 
     def update_model(self, model: nn.Module) -> None:
         """Rounds the written masters of a model's parameters into them."""
@@ -506,7 +460,7 @@ class MasterTable:
             known = [self.pair_of(param) for _, param in named_parameters(model)]
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
-        update_model_from_written_masters(pairs)
+        update_model_from_masters(pairs)
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -516,17 +470,21 @@ class MasterTable:
         """
         for param, value in values:
             pair = self.pair_of(param)
-            kept = self._kept_value(param)
             if pair is not None:
                 pair.master.copy_(value)
-                pair.mark_exact()
-                pair.mark_synced()
+                pair.state = MasterState.EXACT
+                mark_synced([pair])
                 increment_version(param)
-            elif kept is not None:
-                kept.copy_(value)
+            elif param in self.exact:
+                self.exact[param].copy_(value)
 
     @untraced
     def move_clipped_grads(self) -> None:
-        """Moves pending gradients to their masters, before autograd adds to clipped ones."""
+        """Moves pending gradients that were clipped to masters, before autograd adds to them."""
         self.has_clipped = False
-        move_grads_to_masters(self.pairs())
+        clipped: list[MasterPair] = []
+        for pair in self.pairs():
+            grad = pair.pending_grad
+            if grad is not None and clip_factor(grad) is not None:
+                clipped.append(pair)
+        move_grads_to_masters(clipped)

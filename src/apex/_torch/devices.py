@@ -55,7 +55,7 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     """Returns the device types that store and compute the models' parameters and buffers.
 
     The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
-    those without tensors, count as on the accelerator, too: scripts may move them there.
+    those without tensors, also count as on the accelerator: scripts may move them there.
     """
     types: dict[str, None] = {}
     for model in models:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import NoAutocastRegion, casts_off
+from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -81,11 +82,9 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    prepared_optimizers: list[Any] = []  # no None once there is a session
-    for optimizer in unwrapped(optimizers):
-        prepared = prepared_state(optimizer)
-        if prepared not in prepared_optimizers:  # a pass moves its gradients once
-            prepared_optimizers.append(prepared)
+    # Each once, because a pass moves its gradients once. No None once there is a session.
+    prepared: Any = map(prepared_state, unwrapped(optimizers))
+    prepared_optimizers = list(dict.fromkeys(prepared))
     session = session_of(prepared_optimizers, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
@@ -93,7 +92,8 @@ def scale_loss(
     scaler = _scaler(session, loss_id)
     if not scaler.dynamic:
         report.nonfinite_loss(session, scaler.loss_id, loss)
-    return session.backward_pass(
+    return BackwardPass(
+        session,
         loss,
         prepared_optimizers,
         scaler,
@@ -151,7 +151,7 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Returns whether op casts are on."""
-        return self._session is not None and self._session.casting
+        return self._session is not None and self._session.spec is not None
 
     _is_active = property(is_active)
     cache = property(lambda self: {}, doc="An empty dict: the handle caches no casts.")
@@ -185,7 +185,8 @@ class AmpHandle:
             return nullcontext(loss)
         arguments.loss(caller, loss)
         prepared: Any = self._bind(optimizer)
-        return self._session.backward_pass(loss, [prepared], scaler or _scaler(self._session, 0))
+        scaler = scaler or _scaler(self._session, 0)
+        return BackwardPass(self._session, loss, [prepared], scaler)
 
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         unwrapped_optimizer = unwrap(optimizer)
@@ -301,15 +302,16 @@ def session_of(
 
 
 def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
-    sessions: set[Any] = {prepared and prepared.session for prepared in prepared_optimizers}
-    if None in sessions:
-        return None
-    newest = None
-    for session in _amp_state.sessions():
-        if session in sessions:
-            newest = session
-    newest = newest or next(iter(sessions), None)  # an ended session is not among them
-    return newest or _amp_state.current()
+    given = []
+    for prepared in prepared_optimizers:
+        if prepared is None or prepared.session is None:
+            return None
+        given.append(prepared.session)
+    for session in reversed(_amp_state.sessions()):
+        if session in given:
+            return session
+    # An ended session is not among them. Without optimizers, it is the current one.
+    return given[0] if given else _amp_state.current()
 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
@@ -331,9 +333,8 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
     if not -count <= loss_id < count:
         raise IndexError(
-            f"loss_id is {loss_id}, but this amp.initialize made {count} loss scaler"
-            f"{'s' if count > 1 else ''}. Count losses from 0, and pass "
-            f"num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
+            f"loss_id is {loss_id}, but amp.initialize was called with num_losses={count}. Count "
+            f"losses from 0, and pass num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
         )
     scaler = session.scalers[loss_id]
     scaler.loss_id = loss_id % count  # scripts may have exchanged scalers

@@ -131,7 +131,7 @@ class LossScaler:
     _max_loss_scale = _of_rule("max_scale")
 
     _has_overflow = property(
-        lambda self: self._scaler.read_found_inf(),
+        lambda self: bool(self._scaler.found_inf),  # sync: for a host number
         lambda self, value: self._scaler.found_inf.fill_(float(value)),
     )
 
@@ -140,9 +140,7 @@ class LossScaler:
         return self._scaler.found_inf.reshape(1)
 
     @_overflow_buf.setter
-    def _overflow_buf(self, flag: Any) -> None:
-        if not isinstance(flag, Tensor) or flag.numel() != 1:
-            raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor with one element.")
+    def _overflow_buf(self, flag: Tensor) -> None:
         self._scaler.found_inf.copy_(flag.reshape(()))
 
     def clear_overflow_state(self) -> None:
@@ -221,9 +219,8 @@ class LossScaler:
         The flag comes from the last pass, or from a script that wrote to ``_overflow_buf``. Waits
         for the device if the scale is dynamic.
         """
-        overflow = self.dynamic and self._scaler.read_found_inf()
-        self._scaler.update(0)
-        self._scaler.read_updates()
+        overflow = self.dynamic and bool(self._scaler.found_inf)  # sync: for a host number
+        self._scaler.update()
         return overflow
 
 

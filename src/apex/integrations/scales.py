@@ -20,7 +20,7 @@ def is_prepared(optimizer: Any) -> bool:
 def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:
     """Returns the scales of the ``initialize`` call that prepared ``optimizer``.
 
-    The format is that of ``amp.state_dict()`` with a single ``initialize`` call; empty if amp has
+    The format equals ``amp.state_dict()`` with a single ``initialize`` call; empty if amp has
     not prepared the optimizer.
 
     Example:

@@ -92,7 +92,7 @@ class OverflowCallback(TrainerCallback):
                 callback._calls.append((args, kwargs, None if loss is None else loss.detach()))
 
         handle = model.register_forward_hook(keep, with_kwargs=True)
-        # Removes the hook after an exception, too: the Trainer calls no callback then.
+        # Also removes the hook after an exception: the Trainer calls no callback then.
         self._remove = weakref.finalize(self, handle.remove)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

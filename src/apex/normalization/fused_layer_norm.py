@@ -326,7 +326,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """RMS norm whose result has the weight's dtype, or autocast's under autocast.
 
-    Arguments and errors are those of `MixedFusedLayerNorm`.
+    Takes the arguments, and raises the errors, of `MixedFusedLayerNorm`.
     """
 
 

@@ -145,7 +145,7 @@ class FusedOptimizer(Optimizer):
     # -- the step ----------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; drops them only if ``set_grad_none`` is set, too."""
+        """Clears gradients; drops them only if ``set_grad_none`` is also set."""
         if not (set_to_none and self.set_grad_none):
             super().zero_grad(set_to_none=False)
             return

@@ -97,7 +97,7 @@ class Reparameterization:
             rule = reparameterization(own_name, dim, owner)
         else:
             rule = reparameterization(name, dim, module)
-        # torch calls this, too, but treats a NotImplementedError as "keep the weight".
+        # torch also calls this, but treats a NotImplementedError as "keep the weight".
         names, _ = rule.reparameterize(own_name, weight, dim)
         rule.reparameterization_names = list(names)
         _attach(owner, own_name, rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -46,7 +47,7 @@ def format_error(error: BaseException) -> str:
             remedies += _misspelt(frame)
     if message.endswith("without overflow"):  # torch's, of a number for a 16-bit tensor
         remedies.append("The number does not fit. Mask with torch.finfo(scores.dtype).min.")
-    remedies += [line for line in more if line.startswith("amp ")]
+    remedies += itertools.dropwhile(lambda line: not line.startswith("amp."), more)
     for cause in later:
         remedies += [line for line in _lines(cause) if line not in (message, *more)]
     return "\n  ".join([text, *dict.fromkeys(remedies)])

@@ -95,17 +95,22 @@ class Script:
     @contextmanager
     def _as_python(self) -> Iterator[None]:
         """Sets ``sys.argv`` and the script's entry of ``sys.path``; undoes changes of ``sys``."""
-        argv, path = sys.argv, list(sys.path)
-        out, err = sys.stdout, sys.stderr
+        argv = sys.argv
+        path = list(sys.path)
+        out = sys.stdout
+        err = sys.stderr
         sys.argv = [self.name, *self.arguments]
-        file = os.path.realpath(self.name)
-        sys.path.insert(0, os.getcwd() if self.is_module else os.path.dirname(file))
+        if self.is_module:
+            sys.path.insert(0, os.getcwd())
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
         try:
             yield
         finally:
             sys.argv = argv
             sys.path[:] = path
-            sys.stdout, sys.stderr = out, err
+            sys.stdout = out
+            sys.stderr = err
 
 
 def _as_module(path: str) -> tuple[str, str]:

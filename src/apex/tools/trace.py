@@ -91,7 +91,8 @@ def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tra
     with ScriptTrace(on_fault=on_fault) as running:
         ending = script.run(stop=FaultFound)
     seen = running.seen()
-    lines = [*_verdict(script.name, seen, ending), *_remarks(script.name, seen, ending)]
+    lines = _verdict(script.name, seen, ending)
+    lines += _remarks(script.name, seen, ending)
     return _tracing(script, ending, lines, json_types(seen), found=seen.first is not None)
 
 
@@ -118,7 +119,9 @@ def rank_file(name: str) -> str:
 
 def _marked(text: str) -> str:
     number = rank()
-    return text if number is None else textwrap.indent(text, f"[rank {number}] ", lambda _: True)
+    if number is None:
+        return text
+    return textwrap.indent(text, f"[rank {number}] ", lambda _: True)
 
 
 _MADE = {

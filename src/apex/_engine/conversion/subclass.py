@@ -73,12 +73,11 @@ class Converted(nn.Module):
         super().zero_grad(*args, **kwargs)
         if state is None or state.link.session is None:
             return
-        dropped = [param for param in versions if param.grad is None]
-        zeroed = []
+        cleared = []
         for param, version in versions.items():
-            if grad_version(param) not in (None, version):
-                zeroed.append(param)
-        state.link.session.clear_grads(dropped, zeroed)
+            if param.grad is None or grad_version(param) != version:
+                cleared.append(param)
+        state.link.session.clear_grads(cleared)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from apex._core import dtypes, finite
 from apex._core.param_groups import exchange, is_trained, move_state, params_in
 from apex._engine import masters
-from apex._engine.masters import LazyMaster, MasterPair, MasterTable
+from apex._engine.masters import LazyMaster, MasterPair, MasterState, MasterTable
 from apex._engine.mistakes import Mistake
 from apex._pickle import empty
 from apex._torch import dtensor
@@ -314,8 +314,8 @@ class PreparedOptimizer:
             if now is None or now != version:
                 cleared.append(param)
         masters = {*map(id, cleared)}
-        for pair in self.pairs:
-            if id(pair.master) in masters:
+        for pair in self.pairs:  # a lazy master clears the model's by itself
+            if not pair.lazy and id(pair.master) in masters:
                 pair.model.grad = None
         if self.session is not None:
             self.session.drop_cleared(cleared)
@@ -347,37 +347,34 @@ class PreparedOptimizer:
         self.stepping = True
 
     @untraced
-    def end_step(self, rounded: Collection[int] = (), *, failed: bool) -> None:
+    def end_step(self, *, failed: bool) -> None:
         """Rounds the masters into the model and drops their gradients, which end with the step.
 
-        Those with the ids ``rounded`` have been rounded already. A step that failed leaves
-        gradients and overflow for another try.
+        A step that failed leaves gradients and overflow for another try.
         """
         self.stepping = False
-        unrounded = self.pairs
-        if rounded:
-            unrounded = [
-                pair for pair in self.pairs if id(pair) not in rounded or pair.master_written
-            ]
-        if unrounded:
-            masters.update_model_from_masters(unrounded)
+        masters.update_model_from_masters(self.pairs)
         if failed:
             return
-        if self.pairs:
-            masters.end_step(self.pairs, shared=self.shared_pairs())
+        shared = self.shared_pairs()
+        with without_overrides():
+            for pair in self.pairs:
+                pair.state = MasterState.TRAINED
+                if pair not in shared:
+                    set_grad(pair.master, None)
         if self._captured is not None:
             for param, grad in self._captured:
                 set_grad(param, grad)
             self.overflow.await_replay()
 
-    def shared_pairs(self) -> set[int]:
-        """Returns the ids of pairs that other optimizers step, too."""
-        shared: set[int] = set()
-        if self.session is None:
+    def shared_pairs(self) -> set[MasterPair]:
+        """Returns the pairs that other optimizers step, too."""
+        shared: set[MasterPair] = set()
+        if self.session is None or not self.pairs:
             return shared
-        sharing, _ = self.session.with_sharers([self])
+        sharing = self.session.with_sharers([self])
         for other in sharing[1:]:
-            shared.update(map(id, other.pairs))
+            shared.update(other.pairs)
         return shared
 
     # -- CUDA graphs -------------------------------------------------------------------------
@@ -442,7 +439,7 @@ class PreparedOptimizer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
-        masters.update_model_from_written_masters(self.pairs)
+        masters.update_model_from_masters(self.pairs)
         return {"pairs": self.pairs, "master_weights": self.master_weights}
 
     def __reduce__(self) -> tuple[Any, ...]:

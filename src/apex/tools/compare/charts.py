@@ -47,7 +47,7 @@ def charts(comparison: Comparison) -> list[Chart]:
             losses[result.name] = result.training.losses
     fp32 = losses.get(BASELINE, ())
     loss = {level: _loss(values) for level, values in losses.items()}
-    apart = {level: _apart(losses[level], fp32) for level in losses if level != BASELINE}
+    apart = {level: _apart(values, fp32) for level, values in losses.items() if level != BASELINE}
     found = [
         _chart("Training loss", "Mean over the last steps until then.", loss),
         _chart(
@@ -98,12 +98,15 @@ def _chart(
     curves = {level: points for level, points in curves.items() if len(points) > 1}
     if not curves:
         return None
-    values = [point.value for points in curves.values() for point in points]
-    values += [-2 * area, 2 * area] if area else []
-    low, high = max(min(values), -most), min(max(values), most)
+    points = [point for curve in curves.values() for point in curve]
+    steps = max(point.step for point in points)
+    values = [-2 * area, 2 * area] if area else []
+    values += [point.value for point in points]
+    low = max(min(values), -most)
+    high = min(max(values), most)
     margin = 0.05 * (high - low) or abs(high) or 1.0
-    low, high = low - margin, high + margin
-    steps = max(points[-1].step for points in curves.values())
+    low -= margin
+    high += margin
     x_ticks = [step for step in _round_values(1, steps) if step.is_integer()]
     y_ticks = _round_values(low, high)
     return Chart(title, caption, curves, steps, low, high, x_ticks, y_ticks, area)
@@ -111,9 +114,11 @@ def _chart(
 
 def _round_values(low: float, high: float) -> list[float]:
     """Returns three to seven values between two others, the same round gap apart."""
-    gap = 10.0 ** math.floor(math.log10(high - low))
+    power = 10.0 ** math.floor(math.log10(high - low))
     for factor in (0.2, 0.5, 1, 2):
-        first, last = math.ceil(low / (factor * gap)), math.floor(high / (factor * gap))
+        gap = factor * power
+        first = math.ceil(low / gap)
+        last = math.floor(high / gap)
         if last - first < 7:
             break
-    return [float(f"{index * factor * gap:.9g}") for index in range(first, last + 1)]
+    return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]

@@ -76,15 +76,14 @@ def parse_levels(names: str | None) -> tuple[Level, ...]:
     """
     if names is None:
         return tuple(LEVELS.values())
-    wanted = {name.strip() for name in names.split(",") if name.strip()}
-    unknown = sorted(wanted - LEVELS.keys())
-    if unknown or not wanted:
-        similar = "".join(did_you_mean(name, LEVELS) for name in unknown)
+    wanted = {name.strip() for name in names.split(",")}
+    for name in sorted(wanted - LEVELS.keys()):
         raise InputError(
-            f"no level {', '.join(map(repr, unknown)) or repr(names)}; choose from "
-            f"{', '.join(LEVELS)}, separated by commas.{similar}"
+            f"no level {name!r}; choose from {', '.join(LEVELS)}, separated by commas."
+            f"{did_you_mean(name, LEVELS)}"
         )
-    return tuple(level for level in LEVELS.values() if level.name in wanted | {BASELINE})
+    wanted.add(BASELINE)
+    return tuple(level for level in LEVELS.values() if level.name in wanted)
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,11 @@ class Training:
     @property
     def skipped(self) -> tuple[int, ...]:
         """Steps, counted from 1, that overflowed, as a fall of the loss scale shows."""
-        pairs = itertools.pairwise(self.loss_scales)
-        return tuple(step for step, (old, new) in enumerate(pairs, start=1) if new < old)
+        skipped = []
+        for step, (old, new) in enumerate(itertools.pairwise(self.loss_scales), start=1):
+            if new < old:
+                skipped.append(step)
+        return tuple(skipped)
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,9 @@ class _Run:
         for result in results:
             _, trainer = self._fresh(result)
             steps[result.name] = functools.partial(step, trainer)
-        for name, times in time_interleaved(steps, self._turns(), self._options.device).items():
-            self._put(name, times=times)
+        times = time_interleaved(steps, self._turns(), self._options.device)
+        for name in times:
+            self._put(name, times=times[name])
 
     def _turns(self) -> Iterator[None]:
         """Yields once to warm up, and once for each round until the machine is busy."""
@@ -157,12 +158,14 @@ class _Run:
 
     def _note_unmoved(self, model: nn.Module) -> None:
         """Adds a note if training in fp32 left every parameter as it was."""
-        pairs = zip(model.parameters(), self._build().model.parameters(), strict=True)
-        if all(torch.equal(after.cpu(), before) for after, before in pairs):
-            self.notes.append(
-                "Training in fp32 changed no parameter, so the losses compare nothing. Check that "
-                "the loss depends on the model and the learning rate is above 0."
-            )
+        untrained = self._build().model
+        for after, before in zip(model.parameters(), untrained.parameters(), strict=True):
+            if not torch.equal(after.cpu(), before):
+                return
+        self.notes.append(
+            "Training in fp32 changed no parameter, so the losses compare nothing. Check that the "
+            "loss depends on the model and the learning rate is above 0."
+        )
 
     # -- helpers of the phases -----------------------------------------------------------------
 

@@ -28,8 +28,13 @@ class Table(NamedTuple):
 
 def tables(comparison: Comparison) -> list[Table]:
     """Returns the tables without the levels that were skipped and without empty columns."""
-    rows = [(r, _cells(r, comparison)) for r in comparison.results if not r.skipped]
-    shown = {name for _, cells in rows for name, cell in cells.items() if cell != NOTHING}
+    rows = []
+    shown: set[str] = set()
+    for result in comparison.results:
+        if not result.skipped:
+            cells = _cells(result, comparison)
+            rows.append((result, cells))
+            shown.update(name for name, cell in cells.items() if cell != NOTHING)
     found = []
     for title, columns in TABLES.items():
         filled = {name: column for name, column in columns.items() if name in shown}
@@ -44,12 +49,14 @@ def comparison_text(comparison: Comparison) -> str:
     for verdict in advice.verdicts:
         if verdict.why:
             levels.setdefault(f"{verdict.word}, {verdict.why}.", []).append(verdict.level)
-    verdicts = [f"  {', '.join(names)}: {text}" for text, names in levels.items()]
+    verdicts = []
+    for text, names in levels.items():
+        verdicts.append(wrapped(f"  {', '.join(names)}: {text}", "    "))
     parts = [
         wrapped(f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"),
         *map(table_text, tables(comparison)),
         "\n".join(map(wrapped, comparison.notes)),
-        "\n".join([wrapped(advice.text), *(wrapped(line, "    ") for line in verdicts)]),
+        "\n".join([wrapped(advice.text), *verdicts]),
     ]
     return "\n\n".join(filter(None, parts))
 

@@ -31,13 +31,13 @@ from apex.tools.errors import InputError, format_error, is_relative_import
 FUNCTION = "setup"
 """Default function in a file or module."""
 
-PARTS: Mapping[str, tuple[Any, str]] = {
-    "model": (nn.Module, "a torch.nn.Module"),
-    "optimizer": (Optimizer, "a torch.optim.Optimizer"),
-    "batches": (Iterable, "an iterable"),
-    "loss": (Callable, "a function loss(model, batch)"),
+PARTS: Mapping[str, Any] = {
+    "model": nn.Module,
+    "optimizer": Optimizer,
+    "batches": Iterable,
+    "loss": Callable,
 }
-"""What a target provides, in the order of a tuple: names, types, and how errors call them."""
+"""What a target provides, in the order of a tuple, and the types."""
 
 _NAMES = "model, optimizer, batches and loss"
 _HELP = "See apex compare --help."
@@ -53,8 +53,7 @@ class Experiment:
         model: In fp32, not prepared by amp.
         optimizer: Over the model's parameters.
         batches: Batches of arbitrarily nested tensors.
-        loss: Returns the loss of the model on a batch; raises if it is not one number with a
-            gradient.
+        loss: Returns the loss of the model on a batch.
         evaluate: Returns a metric of the trained model; ``None`` if there is none.
     """
 
@@ -83,7 +82,7 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     """
     name, _, function = target.partition(".py:")
     path = Path(f"{name}.py" if function else target)
-    _look_at(path, function)
+    _look_at(path, function or FUNCTION)
     before, argv = list(sys.path), sys.argv
     try:
         sys.argv = [str(path)]
@@ -128,16 +127,15 @@ def _look_at(path: Path, function: str) -> None:
     executed = [part for part in tree.body if not _is_main_block(part)]
     top = [*source.of_scope(ast.Module(executed, []))]
     names = {source.bound_by(node) for node in top}
-    if function and function not in names and "*" not in names:
-        similar = source.did_you_mean(function, filter(None, names))
-        raise InputError(f"{path} has no function {function}().{similar} {_HELP}")
-    missing = [] if {function or FUNCTION, "*"} & names else [n for n in PARTS if n not in names]
+    missing: list[str] = []
+    if function not in names and "*" not in names:
+        missing = [name for name in PARTS if name not in names]
     if missing or _calls_backward(top):
         what = "a training script" if _calls_backward(ast.walk(tree)) else "not a compare target"
         lacks = f" Missing: {', '.join(missing)}." if missing else ""
         raise InputError(
             f"{path} is {what}. apex compare needs a file that defines {_NAMES}, or a function "
-            f"{FUNCTION}() that returns them.{lacks} The file was not run. {_HELP}"
+            f"{function}() that returns them.{lacks} The file was not run. {_HELP}"
         )
 
 
@@ -172,15 +170,13 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
     names = vars(module)
     if not function and all(name in names for name in PARTS):
         return _checked(target, names)
-    maker = names.get(function or FUNCTION)
-    if not callable(maker):
-        raise InputError(f"{target} has no function {function or FUNCTION}(). {_HELP}")
+    function = function or FUNCTION
+    if not callable(names.get(function)):
+        raise InputError(f"{target} has no function {function}(). {_HELP}")
     try:
-        parts = maker()
+        parts = names[function]()
     except Exception as error:
-        raise InputError(
-            f"{target}: {function or FUNCTION}() raised {format_error(error)}"
-        ) from error
+        raise InputError(f"{target}: {function}() raised {format_error(error)}") from error
     return _checked(target, parts)
 
 
@@ -192,38 +188,14 @@ def _checked(target: str, parts: Any) -> Experiment:
             f"{target} returned {type(parts).__name__}; it must return {_NAMES} in this order, or "
             "a dict with these names."
         )
-    wrong = [
-        f"{name} is {type(parts[name]).__name__}, not {what}"
-        for name, (accepted, what) in PARTS.items()
-        if not isinstance(parts[name], accepted)
-    ]
-    if wrong:
-        raise InputError(f"{target}: {'; '.join(wrong)}.")
+    for name, accepted in PARTS.items():
+        if not isinstance(parts[name], accepted):
+            what = type(parts[name]).__name__
+            raise InputError(f"{target}: {name} is {what}; it must be {accepted.__name__}.")
     model, optimizer, batches, loss = (parts[name] for name in PARTS)
     if scales.is_prepared(optimizer):
         raise InputError(
             f"{target} calls amp.initialize. apex compare does so itself, once per level: return "
             "the plain model and optimizer in fp32."
         )
-    return Experiment(model, optimizer, batches, _checked_loss(loss), parts.get("evaluate"))
-
-
-def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor]:
-    """Returns ``loss`` with a ``InputError`` for a result without a single number or gradient."""
-
-    @functools.wraps(loss, assigned=(), updated=())
-    def checked(model: nn.Module, batch: Any) -> Tensor:
-        result = loss(model, batch)
-        if isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
-            return result
-        fault = type(result).__name__
-        if isinstance(result, Tensor):
-            fault = f"a tensor of shape {[*result.shape]}"
-            if not result.requires_grad:
-                fault += " without a gradient"
-        raise InputError(
-            f"loss(model, batch) returned {fault}; it must return one number, a 0-d tensor that "
-            f"depends on the model's parameters."
-        )
-
-    return checked
+    return Experiment(model, optimizer, batches, loss, parts.get("evaluate"))

@@ -164,7 +164,8 @@ def operator_seconds(
     for name, make in (("matmul", _matmul), ("conv", _conv)):
         times: list[tuple[float, float]] = []
         with contextlib.suppress(RuntimeError, NotImplementedError):  # the device lacks the kernel
-            fp32, ours = make(torch.float32, device), make(dtype, device)
+            fp32 = make(torch.float32, device)
+            ours = make(dtype, device)
             ours()
             end = time.perf_counter() + LEAST_SECONDS
             while len(times) < LEAST_REPEATS or time.perf_counter() < end:
@@ -194,7 +195,13 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
 
 
 def _conv(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    batch, channels, side = (8, 16, 16) if device.type == "cpu" else (64, 256, 56)
-    image = torch.ones(batch, channels, side, side, dtype=dtype, device=device).requires_grad_()
-    weight = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device).requires_grad_()
-    return lambda: torch.autograd.grad(torch.conv2d(image, weight).sum(), (image, weight))
+    shape = (8, 16, 16, 16) if device.type == "cpu" else (64, 256, 56, 56)
+    channels = shape[1]
+    image = torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device, requires_grad=True)
+
+    def work() -> object:
+        loss = torch.conv2d(image, weight).sum()
+        return torch.autograd.grad(loss, (image, weight))
+
+    return work

@@ -41,10 +41,8 @@ def names(tree: ast.Module) -> list[Name]:
     """Returns the names of apex in a script, imports included, in the order of its lines."""
     visitor = _Visitor(tree)
     visitor.visit(tree)
-    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    if any(level in constants for level in MASTER_LEVELS):
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        visitor.found += [Name(CLIPPING, call.lineno) for call in calls if _clips_a_model(call)]
+    if visitor.has_masters:
+        visitor.found += visitor.clippings
     return sorted(visitor.found, key=lambda name: name.line)
 
 
@@ -57,13 +55,16 @@ class _Visitor(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module) -> None:
         self.found: list[Name] = []
+        self.clippings: list[Name] = []
+        self.has_masters = False
         everywhere = _bound_by(ast.walk(tree))
         self._full_names = ChainMap({name: full for name, full in everywhere.items() if full})
-        self._calls: dict[ast.expr, tuple[str, ...]] = {}
+        self._keywords: dict[ast.expr, tuple[str, ...]] = {}  # by the function that is called
 
     def _add(self, name: str, node: ast.expr) -> None:
         if name not in ROOTS:  # `apex is None` adds nothing
-            self.found.append(Name(name, node.end_lineno or node.lineno, self._calls.get(node, ())))
+            line = node.end_lineno or node.lineno
+            self.found.append(Name(name, line, self._keywords.get(node, ())))
 
     def _visit_function(self, node: Any) -> None:
         self._full_names = self._full_names.new_child(_bound_by(of_scope(node)))
@@ -85,8 +86,14 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         keywords = [keyword.arg for keyword in node.keywords]
-        self._calls[node.func] = tuple(filter(None, keywords))
+        self._keywords[node.func] = tuple(filter(None, keywords))
+        if _clips_a_model(node):
+            self.clippings.append(Name(CLIPPING, node.lineno))
         self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if node.value in MASTER_LEVELS:
+            self.has_masters = True
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         attributes: list[str] = []

@@ -69,13 +69,17 @@ class Migration:
         by_file: dict[str, list[Use]] = defaultdict(list)
         for use in self.uses:
             by_file[use.file].append(use)
-        parts = ["\n".join([file, *_rows(uses)]) for file, uses in by_file.items()]
-        parts += ["\n".join(f"{file}: {reason}" for file, reason in self.unread)]
+        parts = []
+        for file, uses in by_file.items():
+            parts.append("\n".join([file, *_rows(uses)]))
+        if self.unread:
+            parts.append("\n".join(f"{file}: {reason}" for file, reason in self.unread))
         works, note, fails = self.counts.values()
-        counts = f"{works} uses work unchanged, {note} with a note, {fails} unsupported."
         files = "1 file" if self.files == 1 else f"{self.files} files"
-        parts.append(f"{files}: {counts}" if self.uses else f"{files}: no use of apex.")
-        return "\n\n".join(filter(None, parts))
+        parts.append(
+            f"{files}: {works} uses work unchanged, {note} with a note, {fails} unsupported."
+        )
+        return "\n\n".join(parts)
 
 
 def _rows(uses: Sequence[Use]) -> Iterator[str]:
@@ -119,13 +123,14 @@ def _python_files(path: Path, unread: list[tuple[str, str]]) -> Iterator[Path]:
         unread.append((str(error.filename), f"cannot be read: {error.strerror}."))
 
     for folder, inside, files in os.walk(path, onerror=note):
-        inside[:] = sorted(name for name in inside if not _is_skipped(os.path.join(folder, name)))
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+        inside[:] = sorted(name for name in inside if not _is_skipped(Path(folder, name)))
+        for name in sorted(files):
+            if name.endswith(".py"):
+                yield Path(folder, name)
 
 
-def _is_skipped(folder: str) -> bool:
-    name = os.path.basename(folder)
-    if name in SKIPPED or name.startswith("."):
+def _is_skipped(folder: Path) -> bool:
+    if folder.name in SKIPPED or folder.name.startswith("."):
         return True
     # A virtual environment may have any name, but always this file.
-    return os.path.exists(os.path.join(folder, "pyvenv.cfg"))
+    return (folder / "pyvenv.cfg").exists()
