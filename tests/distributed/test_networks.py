@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from apex import amp
-from apex.parallel import Reducer, SyncBatchNorm, convert_syncbn_model
+from apex.parallel import SyncBatchNorm, convert_syncbn_model
 from tests.distributed.cases import (
     EPS,
     assert_trained_alike,
@@ -18,7 +17,7 @@ from tests.distributed.cases import (
     state,
     train_steps,
 )
-from tests.support.loops import LEVELS_SHORT, WITH_MASTERS, loss_of, net
+from tests.support.loops import LEVELS_SHORT, WITH_MASTERS, net
 
 pytestmark = pytest.mark.distributed
 
@@ -89,29 +88,6 @@ def test_batch_norm_over_ranks_is_batch_norm_over_the_joined_batch(on_two_ranks,
     tolerance = 32 * EPS[level]
     torch.testing.assert_close(mean, model[1].running_mean, rtol=tolerance, atol=tolerance)
     assert_trained_alike(first, optimizer, level, eps=32)
-
-
-# -- gradients averaged by hand --------------------------------------------------------------
-
-
-def train_with_reducer(rank, level):
-    torch.manual_seed(3 + rank)
-    model, optimizer = initialized(level, nn.Linear(4, 2))
-    reducer = Reducer(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch(rank, step))
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-            reducer.reduce()
-        optimizer.step()
-    return state(model, optimizer)
-
-
-@pytest.mark.parametrize("level", LEVELS_SHORT)
-def test_a_reducer_inside_the_block_keeps_ranks_alike(on_two_ranks, level):
-    first, second = on_two_ranks(train_with_reducer, level)
-    assert first == second
 
 
 # -- optimizers that shard their state -------------------------------------------------------
