@@ -10,7 +10,7 @@ from tests.support import loops
 def test_another_number_of_scales_warns_and_loads_what_fits():
     _, larc = loops.prepared("O5", lambda p: LARC(loops.sgd(p)), loss_scale="dynamic", num_losses=2)
     assert scales.is_prepared(larc)
-    with pytest.warns(UserWarning, match="has 1 loss scales, but this optimizer has 2"):
+    with pytest.warns(UserWarning, match="got 1 loss scalers, but amp has 2"):
         scales.load_state_dict(larc, {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
     loaded = [each["loss_scale"] for each in scales.state_dict(larc).values()]
     assert loaded == [2.0, 2.0**16]
