@@ -15,9 +15,13 @@ from apex._core.op_table import AutocastSpec
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, Region
+from apex._engine.autocast.region import (
+    AutocastRegion,
+    LowPrecisionRegion,
+    NoAutocastRegion,
+    Region,
+)
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state
@@ -179,7 +183,7 @@ class Session:
         if isinstance(self.region, AutocastRegion):
             if self._functions is not None:
                 self._functions.apply()
-            self.region.enter_ambient()
+            self.region.begin_ambient()
             step.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
@@ -307,6 +311,6 @@ def _region(policy: Policy, spec: AutocastSpec | None) -> Region:
 
 
 def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:
-    region.leave_ambient()
+    region.end()
     if functions is not None:
         functions.undo()

@@ -117,7 +117,7 @@ class BlockStep(TorchDispatchMode):
             if not args[0]:
                 return None
         if func not in _METADATA:
-            args = tree.map_arguments(_real_gradient, args, {})[0]
+            args = tree.map_tensors(_real_gradient, args)
         return func(*args, **kwargs)
 
 
