@@ -1,4 +1,4 @@
-"""Which casts are on in a thread: in each block the newest live session's, or its base."""
+"""Which casts are on in a thread: a block's own; outside, those of the newest live session."""
 
 import contextlib
 import gc
@@ -77,11 +77,13 @@ def test_a_session_that_ends_inside_disable_casts_leaves_no_casts(ends):
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
-def test_casts_that_began_in_a_block_of_another_device_stay_on_after_it():
-    with torch.autocast("cuda", torch.float16):
-        held = session("O4")
-    assert product() is torch.bfloat16
-    del held
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_session_that_begins_in_a_block_casts_in_its_models_only(device):
+    with torch.autocast(device, enabled=False):
+        model, _ = session("O4", Product(2, 2))
+        assert product() is torch.float32
+    assert product() is torch.float32
+    assert model(torch.ones(1, 2))[1] is torch.bfloat16
 
 
 def test_disable_casts_nests_and_is_for_models_too():
@@ -110,38 +112,36 @@ def test_a_forward_that_raises_leaves_no_casts_in_a_thread_without():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_sessions_and_blocks(seed):
-    """Against the rule: a base for each block, and the sessions that live in it, oldest first."""
+    """Against the rule: a block decides; outside of blocks, the newest session that began there."""
     random_ = random.Random(seed)
-    start, live = state(), []
-    with contextlib.ExitStack() as script:
-        blocks = [(script, start, [])]  # the block, its base, its sessions
-        for _ in range(60):
-            action = random_.choice(["begin", "end", "enter", "leave"])
-            if action == "begin" and len(live) < 4:
-                level = random_.choice(["O1", "O4"])
-                live.append(session(level))
-                blocks[-1][2].append((live[-1][0], level))
-            elif action == "end" and live:
-                amp.restore(*live.pop(random_.randrange(len(live))))
-            elif action == "enter" and len(blocks) < 4:
-                stack = contextlib.ExitStack()
-                kind = random_.choice([*BLOCKS])
-                stack.enter_context(BLOCKS[kind]())
-                blocks.append((stack, "disabled" if kind == "disable_casts" else state(), []))
-            elif action == "leave" and len(blocks) > 1:
-                blocks.pop()[0].close()
-            with amp.disable_casts():  # an amp call
-                pass
-            _, base, began = blocks[-1]
-            alive = [level for model, level in began if any(model is m for m, _ in live)]
-            if base == "disabled":
-                assert not state()[0]
-            elif alive:
-                assert state() == (LOW[alive[-1]], False)
-            else:
-                assert state() == base
-        while len(blocks) > 1:
-            blocks.pop()[0].close()
+    start, live, began = state(), [], []
+    blocks = []  # each with the state at its begin
+    for _ in range(60):
+        action = random_.choice(["begin", "end", "enter", "leave"])
+        if action == "begin" and len(live) < 4:
+            level = random_.choice(["O1", "O4"])
+            live.append(session(level))
+            if not blocks:
+                began.append((live[-1][0], level))
+        elif action == "end" and live:
+            amp.restore(*live.pop(random_.randrange(len(live))))
+        elif action == "enter" and len(blocks) < 3:
+            block = BLOCKS[random_.choice([*BLOCKS])]()
+            block.__enter__()
+            blocks.append((block, state()))
+        elif action == "leave" and blocks:
+            blocks.pop()[0].__exit__(None, None, None)
+        with amp.disable_casts():  # an amp call
+            pass
+        alive = [level for model, level in began if any(model is m for m, _ in live)]
+        if blocks:
+            assert state() == blocks[-1][1]
+        elif alive:
+            assert state() == (LOW[alive[-1]], False)
+        else:
+            assert state() == start
+    while blocks:
+        blocks.pop()[0].__exit__(None, None, None)
     for made in live:
         amp.restore(*made)
     assert state() == start
@@ -180,7 +180,12 @@ def test_a_users_own_autocast_follows_the_op_table_of_a_live_session_of_its_dtyp
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_casts_of_a_session_are_off_in_a_model_without_in_its_recompute_too(reentrant):
+@pytest.mark.parametrize(
+    ("block", "dtype"),
+    [(contextlib.nullcontext, torch.float32), (BLOCKS["bf16"], torch.bfloat16)],
+    ids=["of the session", "of the script"],
+)
+def test_a_recompute_of_a_model_without_casts_has_those_of_its_forward(reentrant, block, dtype):
     found = []
 
     class Noting(nn.Linear):
@@ -191,8 +196,10 @@ def test_casts_of_a_session_are_off_in_a_model_without_in_its_recompute_too(reen
     model, _ = session("O0", Noting(2, 2))
     casting = session("O4")
     x = torch.ones(1, 2, requires_grad=True)
-    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-    assert found == [torch.float32] * 2
+    with block():
+        out = checkpoint(model, x, use_reentrant=reentrant)
+    out.float().sum().backward()
+    assert found == [dtype] * 2
     del casting
 
 

@@ -99,12 +99,6 @@ def test_a_wrapper_works_on_autograd_functions():
     assert torch.equal(x.grad, torch.full((2,), 2.0))
 
 
-def test_casting_a_cast_function_replaces_the_cast():
-    twice = amp.float_function(amp.half_function(dtypes))
-    assert twice.__wrapped__ is dtypes
-    assert twice(ones(F16)) == ([F32], False)
-
-
 def test_a_wrapper_of_a_cast_function_stays_when_cast_again():
     calls = []
     inner = amp.float_function(lambda x: x.dtype)
@@ -194,7 +188,7 @@ def test_failure_to_replace_puts_the_others_back(session, module):
         (lambda _: amp.float_function(3), TypeError, "int 3"),
         (lambda users: (users, "missing"), ValueError, "No function 'missing' in users"),
         (lambda users: (users, "__name__"), ValueError, "No function '__name__' in use"),
-        (lambda users: (users, users.fn), TypeError, "got <function"),
+        (lambda users: (users, users.fn), ValueError, "No function <function"),
     ],
 )
 def test_only_functions_that_are_there_are_taken(module, call, error, words):

@@ -85,6 +85,34 @@ def test_an_optimizer_without_torchs_constructor_or_abstract_first_trains(level)
     assert type(made[2][1]) is Abstract
 
 
+class ClearsEverySecondTime(torch.optim.SGD):
+    """As wrappers that accumulate the gradients of two passes."""
+
+    calls = 0
+
+    def zero_grad(self, set_to_none=True):
+        if self.calls % 2 == 0:
+            super().zero_grad(set_to_none)
+        self.calls += 1
+
+
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+def test_gradients_that_an_own_zero_grad_leaves_are_added_to(level):
+    made = [
+        loops.prepared(level, kind) for kind in (loops.sgd, lambda p: ClearsEverySecondTime(p, 0.1))
+    ]
+    (model, optimizer), own = made
+    for x, y in loops.batches(4):
+        for _ in range(2):
+            own[1].zero_grad()
+            loops.backward(*own, x, y)
+            loops.backward(model, optimizer, x, y)
+        for _, stepped in made:
+            stepped.step()
+        optimizer.zero_grad()
+    assert loops.same(*(loops.masters(optimizer) for _, optimizer in made))
+
+
 @pytest.mark.parametrize("name", ["step", "zero_grad", "add_param_group"])
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_a_method_wrapped_on_the_class_runs_once_inside_amps(level, name):

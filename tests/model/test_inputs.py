@@ -4,7 +4,7 @@ import collections.abc
 import copy
 import dataclasses
 import types
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ CONTAINERS = [
     lambda t: Point(t, 2),
     Scaled,
     lambda t: Words([t, "w"]),
+    lambda t: deque([t, 1], maxlen=2),
     lambda t: OrderedDict(b=t, a=1),
     lambda t: defaultdict(list, x=t),
     lambda t: UserDict(x=t),
@@ -97,7 +98,7 @@ def floats(value):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     elif isinstance(value, dict | UserDict):
         value = value.values()
-    elif not isinstance(value, list | tuple):
+    elif not isinstance(value, list | tuple | deque):
         return []
     return [tensor for item in value for tensor in floats(item)]
 

@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import rounding
 from apex._pickle import rebuild
@@ -46,8 +47,8 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
-PAIR = "_apex_pair"
-"""Attribute of a master: a weak reference to its pair."""
+_PAIR = "_apex_pair"
+"""Attribute of a master, and of what stands in for its gradient: a weak reference to its pair."""
 
 _CLIP_FACTOR = "_apex_clip_factor"
 """Attribute of a pending gradient: what a clip multiplies it by, 0-d."""
@@ -74,9 +75,6 @@ class Master(nn.Parameter):
         increment_version(self)
         parameters.set_data(self, value)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter, so that it loads without apex."""
         plain: Any = nn.Parameter(self.detach(), self.requires_grad)
@@ -90,7 +88,7 @@ class LazyMaster(Master):
     @untraced
     def grad(self) -> Tensor | None:
         """The fp32 gradient; a pending one is moved here first."""
-        pair = self.__dict__.get(PAIR, no_pair)()  # optimizers read it several times in a step
+        pair = self.__dict__.get(_PAIR, _no_pair)()  # optimizers read it several times in a step
         if pair is not None and pair.model.grad is not None:
             if pair.stand_in is not None:
                 return cast(Tensor, pair.stand_in)
@@ -100,7 +98,7 @@ class LazyMaster(Master):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         set_grad(self, value)
-        pair = self.__dict__.get(PAIR, no_pair)()
+        pair = pair_of_master(self)
         if pair is not None:
             pair.model.grad = None
 
@@ -109,8 +107,14 @@ for master_class in (Master, LazyMaster):
     parameters.allow_foreach(master_class)
 
 
-def no_pair() -> None:
-    """Stands for the reference to its pair of a tensor that has none."""
+def _no_pair() -> None:
+    return None
+
+
+def pair_of_master(tensor: Tensor) -> MasterPair | None:
+    """Returns the pair of a master, or of what stands in for its gradient, if it has one."""
+    pair: MasterPair | None = vars(tensor).get(_PAIR, _no_pair)()
+    return pair
 
 
 class MasterState(enum.Enum):
@@ -150,7 +154,7 @@ class MasterPair:
         # Scripts set attributes on parameters, which their optimizers may read.
         for name, value in vars(model).items():
             vars(master).setdefault(name, value)
-        vars(master)[PAIR] = weakref.ref(self)
+        vars(master)[_PAIR] = weakref.ref(self)
         mark_synced([self])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -158,10 +162,10 @@ class MasterPair:
         is_fresh = self.state is MasterState.FRESH
         return rebuild, ("master_pair", self.model, self.master, self.lazy, is_fresh)
 
-    def mark_exact(self) -> None:
-        """Records that the low bits count before the first step, too."""
-        if self.state is MasterState.FRESH:
-            self.state = MasterState.EXACT
+    def show_stand_in(self) -> None:
+        """Shows a tensor without memory, laid out like a gradient, as the pending gradient."""
+        self.stand_in = self.master.detach()
+        vars(self.stand_in)[_PAIR] = weakref.ref(self)
 
     @property
     def pending_grad(self) -> Tensor | None:
@@ -204,7 +208,7 @@ def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh:
         master.__class__ = LazyMaster if lazy else Master
     pair = MasterPair(model, master)
     if not is_fresh:
-        pair.mark_exact()
+        pair.state = MasterState.EXACT
     return pair
 
 
@@ -383,6 +387,7 @@ class MasterTable:
 
     Attributes:
         lazy: Whether the session has no loss scale.
+        exact: The fp32 values of tensors without a master, from before they were rounded.
         stashed: Gradients from before an unfinished pass with a loss scale, by ``id`` of their
             parameters, which come with them.
         has_clipped: Whether pending gradients may have the factor of a clip.
@@ -391,46 +396,33 @@ class MasterTable:
     def __init__(self, *, lazy: bool = False) -> None:
         """Starts without masters."""
         self.lazy = lazy
+        self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.stashed: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.has_clipped = False
-        self._by_param: weakref.WeakValueDictionary[int, MasterPair] = weakref.WeakValueDictionary()
+        self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # By the object that keeps the pairs alive: a model, or the state of an optimizer.
-        self._by_user: weakref.WeakKeyDictionary[object, list[MasterPair]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_user = weakref.WeakKeyDictionary[object, list[MasterPair]]()
         # The pairs of a model's parameters, looked up once between changes of the table.
-        self._by_model: weakref.WeakKeyDictionary[nn.Module, list[MasterPair]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._exact: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_model = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
 
     def create(self, param: nn.Parameter, user: object, exact: Tensor | None = None) -> MasterPair:
         """Returns the pair of a low-precision parameter; a new one lives as long as ``user``.
 
+        A gradient that the parameter has goes to the master if the model's is scratch from now on.
         ``exact`` is the parameter's value before rounding, if known.
         """
         known = self.pair_of(param)
         if known is not None:
             return known
         if exact is None:
-            kept = self._kept_value(param)
-            if kept is not None:
-                exact = rounding.exact_value(param, [kept])
+            exact = rounding.exact_value(param, [self.exact.get(param)])
         master_class = LazyMaster if self.lazy else Master
         pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
         self.add([pair], user)
+        if param.grad is not None and not self.lazy:
+            set_grad(pair.master, *fp32_copies([param.grad], [pair.master]))
+            param.grad = None
         return pair
-
-    def take_earlier_grads(self) -> None:
-        """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
-        for pair in self.pairs():
-            grad = pair.model.grad
-            if grad is not None and not pair.lazy:
-                (copy,) = fp32_copies([grad], [pair.master])
-                set_grad(pair.master, copy)
-                pair.model.grad = None
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""
@@ -440,17 +432,9 @@ class MasterTable:
             self._by_param[id(pair.model)] = pair
 
     def release(self, user: object) -> None:
-        """Drops the pairs and values that ``user`` keeps alive."""
+        """Drops the pairs that ``user`` keeps alive."""
         self._by_model.clear()
-        for pair in self._by_user.pop(user, ()):
-            self._by_param.pop(id(pair.model), None)
-        self._exact.pop(user, None)
-
-    def keep_exact(self, values: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> None:
-        """Keeps the fp32 values of tensors without a master for as long as ``model`` lives."""
-        kept = self._exact.setdefault(model, {})
-        for tensor, value in values:
-            kept[id(tensor)] = tensor, value
+        self._by_user.pop(user, None)
 
     def pair_of(self, param: Tensor) -> MasterPair | None:
         """Returns the pair of a model parameter, or ``None``."""
@@ -460,20 +444,13 @@ class MasterTable:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         pair = self.pair_of(tensor)
         if pair is None:
-            return self._kept_value(tensor)
+            return self.exact.get(tensor)
         update_model_from_masters([pair])
         return pair.master
 
-    def _kept_value(self, tensor: Tensor) -> Tensor | None:
-        for values in self._exact.values():
-            if id(tensor) in values:
-                return values[id(tensor)][1]
-        return None
-
-    def pairs(self) -> Iterator[MasterPair]:
-        """Yields every pair once."""
-        for pairs in list(self._by_user.values()):
-            yield from pairs
+    def pairs(self) -> list[MasterPair]:
+        """Returns every pair, in the order in which they were made."""
+        return [*self._by_param.values()]
 
     def update_model(self, model: nn.Module) -> None:
         """Rounds the written masters of a model's parameters into them."""
@@ -492,14 +469,13 @@ class MasterTable:
         """
         for param, value in values:
             pair = self.pair_of(param)
-            kept = self._kept_value(param)
             if pair is not None:
                 pair.master.copy_(value)
-                pair.mark_exact()
+                pair.state = MasterState.EXACT
                 mark_synced([pair])
                 increment_version(param)
-            elif kept is not None:
-                kept.copy_(value)
+            elif param in self.exact:
+                self.exact[param].copy_(value)
 
     @untraced
     def move_clipped_grads(self) -> None:

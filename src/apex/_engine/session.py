@@ -15,9 +15,13 @@ from apex._core.op_table import AutocastSpec
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, Region
+from apex._engine.autocast.region import (
+    AutocastRegion,
+    LowPrecisionRegion,
+    NoAutocastRegion,
+    Region,
+)
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state
@@ -149,7 +153,6 @@ class Session:
         if self.policy.master_weights:
             step.hooks.add(self)
         match_states(optimizers, old_dtypes)
-        self.masters.take_earlier_grads()
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
@@ -166,7 +169,6 @@ class Session:
             trains: Whether the model was passed with optimizers.
         """
         notes.log_lost(model, before)
-        kept: list[tuple[Tensor, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
             if not dtypes.is_low_precision(tensor):
@@ -175,15 +177,14 @@ class Session:
             if param is not None and has_masters and is_trained(param):
                 self.masters.create(param, model, exact)
             elif exact.dtype is not tensor.dtype and (self._keep_fp32 or param is None):
-                kept.append((tensor, exact.float()))
-        self.masters.keep_exact(kept, model)
+                self.masters.exact[tensor] = exact.float()
 
     def start(self) -> None:
         """Turns op casts on in this thread, until the session ends."""
         if isinstance(self.region, AutocastRegion):
             if self._functions is not None:
                 self._functions.apply()
-            self.region.enter_ambient()
+            self.region.begin_ambient()
             step.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
@@ -305,6 +306,6 @@ class Session:
 
 
 def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:
-    region.leave_ambient()
+    region.end()
     if functions is not None:
         functions.undo()

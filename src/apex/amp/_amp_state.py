@@ -46,18 +46,18 @@ class AmpState:
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
         self.options: weakref.WeakKeyDictionary[Session, Properties] = weakref.WeakKeyDictionary()
-        self._sessions: list[weakref.ref[Session]] = []
+        self._sessions: weakref.WeakKeyDictionary[Session, None] = weakref.WeakKeyDictionary()
         self._init_handle: Any = None
 
     # -- sessions ----------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
         """Makes ``session`` current."""
-        self._sessions = [*map(weakref.ref, self.sessions()), weakref.ref(session)]
+        self._sessions[session] = None
 
     def discard(self, session: Session) -> None:
         """Removes ``session``."""
-        self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
+        self._sessions.pop(session, None)
 
     def end_unused(self) -> None:
         """Ends the sessions of ``initialize`` that have no model and no optimizer any longer.
@@ -72,7 +72,9 @@ class AmpState:
 
     def sessions(self) -> list[Session]:
         """Returns the live sessions, oldest first."""
-        return [session for ref in self._sessions if (session := ref()) is not None]
+        # A list, which another thread's ``initialize`` does not change.
+        sessions = [ref() for ref in self._sessions.keyrefs()]
+        return [session for session in sessions if session is not None]
 
     def scaling(self) -> list[Session]:
         """Returns the sessions in ``amp.state_dict()``: of ``initialize``, or else of ``init``."""
@@ -97,7 +99,7 @@ class AmpState:
     def is_on(self, session: Session) -> bool:
         """Returns whether ``session`` scales losses: False if a script unset its ``enabled``."""
         options = self.options.get(session)
-        return options is None or bool(options.options["enabled"])
+        return options is None or bool(options.enabled)
 
     def hold_handle(self, handle: Any) -> None:
         """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""
@@ -111,7 +113,9 @@ class AmpState:
     def loss_scalers(self) -> tuple[LossScaler, ...]:
         """The current session's scalers, as apex's objects. Assign others to exchange them."""
         session = self.current()
-        return () if session is None else (*map(LossScaler.over, session.scalers),)
+        if session is None:
+            return ()
+        return tuple(map(LossScaler.over, session.scalers))
 
     @loss_scalers.setter
     def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:

@@ -82,11 +82,9 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    prepared_optimizers: list[Any] = []  # no None once there is a session
-    for optimizer in unwrapped(optimizers):
-        prepared = prepared_state(optimizer)
-        if prepared not in prepared_optimizers:  # a pass moves its gradients once
-            prepared_optimizers.append(prepared)
+    # Each once, because a pass moves its gradients once. No None once there is a session.
+    prepared: Any = map(prepared_state, unwrapped(optimizers))
+    prepared_optimizers = list(dict.fromkeys(prepared))
     session = session_of(prepared_optimizers, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
@@ -156,7 +154,7 @@ class AmpHandle:
         return self._session is not None and self._session.spec is not None
 
     _is_active = property(is_active)
-    cache = property(lambda self: {}, doc="An empty dict: the handle caches no casts.")
+    cache = property(lambda self: {})  # the handle caches no casts
 
     def remove_cache(self, param: Tensor) -> None:
         """Clears torch's autocast cache, for all weights."""
@@ -304,15 +302,16 @@ def session_of(
 
 
 def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
-    sessions: set[Any] = {prepared and prepared.session for prepared in prepared_optimizers}
-    if None in sessions:
-        return None
-    newest = None
-    for session in _amp_state.sessions():
-        if session in sessions:
-            newest = session
-    newest = newest or next(iter(sessions), None)  # an ended session is not among them
-    return newest or _amp_state.current()
+    given = []
+    for prepared in prepared_optimizers:
+        if prepared is None or prepared.session is None:
+            return None
+        given.append(prepared.session)
+    for session in reversed(_amp_state.sessions()):
+        if session in given:
+            return session
+    # An ended session is not among them. Without optimizers, it is the current one.
+    return given[0] if given else _amp_state.current()
 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
@@ -334,9 +333,8 @@ def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
     if not -count <= loss_id < count:
         raise IndexError(
-            f"loss_id is {loss_id}, but this amp.initialize made {count} loss scaler"
-            f"{'s' if count > 1 else ''}. Count losses from 0, and pass "
-            f"num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
+            f"loss_id is {loss_id}, but amp.initialize was called with num_losses={count}. Count "
+            f"losses from 0, and pass num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
         )
     scaler = session.scalers[loss_id]
     scaler.loss_id = loss_id % count  # scripts may have exchanged scalers

@@ -21,7 +21,7 @@ class FusedLAMB(FusedOptimizer):
 
     Attributes:
         adam_w_mode: 1 for decoupled weight decay, else 0.
-        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+        use_nvlamb: Whether tensors without weight decay also get a trust ratio.
     """
 
     steps_dtensors = True
@@ -60,7 +60,7 @@ class FusedLAMB(FusedOptimizer):
                 instead of 1.
             set_grad_none: Whether ``zero_grad`` sets gradients to None.
             max_grad_norm: Greatest global gradient norm; 0 for no clipping.
-            use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+            use_nvlamb: Whether tensors without weight decay also get a trust ratio.
 
         Raises:
             RuntimeError: If ``amsgrad`` is set.

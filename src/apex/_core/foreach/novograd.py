@@ -40,7 +40,7 @@ def novograd_(
         grads: Gradients; at least one.
         params: Their parameters.
         exp_avgs: The averages of the gradients.
-        norms: The running norms of the gradients, ``[N]`` fp32; updated, too.
+        norms: The running norms of the gradients, ``[N]`` fp32; also updated.
         rule: The hyperparameters. Without decoupled weight decay, the gradient is also normalized
             before it is averaged.
         step: Count of this step, from 1.

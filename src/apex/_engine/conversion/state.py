@@ -15,8 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core.arguments import parameters_of, positional_names
 from apex._core.tree import Args, Kwargs
-from apex._engine.autocast.accurate import LowPrecisionRegion
-from apex._engine.autocast.region import Region
+from apex._engine.autocast.region import LowPrecisionRegion, Region
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state_dict import MasterLink
 from apex._engine.conversion.writes import Writes
