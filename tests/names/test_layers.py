@@ -174,7 +174,7 @@ def test_clipping_takes_norms_in_fp32_over_all_dtypes_and_refuses_bad_input():
     before = [p.grad.clone() for p in params]
     with pytest.raises(RuntimeError, match="not finite"):
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
-    with pytest.raises(ValueError, match=r"clip_grad_norm_ got max_norm=-1.0; it must be"):
+    with pytest.raises(ValueError, match=r"clip_grad_norm_: max_norm is -1.0; it must be"):
         clip_grad_norm_(params, -1.0)
     cases.assert_same([p.grad for p in params], before, rtol=0, atol=0)
     with pytest.raises(TypeError, match=r"got the model Linear; .*Pass model\.parameters\(\)"):

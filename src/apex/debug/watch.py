@@ -130,7 +130,7 @@ class History:
 
     def __init__(self, optimizer: Any, *, limit: int | None = None) -> None:
         if limit is not None:
-            integer("limit", limit, least=1, others=", or None")
+            integer("limit", limit, least=1)
         own = inner(optimizer)
         session = _session_of("History", own)
         self._readback: Readback[int] = Readback()

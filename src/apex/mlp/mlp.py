@@ -99,7 +99,9 @@ class MLP(nn.Module):
             raise TypeError(
                 f"MLP got activation={activation!r}; it takes 'none', 'relu' or 'sigmoid'."
             )
-        self.mlp_sizes = arguments.sizes("mlp_sizes", mlp_sizes, count=2)
+        self.mlp_sizes = [arguments.integer("mlp_sizes", size, least=1) for size in mlp_sizes]
+        if len(self.mlp_sizes) < 2:
+            raise ValueError(f"mlp_sizes is {self.mlp_sizes}; it must have at least 2 items.")
         self.num_layers = len(self.mlp_sizes) - 1
         self.bias = int(arguments.flag("bias", bias))
         self.activation = _NAMES.index(activation)
