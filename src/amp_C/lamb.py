@@ -9,12 +9,7 @@ from amp_C.lists import TensorLists, takes
 from amp_C.steps import adam_rule
 from apex._core.foreach import lamb as rules
 from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.scalars import (
-    Scalar,
-    descend_,
-    descend_each_,
-    skip_flag,
-)
+from apex._core.foreach.scalars import Scalar, descend_, descend_each_, skip_flag
 from apex._core.foreach.working import store, working
 from apex._torch.copies import as_scalar, as_tensor
 
@@ -55,8 +50,16 @@ def multi_tensor_lamb(
     )
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm)
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
-    nvlamb = bool(use_nvlamb)
-    rules.lamb_(grads, params, exp_avgs, exp_avg_sqs, rule, step, divisor=divisor, nvlamb=nvlamb)
+    rules.lamb_(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        rule,
+        step,
+        divisor=divisor,
+        nvlamb=bool(use_nvlamb),
+    )
 
 
 @takes(4, 5)
@@ -81,10 +84,11 @@ def multi_tensor_lamb_mp(
 ) -> None:
     """Takes one step on scaled gradients; does nothing if the flag is set.
 
-    Arguments are those of :func:`multi_tensor_lamb`, numbers also as tensors of one element, except
+    Takes the arguments of :func:`multi_tensor_lamb`. Numbers may also be tensors of one element.
+    Differences:
 
-    - ``noop_flag``, one int32 element, is read on the device; ``found_inf`` is ignored, as in apex,
-    - ``tensor_lists`` may have the parameters' 16-bit copies as a fifth list, to be updated,
+    - ``noop_flag``, one int32 element, is read on the device. As in apex, ``found_inf`` is ignored.
+    - ``tensor_lists`` may have a fifth list, the parameters' 16-bit copies, which are also updated.
     - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients.
     """
     device = noop_flag.device
@@ -95,9 +99,16 @@ def multi_tensor_lamb_mp(
     )
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm) / as_scalar(inv_scale, device)
     grads, params, exp_avgs, exp_avg_sqs, *copies = tensor_lists
-    nvlamb = bool(use_nvlamb)
     rules.lamb_(
-        grads, params, exp_avgs, exp_avg_sqs, rule, count, skip, divisor=divisor, nvlamb=nvlamb
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        rule,
+        count,
+        skip,
+        divisor=divisor,
+        nvlamb=bool(use_nvlamb),
     )
     for low_precision in copies:
         store(low_precision, params, skip)
@@ -123,11 +134,12 @@ def multi_tensor_lamb_stage1_cuda(
     """
     rule = AdamRule(1.0, (beta1, beta2), epsilon, weight_decay=0.0, decoupled=True)
     divisor = _divisor(noop_flag, global_grad_norm, max_global_grad_norm)
-    decays = list(per_tensor_decay.reshape(-1).to(torch.float32).unbind())
+    decays = per_tensor_decay.reshape(-1).float().unbind()
     with working(*tensor_lists) as (grads, params, exp_avgs, exp_avg_sqs, updates):
         clipped = torch._foreach_div(grads, divisor)
-        averages = exp_avgs, exp_avg_sqs
-        directions = rules.directions(clipped, params, *averages, rule=rule, step=step + 1)
+        directions = rules.directions(
+            clipped, params, exp_avgs, exp_avg_sqs, rule=rule, step=step + 1
+        )
         torch._foreach_addcmul_(directions, params, decays)
         store(updates, directions)
 
@@ -163,4 +175,5 @@ def multi_tensor_lamb_stage2_cuda(
 
 def _divisor(noop_flag: Tensor, norm: Scalar, max_norm: Scalar) -> Tensor:
     device = noop_flag.device
-    return rules.clip_divisor(as_tensor(norm, device), as_scalar(max_norm, device))
+    total = as_tensor(norm, device)
+    return rules.clip_divisor(total, as_scalar(max_norm, device))

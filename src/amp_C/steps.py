@@ -97,13 +97,14 @@ def multi_tensor_sgd(
 ) -> None:
     """Takes one step in place; does nothing if the flag is set, which is read on the device.
 
-    ``tensor_lists`` are ``[grads, params, momenta]``, or with the parameters' 16-bit copies as a
-    fourth list, which are also updated. ``first_run`` initializes the momentum with the gradient,
-    ``wd_after_momentum`` adds weight decay after the momentum, and ``scale``, the reciprocal of the
+    ``tensor_lists`` are ``[grads, params, momenta]``. A fourth list may hold the parameters' 16-bit
+    copies, which are also updated. ``first_run`` initializes the momentum with the gradient.
+    ``wd_after_momentum`` adds weight decay after the momentum. ``scale``, the reciprocal of the
     loss scale, multiplies the gradients.
     """
     grads, params, momenta, *copies = tensor_lists
-    skip, rate = skip_flag(noop_flag, noop_flag.device), as_scalar(lr, noop_flag.device)
+    skip = skip_flag(noop_flag, noop_flag.device)
+    rate = as_scalar(lr, noop_flag.device)
     rule = SGDRule(rate, momentum, dampening, wd, bool(nesterov), bool(wd_after_momentum))
     if scale != 1.0:
         grads = torch._foreach_mul([grad.to(math_dtype(grad)) for grad in grads], scale)

@@ -25,7 +25,7 @@ def test_loading_changes_no_other_session():
 
 def test_another_number_of_scales_warns_and_loads_what_fits():
     model, optimizer = prepared("O5", loss_scale="dynamic", num_losses=2)
-    with pytest.warns(UserWarning, match="has 1 loss scales, but this optimizer has 2"):
+    with pytest.warns(UserWarning, match="got 1 loss scalers, but amp has 2"):
         scales.load_state_dict(optimizer, {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
     loaded = [each["loss_scale"] for each in scales.state_dict(optimizer).values()]
     assert loaded == [2.0, 2.0**16]

@@ -64,10 +64,12 @@ class ByAmp:
         if not early:
             self.prepare()
         parts = list(zip((self.model, self.optimizer, amp), saved, strict=True))
-        for part, state in parts if way != "loaded in reverse" else reversed(parts):
+        if way == "loaded in reverse":
+            parts.reverse()
+        for part, state in parts:
+            if early and part is amp:  # which has no scale to load into before
+                self.prepare()
             part.load_state_dict(state)
-        if early:
-            self.prepare()
 
 
 class ByHand(Loop):

@@ -47,8 +47,8 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
-PAIR = "_apex_pair"
-"""Attribute of a master: a weak reference to its pair."""
+_PAIR = "_apex_pair"
+"""Attribute of a master, and of what stands in for its gradient: a weak reference to its pair."""
 
 _CLIP_FACTOR = "_apex_clip_factor"
 """Attribute of a pending gradient: what a clip multiplies it by, 0-d."""
@@ -75,9 +75,6 @@ class Master(nn.Parameter):
         increment_version(self)
         parameters.set_data(self, value)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter, so that it loads without apex."""
         plain: Any = nn.Parameter(self.detach(), self.requires_grad)
@@ -91,7 +88,7 @@ class LazyMaster(Master):
     @untraced
     def grad(self) -> Tensor | None:
         """The fp32 gradient; a pending one is moved here first."""
-        pair = self.__dict__.get(PAIR, no_pair)()  # optimizers read it several times in a step
+        pair = self.__dict__.get(_PAIR, _no_pair)()  # optimizers read it several times in a step
         if pair is not None and pair.model.grad is not None:
             if pair.stand_in is not None:
                 return cast(Tensor, pair.stand_in)
@@ -101,7 +98,7 @@ class LazyMaster(Master):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         set_grad(self, value)
-        pair = self.__dict__.get(PAIR, no_pair)()
+        pair = pair_of_master(self)
         if pair is not None:
             pair.model.grad = None
 
@@ -110,8 +107,14 @@ for master_class in (Master, LazyMaster):
     parameters.allow_foreach(master_class)
 
 
-def no_pair() -> None:
-    """Stands for the reference to its pair of a tensor that has none."""
+def _no_pair() -> None:
+    return None
+
+
+def pair_of_master(tensor: Tensor) -> MasterPair | None:
+    """Returns the pair of a master, or of what stands in for its gradient, if it has one."""
+    pair: MasterPair | None = vars(tensor).get(_PAIR, _no_pair)()
+    return pair
 
 
 class MasterState(enum.Enum):
@@ -151,13 +154,18 @@ class MasterPair:
         # Scripts set attributes on parameters, which their optimizers may read.
         for name, value in vars(model).items():
             vars(master).setdefault(name, value)
-        vars(master)[PAIR] = weakref.ref(self)
+        vars(master)[_PAIR] = weakref.ref(self)
         mark_synced([self])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
         is_fresh = self.state is MasterState.FRESH
         return rebuild, ("master_pair", self.model, self.master, self.lazy, is_fresh)
+
+    def show_stand_in(self) -> None:
+        """Shows a tensor without memory, laid out like a gradient, as the pending gradient."""
+        self.stand_in = self.master.detach()
+        vars(self.stand_in)[_PAIR] = weakref.ref(self)
 
     @property
     def pending_grad(self) -> Tensor | None:
@@ -391,19 +399,16 @@ class MasterTable:
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.stashed: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.has_clipped = False
-        self._by_param: weakref.WeakValueDictionary[int, MasterPair] = weakref.WeakValueDictionary()
+        self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # By the object that keeps the pairs alive: a model, or the state of an optimizer.
-        self._by_user: weakref.WeakKeyDictionary[object, list[MasterPair]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_user = weakref.WeakKeyDictionary[object, list[MasterPair]]()
         # The pairs of a model's parameters, looked up once between changes of the table.
-        self._by_model: weakref.WeakKeyDictionary[nn.Module, list[MasterPair]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_model = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
 
     def create(self, param: nn.Parameter, user: object, exact: Tensor | None = None) -> MasterPair:
         """Returns the pair of a low-precision parameter; a new one lives as long as ``user``.
 
+        A gradient that the parameter has goes to the master if the model's is scratch from now on.
         ``exact`` is the parameter's value before rounding, if known.
         """
         known = self.pair_of(param)
@@ -414,16 +419,10 @@ class MasterTable:
         master_class = LazyMaster if self.lazy else Master
         pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
         self.add([pair], user)
+        if param.grad is not None and not self.lazy:
+            set_grad(pair.master, *fp32_copies([param.grad], [pair.master]))
+            param.grad = None
         return pair
-
-    def take_earlier_grads(self) -> None:
-        """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
-        for pair in self.pairs():
-            grad = pair.model.grad
-            if grad is not None and not pair.lazy:
-                (copy,) = fp32_copies([grad], [pair.master])
-                set_grad(pair.master, copy)
-                pair.model.grad = None
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -52,8 +51,6 @@ __all__ = [
     "restore",
     "state_dict",
 ]
-
-_log = logging.getLogger("apex")
 
 
 @inputs.takes_dtype_at(6, "patch_torch_functions_type")
@@ -310,7 +307,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     scalers = _live_scalers()
     if not scalers:
         if not _amp_state.enabled:
-            _log.info("amp.load_state_dict: amp is disabled; state ignored.")
             return
         raise RuntimeError(
             "amp.load_state_dict has no loss scale to load into. Call amp.initialize first."
@@ -319,14 +315,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     newest = _amp_state.scaling()[-1].scalers
     if len(states) == len(newest):
         scalers = newest
-    if len(states) != len(scalers):
-        warnings.warn(
-            f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
-            f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
-            "amp.initialize to load all. (A state without any was saved with amp disabled.)",
-            UserWarning,
-            stacklevel=2,
-        )
     scaler_states.set_scalers(scalers, states)
 
 

@@ -154,7 +154,7 @@ class AmpHandle:
         return self._session is not None and self._session.spec is not None
 
     _is_active = property(is_active)
-    cache = property(lambda self: {}, doc="An empty dict: the handle caches no casts.")
+    cache = property(lambda self: {})  # the handle caches no casts
 
     def remove_cache(self, param: Tensor) -> None:
         """Clears torch's autocast cache, for all weights."""

@@ -180,6 +180,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     """
     _check_distinct(models)
     prepared_optimizers = []
+    mastered: set[int] = set()
     for optimizer in optimizers:
         prepared = prepared_state(optimizer)
         if prepared is None:
@@ -188,8 +189,8 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 "prepared. Pass the optimizer that amp.initialize returned."
             )
         prepared_optimizers.append(prepared)
+        mastered.update(id(pair.model) for pair in prepared.pairs)
     unpickled = any(prepared.session is None for prepared in prepared_optimizers)
-    mastered = {id(pair.model) for prepared in prepared_optimizers for pair in prepared.pairs}
     for model in models:
         is_known = is_converted(model) or not mastered.isdisjoint(_params([model]))
         if not (unpickled or is_known):
@@ -198,8 +199,10 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 "Pass the model that amp.initialize returned, without a wrapper."
             )
     passed = _params(models)
-    prepared_models = {model for session in _amp_state.sessions() for model in session.models}
-    elsewhere = _params(prepared_models.difference(models)) - passed
+    elsewhere: set[int] = set()
+    for session in _amp_state.sessions():
+        elsewhere |= _params(session.models)
+    elsewhere -= passed
     for prepared in prepared_optimizers:
         stepped = {id(pair.model) for pair in prepared.pairs}
         # Parameters that no prepared model holds any more (a replaced head) do not count.
@@ -211,4 +214,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
 
 
 def _params(models: Iterable[nn.Module]) -> set[int]:
-    return {id(param) for model in models for _, param in named_parameters(model)}
+    ids: set[int] = set()
+    for model in models:
+        ids.update(id(param) for _, param in named_parameters(model))
+    return ids

@@ -25,8 +25,6 @@ __getattr__ = _unavailable.names_instead(
 _VIEW = "_apex_view"
 """Attribute of a scaler that holds its view: the two refer to each other, and live as long."""
 
-_OF_RULE = "_scale_seq_len", "_min_loss_scale", "_max_loss_scale"
-
 
 def _of_rule(name: str) -> Any:
     """Returns a property that reads and sets one value of the scaler's rule."""
@@ -95,16 +93,24 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the values under apex's names, for an independent copy; waits for the device."""
-        names = ("dynamic", "_loss_scale", "_unskipped", *_OF_RULE)
-        state = {name: getattr(self, name) for name in names}
-        state["scale_factor"] = self._scaler.rule.growth_factor
-        return state
+        return {
+            "dynamic": self.dynamic,
+            "_loss_scale": self._loss_scale,
+            "_unskipped": self._unskipped,
+            "scale_factor": self._scaler.rule.growth_factor,
+            "_scale_seq_len": self._scale_seq_len,
+            "_min_loss_scale": self._min_loss_scale,
+            "_max_loss_scale": self._max_loss_scale,
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Takes the values of a file, also of apex's own scaler."""
-        interval, least, most = (state[name] for name in _OF_RULE)
-        factor = state.get("scale_factor", 2.0)
-        rule = ScaleRule.symmetric(factor, interval, min_scale=least, max_scale=most)
+        rule = ScaleRule.symmetric(
+            state.get("scale_factor", 2.0),
+            state["_scale_seq_len"],
+            min_scale=state["_min_loss_scale"],
+            max_scale=state["_max_loss_scale"],
+        )
         scale = state["_loss_scale"]
         self._view(scaler_for("dynamic" if state["dynamic"] else scale, rule, initial=scale))
         self._unskipped = state["_unskipped"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,12 +58,20 @@ def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
-    """Sets the scalers from the states, in order; ignores extra scalers and states.
+    """Sets the scalers from the states, in order; warns of extra scalers and states.
 
     A static scale of 1 scales nothing: it takes no other scale, and no other scaler takes it. Skips
     and logs any other static state for a dynamic scaler, and the reverse. A state of unknown kind
     (of apex) is accepted by a dynamic scaler, or by a static one with the same scale.
     """
+    if len(states) != len(scalers):
+        warnings.warn(
+            f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
+            f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
+            "amp.initialize to load all. (A state without any was saved with amp disabled.)",
+            UserWarning,
+            stacklevel=3,
+        )
     for scaler, state in zip(scalers, states, strict=False):
         scale = scaler.read_scale()
         scales_nothing = 1.0 in (state.loss_scale, scale)

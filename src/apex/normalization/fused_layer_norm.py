@@ -219,8 +219,15 @@ class _FusedNorm(nn.Module):
         return input.dtype
 
     def _normalized(self, input: Tensor, bias: Tensor | None, *, centered: bool) -> Tensor:
-        shape, out = self.normalized_shape, self._out_dtype(input)
-        return _norm(input, shape, self.weight, bias, self.eps, out=out, centered=centered)
+        return _norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            bias,
+            self.eps,
+            out=self._out_dtype(input),
+            centered=centered,
+        )
 
     def extra_repr(self) -> str:
         """Returns shape, eps and whether the norm has parameters."""

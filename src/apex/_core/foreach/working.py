@@ -18,6 +18,7 @@ on copies, and the flag chooses for each element what is written: the new value 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -27,6 +28,9 @@ from torch import Tensor
 from apex._torch import foreach
 from apex._torch.dtensor import local
 
+_WIDE = {torch.float32}, {torch.float64}
+_dtype = operator.attrgetter("dtype")
+_is_contiguous = operator.methodcaller("is_contiguous")
 _LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
@@ -46,7 +50,11 @@ def working(
     flag that skips the step, all that changes is a copy.
     """
     results = [list(grads), *map(list, changed)]
-    dtype = math_dtype(*chain(*results))
+    dtypes = {*map(_dtype, chain(*results))}
+    if skip is None and dtypes in _WIDE and all(map(_is_contiguous, chain(*results))):
+        yield results  # of most lists, nothing is copied
+        return
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     sources: list[Tensor] = []
     copies: list[Tensor] = []
     for index, position in enumerate(zip(grads, *changed, strict=True)):

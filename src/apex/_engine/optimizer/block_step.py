@@ -12,7 +12,6 @@ Note [The step block by block]
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -89,8 +88,7 @@ class BlockStep(TorchDispatchMode):
             if is_sum or grad.requires_grad or not _alike(pair.master, grad, pair.model):
                 masters.move_grads_to_masters([pair])
                 continue
-            pair.stand_in = pair.master.detach()  # laid out like a gradient
-            vars(pair.stand_in)[masters.PAIR] = weakref.ref(pair)
+            pair.show_stand_in()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
@@ -125,7 +123,7 @@ class BlockStep(TorchDispatchMode):
 
 def _pair_shown(tensor: Tensor) -> MasterPair | None:
     """Returns the pair that shows a tensor in place of its gradient, if one does."""
-    pair: MasterPair | None = vars(tensor).get(masters.PAIR, masters.no_pair)()
+    pair = masters.pair_of_master(tensor)
     return pair if pair is not None and pair.stand_in is tensor else None
 
 

@@ -250,25 +250,21 @@ def _undo(prepared: PreparedOptimizer) -> Callable[[], None]:
 # -- optimizers that amp has not prepared --------------------------------------------------------
 
 
-def _look_after(session: Session, optimizer: Optimizer, versions: Mapping[int, int]) -> None:
-    """Rounds masters that an optimizer stepped; warns if it steps 16-bit weights itself.
+def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]) -> None:
+    """Warns if an optimizer has stepped 16-bit weights of a session's models themselves.
 
     ``versions`` are from before the step, by ``id`` of the parameter.
     """
-    stepped = params_of(optimizer)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    stepped_masters = {id(param) for param in stepped if isinstance(param, masters.Master)}
-    pairs = session.masters.pairs()
-    # Fused kernels do not count their writes.
-    masters.mark_written(pair for pair in pairs if id(pair.master) in stepped_masters)
-    masters.update_model_from_masters(pairs)
     weights: set[int] = set()
     for model in session.models:
         weights.update(map(id, filter(dtypes.is_low_precision, model.parameters())))
-    for param in stepped:
-        if id(param) in weights and (is_fused or versions.get(id(param)) != param._version):
+    for param in params_of(optimizer):
+        if id(param) not in weights:
+            continue
+        if is_fused or versions.get(id(param)) != param._version:
             session.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
-    increment_version([param for param in stepped if session.masters.pair_of(param)])
+        increment_version(param)
 
 
 class _Hooks:
@@ -303,8 +299,12 @@ class _Hooks:
         if PREPARED in vars(optimizer):
             return
         ambient.end_step(optimizer)
+        # Fused kernels do not count their writes to masters.
+        stepped = [*filter(None, map(masters.pair_of_master, params_of(optimizer)))]
+        masters.mark_written(stepped)
+        masters.update_model_from_masters(stepped)
         for session in [*self._sessions]:
-            _look_after(session, optimizer, self._versions)
+            _inspect(session, optimizer, self._versions)
 
     def _end(self) -> None:
         beside: list[Any] = [handle.hooks_dict_ref() for handle in self._handles]

@@ -104,7 +104,7 @@ class AmpOptimizer(Optimizer):
             prepared.check_new_params(group["params"])
             if prepared.session is not None:
                 prepared.session.convert_late(group["params"])
-            prepared.create_masters([group])
+            prepared.create_missing_masters()
             undo.pop_all()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
