@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "casts on in `step`",
         f"{ENGINE}/optimizer/step.py",
-        "        with UncastBlock():\n",
+        "        with uncast:\n",
         "        if True:\n",
         "tests/loop/test_step_casts.py",
     ),
