@@ -63,7 +63,8 @@ def global_norm(tensors: Sequence[Tensor], norm_type: float, device: torch.devic
         norms = l2_norms(tensors, device)
     else:
         norms = stacked([_norm(tensor, norm_type) for tensor in tensors], device)
-    return _norm(norms, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return norm
 
 
 def any_non_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
