@@ -75,6 +75,9 @@ class Master(nn.Parameter):
         increment_version(self)
         parameters.set_data(self, value)
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter, so that it loads without apex."""
         plain: Any = nn.Parameter(self.detach(), self.requires_grad)
