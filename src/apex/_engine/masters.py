@@ -423,7 +423,8 @@ class MasterTable:
         pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
         self.add([pair], user)
         if param.grad is not None and not self.lazy:
-            set_grad(pair.master, *fp32_copies([param.grad], [pair.master]))
+            (copy,) = fp32_copies([param.grad], [pair.master])
+            set_grad(pair.master, copy)
             param.grad = None
         return pair
 
