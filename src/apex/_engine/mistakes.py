@@ -354,11 +354,6 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     return ranks.world_size() > 1 and not is_wrapped
 
 
-def _is_reached(prepared: PreparedOptimizer) -> bool:
-    """Returns whether a backward pass has given a parameter that autograd knows a gradient."""
-    return any(param.grad is not None for param in prepared.trained_params())
-
-
 def _inspect_counted(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
     """Warns of scaled gradients that the next step or block takes as its own; returns whether."""
     params = _counted_of(prepared)
@@ -418,7 +413,10 @@ def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> No
 def _inspect_first_step(prepared: PreparedOptimizer, session: Session, *, is_first: bool) -> None:
     # Of several optimizers that a block names, one may have no gradient yet.
     stepped = session.prepared_optimizers if prepared.had_block else [prepared]
-    if not any(other.has_grads() or _is_reached(other) for other in stepped):
+    params: list[Tensor] = []
+    for other in stepped:
+        params += [*other.trained_params(), *other.params()]
+    if all(param.grad is None for param in params):
         if is_first:
             session.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
         return

@@ -91,7 +91,11 @@ class Session:
         self.scalers: list[Scaler] = []
         for index in range(num_losses):
             self.scalers.append(scaler_for(policy.loss_scale, rule or ScaleRule(), loss_id=index))
-        self.region = _region(policy, spec)
+        self.region: Region = NoAutocastRegion()
+        if spec is not None:
+            self.region = AutocastRegion(spec)
+        elif policy.low_precision is not None:
+            self.region = LowPrecisionRegion()
         self.spec = spec
         self._functions = functions if spec is not None else None
         self.listeners = list(listeners)
@@ -136,7 +140,11 @@ class Session:
         for model in models:
             hand_over(model, undo)
         for model in models:
-            self._convert(model, plan, undo, trains=bool(optimizers))
+            before = casts.floating_tensors(model)
+            undo.callback(casts.undo_convert, model)
+            convert(model, plan, self.region, self, undo)
+            undo.callback(self.masters.release, model)
+            self._make_masters(model, before, trains=bool(optimizers))
         for optimizer in optimizers:
             self.prepare_optimizer(optimizer, undo)
         undo.callback(self.close)
@@ -147,13 +155,6 @@ class Session:
         match_states(optimizers, old_dtypes)
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
-
-    def _convert(self, model: nn.Module, plan: ModelPlan, undo: ExitStack, *, trains: bool) -> None:
-        before = casts.floating_tensors(model)
-        undo.callback(casts.undo_convert, model)
-        convert(model, plan, self.region, self, undo)
-        undo.callback(self.masters.release, model)
-        self._make_masters(model, before, trains=trains)
 
     def _make_masters(
         self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
@@ -302,12 +303,6 @@ class Session:
             delayed = prepared.open_pass is not None and not prepared.open_pass.is_open
             if delayed and prepared.is_live and cleared.issuperset(map(id, prepared.params())):
                 prepared.open_pass = None
-
-
-def _region(policy: Policy, spec: AutocastSpec | None) -> Region:
-    if spec is not None:
-        return AutocastRegion(spec)
-    return NoAutocastRegion() if policy.low_precision is None else LowPrecisionRegion()
 
 
 def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:

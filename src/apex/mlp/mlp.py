@@ -26,7 +26,8 @@ class MlpFunction(torch.autograd.Function):
     def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
         """Returns the result of `mlp_function`."""
         ctx.save_for_backward(*args)
-        ctx.bias, ctx.activation = bias, activation
+        ctx.bias = bias
+        ctx.activation = activation
         return mlp_function(bias, activation, *args)
 
     @staticmethod
@@ -43,8 +44,8 @@ class MlpFunction(torch.autograd.Function):
             grads = torch.autograd.grad(
                 output, trainable, grad_o.to(output.dtype), create_graph=create_graph
             )
-        grad_by_id = dict(zip(map(id, trainable), grads, strict=True))
-        return None, None, *(grad_by_id.get(id(arg)) for arg in args)
+        remaining = iter(grads)
+        return None, None, *(next(remaining) if arg.requires_grad else None for arg in args)
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
