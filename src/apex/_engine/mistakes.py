@@ -264,6 +264,7 @@ class BlockInspection:
         if backward_id() == self._pass_id:  # not that of another thread
             self._others_reached.append(param)
 
+    @untraced
     def _end_pass(self) -> None:
         self._is_running = False
         self._mark_grads()

@@ -207,9 +207,10 @@ class Writes:
         self._changed = set()
         for name, tensor, its_link in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
-            if not is_counted or its_link.masters.pair_of(tensor) is not None:
+            has_master = its_link.masters.pair_of(tensor) is not None
+            if has_master or not is_counted or not has_values(tensor):
                 continue
-            version = its_link.loads, tensor._version, _address(tensor)
+            version = its_link.loads, tensor._version, tensor.data_ptr()
             last = self._versions.get(name, version)
             self._versions[name] = version
             if last != version and last[0] == its_link.loads:
@@ -270,13 +271,6 @@ def _by_name(names: Sequence[str], call: tree.Call) -> dict[str, Any]:
     args, kwargs = call
     labels = itertools.chain(names, map(str, itertools.count(len(names))))
     return dict(zip(labels, args, strict=False)) | kwargs
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # torch.func's tensors have none
-        return 0
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
