@@ -257,9 +257,8 @@ def _norm(params: Iterable[Tensor]) -> Tensor:
     if dtensor.any_dtensor(grads):
         norm = torch.nn.utils.get_total_norm(grads)
         return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
-    device = grads[0].device if grads else torch.device("cpu")
     # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
-    return norms.global_norm(grads, 2.0, device)
+    return norms.global_norm(grads)
 
 
 # -- arm -------------------------------------------------------------------------------------------
