@@ -21,10 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from apex._core.op_rows import COVERED_INSIDE, OPERATORS, WITHOUT_BF16
+from apex._core.op_rows import OPERATORS, WITHOUT_BF16
 from apex._core.op_table import OpTable, operators
 from apex._engine.autocast import kernels
-from apex._torch import dispatcher
 
 PATH = Path(__file__).parents[1] / "docs/_static/op_errors.csv"
 LOW = torch.bfloat16
@@ -83,7 +82,7 @@ def names() -> dict[str, tuple[str, ...]]:
     """Returns the names in fp32 at O1 that have kernels in bf16, with this torch's operators."""
     rows = OpTable.default().rows
     inside = {op.partition(".")[0] for ops in OPERATORS.values() for op in ops.split()} - {*PUBLIC}
-    known = {op: op.partition(".")[0] for op in rows if dispatcher.has_operator(f"aten::{op}")}
+    known = {op: op.partition(".")[0] for op in rows}
     low = {*WITHOUT_BF16.split(), *OTHERS}
     found = {name for op, name in known.items() if rows[op] in CATEGORIES and not {op, name} & low}
     found = found - inside | {name for name, ops in OPERATORS.items() if not {*ops.split()} & low}
@@ -105,7 +104,7 @@ def measured() -> tuple[Errors, ...]:
 
 def _is_native(op: str, device: str) -> bool:
     # As torch itself has it: a session registers kernels for the life of the process.
-    return op not in COVERED_INSIDE and kernels.native_category(op, device) is not None
+    return kernels.native_category(op, device) is not None
 
 
 def _errors(name: str, ops: tuple[str, ...]) -> Errors:

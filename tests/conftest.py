@@ -26,10 +26,11 @@ def _forget():
 
 
 @pytest.fixture(scope="module")
-def every_dtype_is_fast():
-    """Lets ``apex compare`` train its 16-bit levels on CPUs without 16-bit units, too."""
+def ideal_machine():
+    """Lets ``apex compare`` train and time all levels without 16-bit units and when busy, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("apex.tools.compare.run.slowdown", lambda dtype, device: 1.0)
+        patch.setattr("apex.tools.compare.timing.Load.busy", False)
         yield
 
 

@@ -8,16 +8,10 @@ from torch import Tensor
 from amp_C.lists import TensorLists, takes
 from amp_C.steps import adam_rule
 from apex._core.foreach import lamb as rules
-from apex._core.foreach.adam import AdamRule, directions_
-from apex._core.foreach.scalars import (
-    Scalar,
-    as_scalar,
-    as_tensor,
-    descend_,
-    descend_each_,
-    skip_flag,
-)
+from apex._core.foreach.adam import AdamRule
+from apex._core.foreach.scalars import Scalar, descend_, descend_each_, skip_flag
 from apex._core.foreach.working import store, working
+from apex._torch.copies import as_scalar, as_tensor
 
 __all__ = [
     "multi_tensor_lamb",
@@ -49,15 +43,23 @@ def multi_tensor_lamb(
 
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``. Unlike in apex, the gradients
     stay unchanged. They are clipped from ``global_grad_norm``, one element, to ``max_grad_norm``.
-    With ``use_nvlamb``, tensors without weight decay get a trust ratio, too.
+    With ``use_nvlamb``, tensors without weight decay also get a trust ratio.
     """
     rule = adam_rule(
         noop_flag, lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction, grad_averaging
     )
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm)
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
-    nvlamb = bool(use_nvlamb)
-    rules.lamb_(grads, params, exp_avgs, exp_avg_sqs, rule, step, divisor=divisor, nvlamb=nvlamb)
+    rules.lamb_(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        rule,
+        step,
+        divisor=divisor,
+        nvlamb=bool(use_nvlamb),
+    )
 
 
 @takes(4, 5)
@@ -82,10 +84,11 @@ def multi_tensor_lamb_mp(
 ) -> None:
     """Takes one step on scaled gradients; does nothing if the flag is set.
 
-    Arguments are those of :func:`multi_tensor_lamb`, numbers also as tensors of one element, except
+    Takes the arguments of :func:`multi_tensor_lamb`. Numbers may also be tensors of one element.
+    Differences:
 
-    - ``noop_flag``, one int32 element, is read on the device; ``found_inf`` is ignored, as in apex,
-    - ``tensor_lists`` may have the parameters' 16-bit copies as a fifth list, to be updated,
+    - ``noop_flag``, one int32 element, is read on the device. As in apex, ``found_inf`` is ignored.
+    - ``tensor_lists`` may have a fifth list, the parameters' 16-bit copies, which are also updated.
     - ``global_grad_norm`` and ``max_grad_norm`` are norms of the scaled gradients.
     """
     device = noop_flag.device
@@ -96,9 +99,16 @@ def multi_tensor_lamb_mp(
     )
     divisor = _divisor(noop_flag, global_grad_norm, max_grad_norm) / as_scalar(inv_scale, device)
     grads, params, exp_avgs, exp_avg_sqs, *copies = tensor_lists
-    nvlamb = bool(use_nvlamb)
     rules.lamb_(
-        grads, params, exp_avgs, exp_avg_sqs, rule, count, skip, divisor=divisor, nvlamb=nvlamb
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        rule,
+        count,
+        skip,
+        divisor=divisor,
+        nvlamb=bool(use_nvlamb),
     )
     for low_precision in copies:
         store(low_precision, params, skip)
@@ -124,10 +134,12 @@ def multi_tensor_lamb_stage1_cuda(
     """
     rule = AdamRule(1.0, (beta1, beta2), epsilon, weight_decay=0.0, decoupled=True)
     divisor = _divisor(noop_flag, global_grad_norm, max_global_grad_norm)
-    decays = list(per_tensor_decay.reshape(-1).to(torch.float32).unbind())
+    decays = per_tensor_decay.reshape(-1).float().unbind()
     with working(*tensor_lists) as (grads, params, exp_avgs, exp_avg_sqs, updates):
-        clipped = list(torch._foreach_div(grads, divisor))
-        directions = directions_(clipped, params, exp_avgs, exp_avg_sqs, rule=rule, step=step + 1)
+        clipped = torch._foreach_div(grads, divisor)
+        directions = rules.directions(
+            clipped, params, exp_avgs, exp_avg_sqs, rule=rule, step=step + 1
+        )
         torch._foreach_addcmul_(directions, params, decays)
         store(updates, directions)
 
@@ -163,4 +175,5 @@ def multi_tensor_lamb_stage2_cuda(
 
 def _divisor(noop_flag: Tensor, norm: Scalar, max_norm: Scalar) -> Tensor:
     device = noop_flag.device
-    return rules.clip_divisor(as_tensor(norm, device), as_scalar(max_norm, device))
+    total = as_tensor(norm, device)
+    return rules.clip_divisor(total, as_scalar(max_norm, device))

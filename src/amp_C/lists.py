@@ -45,8 +45,7 @@ def takes(*counts: int, empty: bool = False) -> Callable[[Function], Function]:
 
 def set_noop_(noop_flag: Tensor, overflow: Tensor) -> None:
     """Sets the flag to 1 if ``overflow`` (0-d) is non-zero, on the device."""
-    overflow = (overflow != 0).to(noop_flag.dtype).reshape(noop_flag.shape)
-    torch.maximum(noop_flag, overflow, out=noop_flag)
+    noop_flag.masked_fill_((overflow != 0).reshape(noop_flag.shape), 1)
 
 
 def _check(

@@ -8,8 +8,8 @@ from torch import Tensor
 from amp_C.lists import TensorLists, set_noop_, takes
 from amp_C.scaling import multi_tensor_scale
 from apex._core.foreach import norms
-from apex._core.foreach.scalars import as_scalar
 from apex._core.foreach.working import math_dtype
+from apex._torch.copies import as_scalar
 
 __all__ = [
     "multi_tensor_l2norm",
@@ -31,8 +31,8 @@ def multi_tensor_l2norm(
     """
     (tensors,) = tensor_lists
     # In fp32 as in the kernel, whatever the tensors' dtype.
-    single = norms.stacked(norms.l2_norms(tensors), noop_flag.device).float()
-    norm = norms.total(single).reshape(1)
+    single = norms.l2_norms(tensors, noop_flag.device).float()
+    norm = torch.linalg.vector_norm(single).reshape(1)
     set_noop_(noop_flag, ~torch.isfinite(norm))
     return norm, single if per_tensor else single[:0]
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from amp_C.lists import TensorLists, set_noop_, takes
 from apex._core.foreach.norms import any_non_finite
-from apex._core.foreach.scalars import as_scalar
 from apex._core.foreach.working import store, working
-from apex._torch.copies import moved
+from apex._torch.copies import as_scalar, moved
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_scale", "update_scale_hysteresis"]
 
@@ -24,11 +23,11 @@ def multi_tensor_scale(
 
     ``tensor_lists`` are ``[sources, targets]``; both may be the same tensors.
     """
-    sources, factor = tensor_lists[0], as_scalar(scale, noop_flag.device)
-    set_noop_(noop_flag, any_non_finite(sources, noop_flag.device))
+    device = noop_flag.device
+    set_noop_(noop_flag, any_non_finite(tensor_lists[0], device))
     with working(*tensor_lists) as (values, targets):
         store(targets, values)
-        torch._foreach_mul_(targets, factor)
+        torch._foreach_mul_(targets, as_scalar(scale, device))
 
 
 @takes(3)
@@ -72,20 +71,20 @@ def update_scale_hysteresis(
     resets the tracker to ``hysteresis``; ``growth_interval`` consecutive ones multiply the scale by
     ``growth_factor``, unless the result exceeds fp32.
 
-    The scale is one fp32 element, ``growth_tracker`` (clean steps since the last change) and
-    ``hysteresis_tracker`` (overflows left before backing off) are one int32 element each, and
-    ``found_inf``, one element, is positive in case of an overflow. Returns ``current_scale``.
+    Each argument has one element. The scale is fp32. ``growth_tracker`` (clean steps since the last
+    change) and ``hysteresis_tracker`` (overflows left before backing off) are int32. ``found_inf``
+    is positive after an overflow. Returns ``current_scale``.
     """
-    scale = current_scale
-    overflow = moved(found_inf, scale.device).reshape(scale.shape) > 0
-    left = hysteresis_tracker.reshape(scale.shape) - overflow.to(hysteresis_tracker.dtype)
-    steps = growth_tracker.reshape(scale.shape) + 1
-    grows = steps == growth_interval
-    grown = scale * growth_factor
-    grown = torch.where(torch.isfinite(grown), grown, scale)
+    scale = current_scale.view(())
+    clean_steps = growth_tracker.view(())
+    left = hysteresis_tracker.view(())
+    overflow = moved(found_inf, scale.device).view(()) > 0
+    left.copy_(torch.where(overflow, left - 1, hysteresis))
+    clean_steps.copy_(torch.where(overflow, 0, clean_steps + 1))
     reduced = torch.where(left > 0, scale, scale * backoff_factor)
-    scale.copy_(torch.where(overflow, reduced, torch.where(grows, grown, scale)))
-    growth_tracker.copy_(torch.where(overflow | grows, 0, steps).reshape(growth_tracker.shape))
-    left = torch.where(overflow, left, hysteresis)
-    hysteresis_tracker.copy_(left.reshape(hysteresis_tracker.shape))
-    return scale
+    grown = scale * growth_factor
+    grows = (clean_steps == growth_interval) & ~overflow
+    scale.copy_(torch.where(overflow, reduced, scale))
+    scale.copy_(torch.where(grows & torch.isfinite(grown), grown, scale))
+    clean_steps.copy_(torch.where(grows, 0, clean_steps))
+    return current_scale

@@ -9,9 +9,10 @@ from amp_C.lists import TensorLists, takes
 from apex._core.foreach.adagrad import adagrad_
 from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.novograd import novograd_
-from apex._core.foreach.scalars import as_scalar, as_tensor, skip_flag
+from apex._core.foreach.scalars import skip_flag
 from apex._core.foreach.sgd import SGDRule, sgd_
 from apex._core.foreach.working import math_dtype, scale_, store
+from apex._torch.copies import as_scalar, as_tensor
 
 __all__ = [
     "multi_tensor_adagrad",
@@ -63,7 +64,7 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """Unscales the gradients in place and takes one step; does nothing if the flag is set.
 
-    ``inv_scale`` multiplies the gradients; ``lr`` and ``step`` may be on the device, too.
+    ``inv_scale`` multiplies the gradients; ``lr`` and ``step`` may also be on the device.
     ``tensor_lists`` are ``[grads, params, exp_avgs, exp_avg_sqs]``, to which the function with
     ``master`` adds the params' masters: it steps these, and writes the rounded result to params.
     """
@@ -96,13 +97,14 @@ def multi_tensor_sgd(
 ) -> None:
     """Takes one step in place; does nothing if the flag is set, which is read on the device.
 
-    ``tensor_lists`` are ``[grads, params, momenta]``, or with the parameters' 16-bit copies as a
-    fourth list, which are updated, too. ``first_run`` initializes the momentum with the gradient,
-    ``wd_after_momentum`` adds weight decay after the momentum, and ``scale``, the reciprocal of the
+    ``tensor_lists`` are ``[grads, params, momenta]``. A fourth list may hold the parameters' 16-bit
+    copies, which are also updated. ``first_run`` initializes the momentum with the gradient.
+    ``wd_after_momentum`` adds weight decay after the momentum. ``scale``, the reciprocal of the
     loss scale, multiplies the gradients.
     """
     grads, params, momenta, *copies = tensor_lists
-    skip, rate = skip_flag(noop_flag, noop_flag.device), as_scalar(lr, noop_flag.device)
+    skip = skip_flag(noop_flag, noop_flag.device)
+    rate = as_scalar(lr, noop_flag.device)
     rule = SGDRule(rate, momentum, dampening, wd, bool(nesterov), bool(wd_after_momentum))
     if scale != 1.0:
         grads = torch._foreach_mul([grad.to(math_dtype(grad)) for grad in grads], scale)

@@ -2,7 +2,7 @@
 
 `install` appends a finder to ``sys.meta_path``, so that it only sees modules that nothing else
 provides. The error is a ModuleNotFoundError, and so an ImportError, which libraries with an
-optional import of apex catch. `importlib.util.find_spec` raises it, too.
+optional import of apex catch. `importlib.util.find_spec` also raises it.
 """
 
 from __future__ import annotations

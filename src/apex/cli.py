@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -12,17 +11,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from apex._core.project import VERSION
 from apex.tools.compare.columns import legend
+from apex.tools.errors import InputError, NotWrittenError
 
 OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 """Exit codes; docs/reference/command_line.md tells what they mean."""
-
-SUBCOMMANDS = ("trace", "compare", "migrate", "doctor")
 
 _QUESTIONS = """\
   NaN?           apex trace train.py
@@ -35,9 +33,8 @@ _QUESTIONS = """\
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
-    parser.set_defaults(run=None, parser=parser)
-    parser.add_argument("--version", action="store_true", help="print the versions and exit")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"apex-amp {VERSION}")
+    subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
     for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
         add(subparsers)
     return parser
@@ -49,30 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; ``None`` for those of the process.
     """
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
+    args, unknown = build_parser().parse_known_args(argv)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if args.version:
-        from importlib import metadata  # takes 10 ms
-
-        print(f"apex-amp {VERSION}, torch {metadata.version('torch')}")
-        return OK
-    if args.run is None:
-        parser.print_help(sys.stderr)
-        print(f"\napex: name a COMMAND: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
-        return BAD_INPUT
-    from apex.tools.errors import InputError  # not for --help, which loads no tool
-
-    _prepare_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     try:
-        try:
-            code = int(args.run(args))
-        except (InputError, NotWrittenError) as error:
-            print(f"apex {args.command}: {error}", file=sys.stderr)
-            code = BAD_INPUT if isinstance(error, InputError) else NOT_WRITTEN
+        code: int = args.run(args)
         sys.stdout.flush()
         return code
+    except InputError as error:
+        print(f"{args.parser.prog}: {error}", file=sys.stderr)
+        return NOT_WRITTEN if isinstance(error, NotWrittenError) else BAD_INPUT
     except BrokenPipeError:  # as in `apex compare x.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return NOT_WRITTEN
@@ -137,39 +122,19 @@ def _trace(args: argparse.Namespace) -> int:
     file = args.json if args.json in (None, "-") else rank_file(args.json)
     check_json(file)
     script.check()
-    out, err = sys.stdout, sys.stderr  # the script may replace these
-    stream = err if file == "-" else out
-    notify = functools.partial(_show, stream) if args.keep_going else None
+    stream = sys.stderr if file == "-" else sys.stdout
     if args.digits or args.updates:
         tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
     else:
+        notify = functools.partial(_show, stream) if args.keep_going else None
         tracing = trace(script, notify=notify)
-    if tracing is None:
-        return OK
-    for replaced in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError):  # closed by the script
-            replaced.flush()
-    sys.stdout, sys.stderr = out, err
-    if out.closed:  # by the script
-        sys.stdout = stream = err
-    with _until_written():
-        _show(stream, f"\n{tracing.report}")
-        if file == "-" and out.closed:
-            raise NotWrittenError("the JSON could not be written: the script closed its output")
-        write_json(file, tracing.data)
+    # torchrun ends every rank with SIGTERM once one has ended with a fault. This one ends now.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _show(stream, f"\n{tracing.report}")
+    write_json(file, tracing.data)
     if tracing.ending.interrupted:
         return INTERRUPTED
     return NOT_FINITE if tracing.found else tracing.ending.status
-
-
-@contextlib.contextmanager
-def _until_written() -> Iterator[None]:
-    """Ignores SIGTERM, which ``torchrun`` sends to every rank once one has ended with a fault."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _show(stream: TextIO, text: str) -> None:
@@ -213,7 +178,6 @@ def _add_compare(subparsers: Any) -> None:
     _add_device(parser)
     add("--output", type=Path, default="report.html", metavar="FILE", help="default: report.html")
     _add_json(parser)
-    add("--wide", action="store_true", help="print all columns")
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -228,10 +192,7 @@ def _compare(args: argparse.Namespace) -> int:
     from apex.tools.compare.run import Options, compare
     from apex.tools.compare.table import comparison_text
     from apex.tools.devices import parse_device
-    from apex.tools.errors import InputError
 
-    if args.json not in (None, "-") and Path(args.json).resolve() == args.output.resolve():
-        raise InputError(f"--output and --json name the same file, {args.json}")
     options = Options(
         levels=parse_levels(args.levels),
         steps=args.steps,
@@ -246,7 +207,7 @@ def _compare(args: argparse.Namespace) -> int:
     write(args.output, report(comparison))
     write_json(args.json, to_json(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
-    print("\n" + comparison_text(comparison, wide=args.wide), file=stream)
+    print("\n" + comparison_text(comparison), file=stream)
     print(f"report: {args.output}", file=stream)
     return FAILED if comparison.failed else OK
 
@@ -333,8 +294,8 @@ def _command(
     subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, formatter_class=_Raw)
-    parser.description = inspect.cleandoc(run.__doc__ or "")
-    parser.set_defaults(command=name, run=run, parser=parser)
+    parser.description = inspect.getdoc(run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -364,27 +325,13 @@ def count(text: str) -> int:
 # -- output ----------------------------------------------------------------------------------------
 
 
-class NotWrittenError(Exception):
-    """A file that cannot be written; the command ends with this message."""
-
-
 def check_file(path: Path) -> None:
-    """Raises if a file cannot be written; changes nothing.
-
-    A device or a pipe is not opened, because opening a pipe waits for its reader.
-    """
-    try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        if path.exists() and not path.is_file():
-            return
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except (OSError, ValueError) as error:  # ValueError: a null byte
-        raise NotWrittenError(f"{path} cannot be written: {_reason(error)}.") from error
+    """Raises if a file cannot be written; changes nothing."""
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(target, os.W_OK):
+        raise NotWrittenError(
+            f"{path} cannot be written: it is a folder or read-only, or there is no folder for it."
+        )
 
 
 def check_json(file: str | None) -> None:
@@ -398,7 +345,7 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise NotWrittenError(f"{path} could not be written: {_reason(error)}") from error
+        raise NotWrittenError(f"{path} could not be written: {error.strerror}.") from error
 
 
 def write_json(file: str | None, data: dict[str, Any]) -> None:
@@ -408,17 +355,3 @@ def write_json(file: str | None, data: dict[str, Any]) -> None:
         sys.stdout.write(text)
     elif file is not None:
         write(Path(file), text)
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-def _prepare_streams() -> None:
-    """Makes standard output and error take any text, and none where the shell has closed them."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # as in `apex compare x.py 2>&-`
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        elif isinstance(stream, io.TextIOWrapper):  # file names may not be text, a terminal ASCII
-            stream.reconfigure(errors="backslashreplace")

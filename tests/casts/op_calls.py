@@ -1,5 +1,6 @@
 """One call of every function in apex's lists, with the arguments of its operator's row."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.casts.op_rows import ARGUMENTS, floats
+from tests.casts.op_rows import ARGUMENTS, arguments, floats, rows
 
 LISTS = json.loads(
     (Path(__file__).parents[1] / "support/reference/apex_op_lists.json").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ _OF_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys([*("add", "div", "mul", "sub"), *_COMPARISONS.split()], (_x, _y)),
     **{f"__{name}__": (_x, _y) for name in f"{_PAIRS} {_COMPARISONS}".split()},
     **dict.fromkeys(("__pow__", "__rpow__", "__ipow__"), (_z, 2.5)),
-    "__matmul__": ARGUMENTS["matmul"],
+    "__matmul__": arguments("matmul")[0][0],
     "pow": (_z, _x),
     **dict.fromkeys(("cat", "stack"), ([_x, _y], 1)),
     "interpolate": (floats(1, 1, 3, 3), None, 2.0),
@@ -45,6 +46,7 @@ _OF_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@functools.cache
 def calls() -> list[Call]:
     """Returns a call for every name of every list."""
     return [
@@ -57,5 +59,9 @@ def calls() -> list[Call]:
 
 
 def _arguments(name: str) -> tuple[Any, ...]:
-    of_row = ARGUMENTS.get(name, ARGUMENTS.get(f"{name}.input", (_x,)))
-    return _OF_FUNCTIONS.get(name, of_row)
+    if name in _OF_FUNCTIONS:
+        return _OF_FUNCTIONS[name]
+    for row in (name, f"{name}.input"):
+        if row in rows():
+            return arguments(row)[0][0]
+    return (_x,)

@@ -1,5 +1,7 @@
 """Arguments for every operator of the op table, as the dispatcher gets them."""
 
+import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from apex._core.op_table import OpTable
+from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.region import AutocastRegion
 from apex._torch import dispatcher
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -38,7 +41,7 @@ def signs(*shape: int) -> Tensor:
 _x, _y, _z = floats(2, 3), floats(2, 3, low=0.2), floats(2, 3, low=0.3, high=2.0)
 _square = floats(3, 3) + torch.eye(3)
 _classes = torch.tensor([1, 0])
-_definite = torch.tensor([[4.0, 1.0, 0.5], [1.0, 3.0, 0.25], [0.5, 0.25, 2.0]])
+_definite = torch.tensor([[0.875, 0.25, 0.125], [0.25, 0.75, 0.25], [0.125, 0.25, 0.8125]])
 _tall, _signal = floats(3, 2), floats(2, 8)
 _tensor = (floats(6, 6) + 2 * torch.eye(6)).reshape(2, 3, 6)
 _pivots = torch.tensor([1, 2, 3], dtype=torch.int32)
@@ -97,8 +100,6 @@ _WRITES = {
     **dict.fromkeys(("scatter_add", "scatter.src"), (_x, 0, _PLACES, floats(1, 3))),
     "scatter.reduce": (_x, 0, _PLACES, floats(1, 3)),
     "scatter_reduce.two": (_x, 0, _PLACES, floats(1, 3), "amax"),
-    "lerp.Scalar": (_x, _y, 0.25),
-    "lerp.Tensor": (_x, _y, _z),
 }
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
@@ -114,16 +115,6 @@ _SPARSE = {
 
 _GATES = {"lstm": (4, 2), "gru": (3, 1), "rnn_tanh": (1, 1), "rnn_relu": (1, 1)}
 
-_OF_A_SQUARE = (
-    *("cond", "det", "eig", "eigvals", "inv", "inv_ex", "lu", "lu_factor", "lu_factor_ex"),
-    *("matrix_rank.atol_rtol_float", "matrix_rank.atol_rtol_tensor", "qr", "slogdet", "svd"),
-    "svdvals",
-)
-_OF_A_DEFINITE = (
-    *("cholesky", "cholesky_ex", "eigh", "eigvalsh", "ldl_factor", "ldl_factor_ex"),
-    "matrix_sqrth",
-)
-
 # Weights, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights.
 _BAG = (_x, torch.tensor([0, 1, 1]), torch.tensor([0, 2]), False, 0, False, floats(3))
 
@@ -135,85 +126,41 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "conv_transpose3d.input": (floats(1, 2, 3, 3, 3), floats(2, 3, 3, 3, 3), floats(3)),
     "conv_tbc": (floats(5, 2, 3), floats(3, 3, 4), floats(4)),
     "prelu": (signs(2, 3, 4) * floats(2, 3, 4), floats(3)),
-    "addmm": (floats(2, 3), floats(2, 4), floats(4, 3)),
     "addmv": (floats(2), floats(2, 4), floats(4)),
     "addr": (floats(2, 3), floats(2), floats(3)),
     "addbmm": (floats(2, 3), floats(5, 2, 4), floats(5, 4, 3)),
     "baddbmm": (floats(5, 2, 3), floats(5, 2, 4), floats(5, 4, 3)),
-    "matmul": (floats(2, 4), floats(4, 3)),
-    "mm": (floats(2, 4), floats(4, 3)),
     "mv": (floats(2, 4), floats(4)),
     "bmm": (floats(5, 2, 4), floats(5, 4, 3)),
-    "linear": (floats(2, 4), floats(3, 4), floats(3)),
     "einsum": ("ij,jk->ik", [floats(2, 4), floats(4, 3)]),
-    "tensordot": (floats(2, 4), floats(4, 3), [1], [0]),
-    "scaled_dot_product_attention": tuple(floats(1, 2, 3, 4, low=i / 9) for i in range(3)),
     **{f"{name}_cell": _cell(*shape) for name, shape in _GATES.items()},
     **{f"{name}.input": _network(*shape, packed=False) for name, shape in _GATES.items()},
     **{f"{name}.data": _network(*shape, packed=True) for name, shape in _GATES.items()},
-    "pow.Tensor_Scalar": (_z, 2.5),
-    "pow.Tensor_Tensor": (_z, _x),
-    "pow.Scalar": (2.5, _x),
-    "pow_.Scalar": (_z, 2.5),
-    "pow_.Tensor": (_z, _x),
-    **dict.fromkeys(("cumprod", "cumsum", "cumprod_", "cumsum_", "logcumsumexp"), (_x, 1)),
-    **dict.fromkeys(("renorm", "renorm_"), (_x, 2, 0, 0.5)),
-    "dist": (_x, _y),
-    "logsumexp": (_x, [1]),
     "linalg_matrix_norm": (_x, 2),
-    "linalg_matrix_norm.str_ord": (_x, "nuc"),
-    "norm.ScalarOpt_dim": (_x, 2, [1]),
     "norm.ScalarOpt_dtype": (_x, 2),
     "norm.ScalarOpt_dim_dtype": (_x, 2, [1], False),
     "nuclear_norm.dim": (_x, [0, 1]),
-    **{f"{name}.dim": (_x, [1]) for name in ("frobenius_norm", "std", "std_mean", "var")},
-    "var_mean.dim": (_x, [1]),
-    "linalg_matrix_exp": (_square,),
-    "linalg_pinv": (_square, 1e-6),
-    "linalg_pinv.rcond_tensor": (_square, torch.tensor(1e-6)),
-    "prod.dim_int": (_x, 1),
-    "sum.dim_IntList": (_x, [1]),
     "layer_norm": (_x, [3], floats(3), floats(3)),
     "group_norm": (floats(2, 4, 3), 2, floats(4), floats(4)),
     "rms_norm": (_x, [3], floats(3)),
-    "cosine_similarity": (_x, _y),
-    "poisson_nll_loss": (_x, _y, True, True, 1e-8, 1),
     "cosine_embedding_loss": (_x, _y, signs(2)),
-    "hinge_embedding_loss": (_x, signs(2, 3)),
-    **dict.fromkeys(("kl_div", "l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss"), (_x, _y)),
-    "margin_ranking_loss": (floats(4), floats(4, low=0.3), signs(4)),
     "multilabel_margin_loss": (_x, torch.tensor([[1, 0, -1], [2, -1, 0]])),
     "multi_margin_loss": (_x, _classes),
-    "soft_margin_loss": (_x, signs(2, 3)),
-    "triplet_margin_loss": (_x, _y, _z),
-    "binary_cross_entropy": (_x, _y),
-    "binary_cross_entropy_with_logits": (_x, _y),
-    "softmax.int": (_x, 1),
-    "log_softmax.int": (_x, 1),
     "grid_sampler": (floats(1, 1, 3, 3), floats(1, 2, 2, 2), 0, 0, False),
     **dict.fromkeys(("nll_loss_nd", "nll_loss"), (-_x, _classes)),
     "nll_loss2d": (-floats(1, 3, 2, 2), torch.tensor([[[1, 0], [2, 1]]])),
     "ctc_loss.IntList": (_LOG_PROBS, _LABELS, _TIMES, _LENGTHS),
     "ctc_loss.Tensor": (_LOG_PROBS, _LABELS, torch.tensor(_TIMES), torch.tensor(_LENGTHS)),
-    **dict.fromkeys(("addcdiv", "addcmul"), (_x, _y, _z)),
-    "atan2": (_x, _y),
     "cross": (_x, _y, 1),
-    "linalg_cross": (_x, _y),
-    **dict.fromkeys(("isclose", "allclose", "heaviside"), (_x, _x)),
     **dict.fromkeys(("meshgrid", "cartesian_prod"), ([floats(2), floats(3)],)),
     "embedding_bag": _BAG,
     "bilinear": (floats(2, 3), floats(2, 4), floats(5, 3, 4), floats(5)),
     **dict.fromkeys(("dot", "vdot"), (floats(4), floats(4, low=0.2))),
-    "equal": (_x, _x),
     "convolution": (floats(2, 3, 8), floats(4, 3, 3), floats(4), [1], [0], [1], False, [0], 1),
-    **dict.fromkeys(("linalg_multi_dot", "chain_matmul"), ([_square, _tall, _x],)),
     "histogram.bins_tensor": (_x, torch.tensor([0.0, 0.5, 1.0])),
-    "histogram.bin_ct": (_x, 2),
     "histogramdd": (_tall, [2, 2]),
-    "histogramdd.int_bins": (_tall, 2),
     "histogramdd.TensorList_bins": (_tall, [torch.tensor([0.0, 0.5, 1.0])] * 2),
-    **{row: (_z + 1, _z) for row in OpTable.default().rows if row.startswith("special_")},
-    **dict.fromkeys(("linalg_vecdot", "cdist", "complex", "polar"), (_x, _y)),
+    "special_zeta": (_z + 1, _z),
     **_WRITES,
     **{_in_place(row): args for row, args in _WRITES.items()},
     **_SPARSE,
@@ -223,20 +170,12 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     ),
     "view_as_complex": (_tall,),
     **dict.fromkeys(("quantile", "nanquantile"), (_x, torch.tensor([0.25, 0.5]))),
-    **dict.fromkeys(("quantile.scalar", "nanquantile.scalar"), (_x, 0.5)),
-    **dict.fromkeys(("trace", "geqrf", "inverse", "qr", "svd"), (_square,)),
-    **dict.fromkeys(("cholesky", "cholesky_inverse"), (_definite,)),
-    **dict.fromkeys(("cholesky_solve", "triangular_solve"), (_tall, _definite)),
     **dict.fromkeys(("orgqr", "linalg_householder_product"), (_tall, floats(2))),
     "ormqr": (_tall, floats(2), _square),
     "stft": (_signal, 4, None, None, torch.ones(4), False, True, True),
     "stft.center": (_signal, 4, None, None, torch.ones(4), True, "reflect", False, True, True),
-    **{f"linalg_{name}": (_square,) for name in _OF_A_SQUARE},
-    **{f"linalg_{name}": (_definite,) for name in _OF_A_DEFINITE},
-    **{f"linalg_{name}": (_square, _tall) for name in ("lstsq", "solve", "solve_ex")},
     **{f"linalg_{name}": (_definite, _pivots, _tall) for name in ("ldl_solve", "lu_solve")},
     "linalg_cond.p_str": (_square, "fro"),
-    "linalg_matrix_rank": (_square, 0.25),
     "linalg_matrix_rank.tol_tensor": (_square, torch.tensor(0.25)),
     "linalg_tensorinv": (_tensor,),
     "linalg_tensorsolve": (_tensor, _x),
@@ -262,6 +201,27 @@ _WITH_OPTIONS: dict[str, list[Arguments]] = {
 }
 
 
+_NUMBERS: dict[str, Any] = {"int": 1, "List[int]": [1], "number": 0.5, "float": 0.5, "bool": True}
+_NUMBERS |= {"Optional[number]": 0.5, "Optional[List[int]]": [1]}
+
+
+def _of_schema(row: str) -> tuple[Any, ...]:
+    """Returns arguments by their types: definite matrices, each another one, and numbers."""
+    matrices = (_definite * (1 - index / 8) for index in itertools.count())
+    found: list[Any] = []
+    for argument in dispatcher.overload(row)._schema.arguments:
+        if argument.has_default_value() or argument.kwarg_only:
+            break
+        kind = str(argument.type)
+        if kind in ("Tensor", "Optional[Tensor]"):
+            found.append(next(matrices))
+        elif kind == "List[Tensor]":
+            found.append([next(matrices), next(matrices)])
+        else:
+            found.append(_NUMBERS[kind])
+    return tuple(found)
+
+
 def arguments(row: str) -> list[Arguments]:
     """Returns the arguments of each call that a row is tested with."""
     if row in _WITH_OPTIONS:
@@ -271,15 +231,16 @@ def arguments(row: str) -> list[Arguments]:
     plain = row if row in ARGUMENTS else row.removesuffix("_")
     if row.endswith(".out"):
         return []  # test_op_table.py
-    return [(ARGUMENTS.get(plain, (_x,)), {})]
+    return [(ARGUMENTS[plain] if plain in ARGUMENTS else _of_schema(row), {})]
 
 
+@functools.cache
 def rows(device: str = "cpu") -> list[str]:
     """Returns every row that is called by itself, of those that this torch has.
 
     The emulated device has no sparse tensors.
     """
-    known = [row for row in OpTable.default().rows if dispatcher.has_operator(f"aten::{row}")]
+    known = OpTable.default().rows
     return [r for r in known if arguments(r) and (device == "cpu" or r not in _SPARSE)]
 
 
@@ -323,3 +284,8 @@ def mixes(args: Any, low: torch.dtype) -> Iterator[list[torch.dtype]]:
     yield from ([torch.float32], [low])
     if len(floating(args)) > 1:
         yield from ([low, torch.float32], [torch.float32, low])
+
+
+def region_of(low: torch.dtype, device: str = "cpu") -> AutocastRegion:
+    """Returns a region that casts by the op table."""
+    return AutocastRegion(AutocastSpec(low, (device,), OpTable.default()))

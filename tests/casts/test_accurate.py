@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.parametrizations import orthogonal
 
 from apex import amp
 from tests.support.loops import prepared, scaled_backward
@@ -108,22 +107,3 @@ def test_it_is_logged_once(caplog):
             model(x)
     (record,) = caplog.records
     assert "matrix_exp runs in fp32 in this 16-bit model" in record.getMessage()
-
-
-def test_an_orthogonal_layer_learns_as_in_fp32():
-    def losses(level):
-        torch.manual_seed(0)
-        layer = orthogonal(nn.Linear(16, 16, bias=False))
-        net = nn.Sequential(layer, nn.ReLU(), nn.Linear(16, 1))
-        model, optimizer = prepared(level, model=net)
-        weight, found = torch.randn(16, 1) / 4, []
-        for _ in range(40):
-            x = torch.randn(32, 16)
-            loss = F.mse_loss(model(x).float(), x @ weight)
-            optimizer.zero_grad()
-            scaled_backward(loss, optimizer)
-            optimizer.step()
-            found.append(loss.item())
-        return sum(found[-5:]) / 5
-
-    assert losses("O5") < 1.1 * losses("O0")

@@ -59,8 +59,6 @@ MEETS_WEIGHTS = {
     "transposed conv": (nn.ConvTranspose1d(4, 4, 3), (2, 4, 8), applied),
     "layer norm": (nn.LayerNorm(4), (2, 4), applied),
     "group norm": (nn.GroupNorm(2, 4), (2, 4, 3), applied),
-    "batch norm": (nn.BatchNorm1d(4), (3, 4), applied),
-    "instance norm": (nn.InstanceNorm1d(4, affine=True), (2, 4, 8), applied),
     "prelu": (nn.PReLU(), (2, 4), applied),
     "lstm": (nn.LSTM(4, 4), (2, 3, 4), lstm),
     "gru cell": (nn.GRUCell(4, 4), (2, 4), applied),

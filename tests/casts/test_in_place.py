@@ -1,4 +1,4 @@
-"""Operators that write: products with ``out=``, and in-place functions that an fp32 row refuses."""
+"""Operators that write: products with ``out=``, and the in-place power."""
 
 import operator
 
@@ -6,18 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex._core.op_rows import FP32_INPLACE, PRODUCTS
-from apex._core.op_table import AutocastSpec, OpTable
-from apex._engine.autocast.region import AutocastRegion
+from apex._core.op_rows import PRODUCTS
 from tests.casts.op_calls import calls
-from tests.casts.op_rows import convert
+from tests.casts.op_rows import convert, region_of
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LOW = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
 def run(low, device, fn, *args, **kwargs):
-    return AutocastRegion(AutocastSpec(low, (device,), OpTable.default())).run(fn, *args, **kwargs)
+    return region_of(low, device).run(fn, *args, **kwargs)
 
 
 @LOW
@@ -32,21 +30,6 @@ def test_a_product_with_out_casts_its_arguments_to_out(low, device):
             assert run(low, device, getattr(torch, name), *args, out=out) is out
             assert out.dtype is dtype
             torch.testing.assert_close(out, expected)
-
-
-REST = {"pow_": (2.0,), "cumsum_": (0,), "cumprod_": (0,), "renorm_": (2, 0, 1.0)}
-
-
-@LOW
-@DEVICES
-def test_an_in_place_fp32_function_refuses_16_bits_before_it_writes(low, device):
-    for name in sorted({op.partition(".")[0] for op in FP32_INPLACE.split()}):
-        x = torch.full((2, 2), 0.5, dtype=low, device=device)
-        with pytest.raises(NotImplementedError, match=f"In-place {name} got a .*fp32"):
-            run(low, device, getattr(x, name), *REST.get(name, ()))
-        assert torch.equal(x, torch.full_like(x, 0.5))
-        x = x.float()
-        assert run(low, device, getattr(x, name), *REST.get(name, ())) is x
 
 
 @LOW

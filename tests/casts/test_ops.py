@@ -1,4 +1,4 @@
-"""Op casts beyond apex's lists: RNNs, attention, einsum, dtype arguments, changed tables."""
+"""Op casts beyond apex's lists: RNNs, attention, einsum, dtype arguments."""
 
 import itertools
 import warnings
@@ -30,10 +30,6 @@ def device(request):
 @pytest.fixture
 def region(low, device):
     return AutocastRegion(AutocastSpec(low, (device,), DEFAULT))
-
-
-def region_of(table: OpTable) -> AutocastRegion:
-    return AutocastRegion(AutocastSpec(torch.float16, ("cpu",), table))
 
 
 # -- recurrent ------------------------------------------------------------------------------------
@@ -233,34 +229,6 @@ def test_cross_entropy_is_that_of_fp32_logits(region, low, device, options):
         (grad,) = torch.autograd.grad(loss, logits)
         (exact,) = torch.autograd.grad(expected, full)
         torch.testing.assert_close(grad, exact.to(low))
-
-
-# -- banned, changed tables -----------------------------------------------------------------------
-
-
-def test_banned_operator_runs_in_fp32_where_allowed():
-    p = torch.full((2,), 0.5, dtype=torch.float16)
-    region = region_of(DEFAULT.with_bans("fp32"))
-    got = region.run(F.binary_cross_entropy, p, torch.ones_like(p))
-    torch.testing.assert_close(got, F.binary_cross_entropy(p.float(), torch.ones(2)))
-
-
-def test_name_taken_off_the_lists_follows_torch():
-    x = torch.rand(2, 2)
-    half = x.half()
-    table = (
-        DEFAULT.without("torch.nn.functional", "softmax")
-        .without("torch", "mm")
-        .without("torch.nn.functional", "binary_cross_entropy")
-    )
-    changed = region_of(table)
-    assert changed.run(F.softmax, half, 1).dtype is torch.float16
-    assert changed.run(torch.mm, x, x).dtype is torch.float32
-    assert changed.run(F.binary_cross_entropy, half, half).dtype is torch.float16
-    assert changed.run(torch.exp, half).dtype is torch.float32
-    unchanged = region_of(DEFAULT)  # of two live sessions of one dtype, the newest's lists apply
-    assert unchanged.run(F.softmax, half, 1).dtype is torch.float32
-    assert unchanged.run(torch.mm, x, x).dtype is torch.float16
 
 
 def test_registering_kernels_warns_of_nothing():

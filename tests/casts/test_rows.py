@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from apex._core.op_rows import DEVICE_LIMITS, NATIVE_DIFFERENCES
+from apex._core.op_rows import COVERED_INSIDE, NATIVE_DIFFERENCES
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._engine.autocast.kernels import native_category
 from apex._engine.autocast.region import AutocastRegion
@@ -36,7 +36,8 @@ ON_OTHERS = [
 KEPT = {
     (row, device)
     for row, device in ON_OTHERS
-    if native_category(row, device) is not None and row not in NATIVE_DIFFERENCES[device]
+    if native_category(row, device) is not None or row in COVERED_INSIDE
+    if row not in NATIVE_DIFFERENCES[device]
 }
 # torch 2.15 warns of operators that only saved programs call, and of old ones.
 IGNORES = pytest.mark.filterwarnings(
@@ -58,7 +59,9 @@ def end_regions():
 
 def wanted(row, dtypes, low, device="cpu"):
     """Returns the dtype that a call computes in; None where it raises."""
-    category = DEVICE_LIMITS.get(device, {}).get(row, CATEGORY[row])
+    category = CATEGORY[row]
+    if row == "conv_transpose3d.input" and device == "mps":  # which has no 16-bit kernel for it
+        return FP32
     if category in ("low_precision", "recurrent"):
         return low
     if category == "destination":
@@ -138,10 +141,9 @@ def test_a_row_has_the_same_dtypes_on_other_devices(device):
                         raise
                     continue  # fake tensors of this torch ask for a driver
                 assert {tensor.dtype for tensor in floating([got])} <= {dtype}, row
-                assert floating([got]) or got is True or not got.is_floating_point(), row
+                assert floating([got]) or isinstance(got, bool) or not got.is_floating_point(), row
 
 
 def test_every_row_is_called():
-    known = {row for row in CATEGORY if dispatcher.has_operator(f"aten::{row}")}
-    elsewhere = {row for row in known if row == "to.dtype_layout" or row.endswith(".out")}
-    assert set(rows()) == known - elsewhere
+    elsewhere = {row for row in CATEGORY if row.endswith(".out")}
+    assert set(rows()) == CATEGORY.keys() - elsewhere

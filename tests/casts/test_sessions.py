@@ -1,4 +1,4 @@
-"""Which casts are on in a thread: in each block the newest live session's, or its base."""
+"""Which casts are on in a thread: a block's own; outside, those of the newest live session."""
 
 import contextlib
 import gc
@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
-from tests.support.loops import prepared
+from apex._torch.dispatcher import weight_cache_is_safe
+from tests.support.loops import in_a_thread, prepared
 
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 
@@ -52,58 +54,85 @@ def test_the_newest_live_session_s_casts_are_on(levels, first):
 @pytest.mark.parametrize(
     "then", [lambda held: held[0](torch.ones(1, 2)), lambda held: amp.restore(*held)]
 )
+@pytest.mark.parametrize("ended", ["in a block", "in a thread"])
 @pytest.mark.parametrize("level", ["O0", "O5"])
-def test_casts_that_ended_in_a_user_s_block_go_at_the_next_call_of_any_model(level, then):
+def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ended, then):
     first, other = session("O1"), session(level)
-    with torch.autocast("cpu", torch.bfloat16):
-        amp.restore(*first)
+    if ended == "in a block":
+        with torch.autocast("cpu", torch.bfloat16):
+            amp.restore(*first)
+    else:
+        in_a_thread(lambda: amp.restore(*first))
     then(other)
     assert product() is torch.float32
 
 
-@pytest.mark.parametrize("ends", [lambda held: amp.restore(*held), list.clear])
-def test_a_session_that_ends_inside_disable_casts_leaves_no_casts(ends):
-    held = [*session("O4")]
-    with amp.disable_casts():
-        ends(held)
-        gc.collect()
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_session_that_begins_in_a_block_casts_in_its_models_only(device):
+    with torch.autocast(device, enabled=False):
+        model, _ = session("O4", Product(2, 2))
+        assert product() is torch.float32
     assert product() is torch.float32
+    assert model(torch.ones(1, 2))[1] is torch.bfloat16
+
+
+def test_disable_casts_nests_and_is_for_models_too():
+    model, _ = session("O4", Product(2, 2))
+    with amp.disable_casts():
+        with amp.disable_casts():
+            assert product() is torch.float32
+        assert model(torch.ones(1, 2))[1] is product() is torch.float32
+    assert model(torch.ones(1, 2))[1] is product() is torch.bfloat16
+
+
+def test_a_forward_that_raises_leaves_no_casts_in_a_thread_without():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise KeyError
+
+    model, _ = session("O4", Fails(2, 2))
+
+    def run():
+        with pytest.raises(KeyError):
+            model(torch.ones(1, 2))
+        return product()
+
+    assert in_a_thread(run) is torch.float32
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_sessions_and_blocks(seed):
-    """Against the rule: a base for each block, and the sessions that live in it, oldest first."""
+    """Against the rule: a block decides; outside of blocks, the newest session that began there."""
     random_ = random.Random(seed)
-    start, live = state(), []
-    with contextlib.ExitStack() as script:
-        blocks = [(script, start, [])]  # the block, its base, its sessions
-        for _ in range(60):
-            action = random_.choice(["begin", "end", "enter", "leave"])
-            if action == "begin" and len(live) < 4:
-                level = random_.choice(["O1", "O4"])
-                live.append(session(level))
-                blocks[-1][2].append((live[-1][0], level))
-            elif action == "end" and live:
-                amp.restore(*live.pop(random_.randrange(len(live))))
-            elif action == "enter" and len(blocks) < 4:
-                stack = contextlib.ExitStack()
-                kind = random_.choice([*BLOCKS])
-                stack.enter_context(BLOCKS[kind]())
-                blocks.append((stack, "disabled" if kind == "disable_casts" else state(), []))
-            elif action == "leave" and len(blocks) > 1:
-                blocks.pop()[0].close()
-            with amp.disable_casts():  # an amp call
-                pass
-            _, base, began = blocks[-1]
-            alive = [level for model, level in began if any(model is m for m, _ in live)]
-            if base == "disabled":
-                assert not state()[0]
-            elif alive:
-                assert state() == (LOW[alive[-1]], False)
-            else:
-                assert state() == base
-        while len(blocks) > 1:
-            blocks.pop()[0].close()
+    start, live, began = state(), [], []
+    blocks = []  # each with the state at its begin
+    for _ in range(60):
+        action = random_.choice(["begin", "end", "enter", "leave"])
+        if action == "begin" and len(live) < 4:
+            level = random_.choice(["O1", "O4"])
+            live.append(session(level))
+            if not blocks:
+                began.append((live[-1][0], level))
+        elif action == "end" and live:
+            amp.restore(*live.pop(random_.randrange(len(live))))
+        elif action == "enter" and len(blocks) < 3:
+            block = BLOCKS[random_.choice([*BLOCKS])]()
+            block.__enter__()
+            blocks.append((block, state()))
+        elif action == "leave" and blocks:
+            blocks.pop()[0].__exit__(None, None, None)
+        with amp.disable_casts():  # an amp call
+            pass
+        alive = [level for model, level in began if any(model is m for m, _ in live)]
+        if blocks:
+            assert state() == blocks[-1][1]
+        elif alive:
+            assert state() == (LOW[alive[-1]], False)
+        else:
+            assert state() == start
+    while blocks:
+        blocks.pop()[0].__exit__(None, None, None)
     for made in live:
         amp.restore(*made)
     assert state() == start
@@ -129,8 +158,25 @@ def test_a_users_own_autocast_stays_beside_a_live_session(level):
     del casting
 
 
+def test_a_users_own_autocast_follows_the_op_table_of_a_live_session_of_its_dtype():
+    held = session("O4")
+
+    def results(low):
+        with torch.autocast("cpu", low):
+            return product(), torch.exp(torch.ones(2, dtype=low)).dtype
+
+    assert in_a_thread(lambda: results(torch.bfloat16)) == (torch.bfloat16, torch.float32)
+    assert in_a_thread(lambda: results(torch.float16)) == (torch.float16, torch.float16)
+    del held
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_casts_of_a_session_are_off_in_a_model_without_in_its_recompute_too(reentrant):
+@pytest.mark.parametrize(
+    ("block", "dtype"),
+    [(contextlib.nullcontext, torch.float32), (BLOCKS["bf16"], torch.bfloat16)],
+    ids=["of the session", "of the script"],
+)
+def test_a_recompute_of_a_model_without_casts_has_those_of_its_forward(reentrant, block, dtype):
     found = []
 
     class Noting(nn.Linear):
@@ -141,8 +187,10 @@ def test_casts_of_a_session_are_off_in_a_model_without_in_its_recompute_too(reen
     model, _ = session("O0", Noting(2, 2))
     casting = session("O4")
     x = torch.ones(1, 2, requires_grad=True)
-    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-    assert found == [torch.float32] * 2
+    with block():
+        out = checkpoint(model, x, use_reentrant=reentrant)
+    out.float().sum().backward()
+    assert found == [dtype] * 2
     del casting
 
 
@@ -157,3 +205,60 @@ def test_casts_are_off_in_a_model_without_inside_one_with():
 
     outer, _ = session("O4", Outer(2, 2))
     assert outer(torch.ones(1, 2)) == (torch.float32, torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_casts_that_a_checkpointed_function_turns_off_are_off_in_another_thread(reentrant):
+    """autograd's device threads recompute, and have no casts of their own."""
+    layer, found = nn.Linear(2, 2), []
+    held = session("O4")
+
+    def block(x):
+        with amp.disable_casts():
+            y = layer(x)
+            found.append(product())
+        return layer(y)
+
+    x = torch.ones(1, 2, requires_grad=True)
+    with set_checkpoint_early_stop(False):
+        out = checkpoint(block, x, use_reentrant=reentrant)
+        in_a_thread(out.float().sum().backward)
+    assert found == [torch.float32] * 2
+    del held
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to bf16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            self.count += kwargs.get("dtype") is torch.bfloat16
+        return func(*args, **kwargs)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        with torch.set_grad_enabled(self.training):
+            first = super().forward(x)
+        return super().forward(x) + first.detach()
+
+
+@pytest.mark.skipif(not weight_cache_is_safe, reason="the weight cache loses gradients: it is off")
+def test_a_weight_that_a_forward_uses_twice_is_cast_once():
+    model, _ = session("O4", Twice(2, 2, bias=False))
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    with Casts() as casts:
+        model(x)
+    assert casts.count == 1
+
+
+def test_a_weight_first_used_without_grad_gets_its_gradient():
+    model, _ = session("O4", Twice(2, 2).eval())
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))

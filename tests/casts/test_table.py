@@ -1,38 +1,19 @@
-"""The op table as a value: what it knows, and how a user's change of the lists changes it."""
+"""The op table gives every function of apex's lists the dtypes of its category."""
 
 import copy
-import pickle
+import functools
+import operator
 
 import pytest
 import torch
 
-from apex._core.op_table import OpTable, operators
-from tests.casts.op_calls import calls
+from apex._core import op_table
+from apex._core.op_table import OpTable
+from tests.casts.op_calls import HOLDERS, calls
+from tests.casts.op_rows import convert, mixes, region_of
 
-CATEGORIES = {
-    "half": {"low_precision"},
-    "float": {"fp32", "fp32_inplace"},
-    "promote": {"promote"},
-    "sequence_promote": {"promote"},
-    "banned": {"banned"},
-}
-
-
-def test_every_name_of_apex_is_known_with_its_category():
-    rows = OpTable.default().rows
-    for call in calls():
-        found = {rows[op] for op in operators(call.namespace, call.name) if op in rows}
-        assert found <= CATEGORIES[call.category], call.name
-
-
-def test_default_is_one_object_and_equal_to_its_copies():
-    table = OpTable.default()
-    assert OpTable.default() is table
-    for other in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
-        assert other == table
-        assert hash(other) == hash(table)
-
-
+FP16, FP32 = torch.float16, torch.float32
+COMPARISONS = {"eq", "equal", "ge", "gt", "le", "lt", "ne"}
 NOT_IN_EVERY_TORCH = {
     *("_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa.vec"),  # after 2.11
     "linalg_matrix_sqrth",  # from 2.15
@@ -40,43 +21,56 @@ NOT_IN_EVERY_TORCH = {
 }
 
 
+def function(call):
+    """Returns the function of a call; None where torch does not have it."""
+    if call.name.startswith("__") and (own := getattr(operator, call.name, None)):
+        return own
+    return getattr(HOLDERS[call.namespace], call.name, None)
+
+
+def wanted(call, dtypes, low):
+    """Returns the dtype of the result; None where the call is refused."""
+    name = call.name.strip("_")
+    if name in COMPARISONS:
+        return torch.bool
+    if name in ("rdiv", "rtruediv"):  # which torch makes of a reciprocal
+        return FP32
+    if name == "cpu" or (call.category == "promote" and call.name.startswith("__i")):
+        return dtypes[0]
+    if call.category == "half":
+        return low
+    if call.category == "float":
+        return FP32
+    if call.category == "banned":
+        return None if FP16 in dtypes else FP32
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_function_of_apexs_lists_has_the_dtypes_of_its_category(device, low):
+    region = region_of(low, device)
+    for call in calls():
+        fn = function(call)
+        for dtypes in mixes(call.args, low) if fn is not None else ():
+            # Some calls write into their arguments.
+            args = copy.deepcopy(convert(call.args, *dtypes, device=device))
+            expected = wanted(call, dtypes, low)
+            if expected is None:
+                with pytest.raises(NotImplementedError, match=call.name):
+                    region.run(fn, *args)
+                continue
+            result = region.run(fn, *args)
+            found = torch.bool if isinstance(result, bool) else result.dtype
+            assert found is expected, (call.name, dtypes)
+
+
 def test_every_row_names_an_operator_of_this_torch():
-    unknown = {
-        op for op in OpTable.default().rows if not torch._C._dispatch_has_kernel(f"aten::{op}")
-    }
-    assert unknown <= NOT_IN_EVERY_TORCH
-
-
-def test_without_drops_the_operators_of_the_name_and_no_others():
-    before = OpTable.default()
-    after = before.without("torch", "pow")
-    assert before.rows.keys() - after.rows.keys() == {
-        f"pow.{kind}" for kind in ("Tensor_Tensor", "Tensor_Scalar", "Scalar")
-    }
-    assert before == OpTable.default()
-
-
-def test_with_moves_a_name_to_another_category():
-    table = OpTable.default().with_("torch.nn.functional", "layer_norm", "low_precision")
-    assert table.rows["layer_norm"] == "low_precision"
-    assert table != OpTable.default()
+    named = {op for ops in op_table._ROWS.values() for op in ops.split()}
+    assert named - OpTable.default().rows.keys() <= NOT_IN_EVERY_TORCH
 
 
 def test_in_place_operators_of_a_name_keep_the_dtype_that_they_write():
     table = OpTable.default().with_("torch.Tensor", "relu_", "fp32")
     table = table.with_("torch.Tensor", "__iadd__", "promote")
     assert (table.rows["relu_"], table.rows["add_.Tensor"]) == ("fp32_inplace", "destination")
-
-
-@pytest.mark.parametrize("change", ["without", "with_"])
-def test_a_name_that_torch_lacks_is_refused(change):
-    extra = ["fp32"] if change == "with_" else []
-    with pytest.raises(ValueError, match=r"torch\.sigmiod: torch has no such function.*register"):
-        getattr(OpTable.default(), change)("torch", "sigmiod", *extra)
-
-
-def test_unknown_namespace_and_category_name_the_choices():
-    with pytest.raises(ValueError, match=r"'numpy'.*torch\.nn\.functional"):
-        OpTable.default().without("numpy", "exp")
-    with pytest.raises(ValueError, match=r"'half'.*low_precision"):
-        OpTable.default().with_("torch", "exp", "half")

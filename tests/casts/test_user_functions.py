@@ -1,95 +1,82 @@
 """Functions that the user wants cast: wrappers, and functions registered in other modules."""
 
 import functools
-import threading
 import types
 
 import pytest
 import torch
 from torch import nn
 
-from apex._core.op_table import AutocastSpec, OpTable
-from apex._engine.autocast.region import AutocastRegion, active_dtype, casts_off
-from apex._engine.autocast.user_functions import UserRegistry, cast_function
+from apex import amp
+from tests.support.loops import prepared
 
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.fixture
-def region():
-    return AutocastRegion(AutocastSpec(F16, ("cpu",), OpTable.default()))
+@pytest.fixture(autouse=True)
+def session():
+    """Casts to fp16 are on."""
+    return prepared("O1")
 
 
 def dtypes(*args, **kwargs):
     """Returns the dtypes of its tensor arguments, and whether casts are on inside."""
-    values = [*args, *kwargs.values()]
-    return [v.dtype for v in values if isinstance(v, torch.Tensor)], active_dtype() is not None
+    product = torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    return [value.dtype for value in (*args, *kwargs.values())], product.dtype is F16
 
 
 def ones(dtype):
     return torch.ones(2, dtype=dtype)
 
 
-# -- cast_function --------------------------------------------------------------------------------
-
-WANTED = [
-    ("low_precision", (F32, BF16), [F16, F16], True),
-    ("bfloat16", (F32, F32, F16), [BF16, BF16, BF16], True),
-    ("float", (F16, BF16, F32), [F32, F32, F32], False),
-    ("promote", (F16, F32), [F32, F32], True),
-    ("promote", (F16, BF16), [F32, F32], True),
-    ("promote", (F16, F16), [F16, F16], True),
-]
+# -- wrappers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "given", "wanted", "casts_inside"), WANTED)
-def test_each_kind_casts_its_arguments(region, kind, given, wanted, casts_inside):
+@pytest.mark.parametrize(
+    ("wrap", "given", "wanted", "casts_inside"),
+    [
+        (amp.half_function, (F32, BF16), [F16, F16], True),
+        (amp.bfloat16_function, (F32, F32, F16), [BF16, BF16, BF16], True),
+        (amp.float_function, (F16, BF16, F32), [F32, F32, F32], False),
+        (amp.promote_function, (F16, F32), [F32, F32], True),
+        (amp.promote_function, (F16, BF16), [F32, F32], True),
+        (amp.promote_function, (F16, F16), [F16, F16], True),
+    ],
+)
+def test_each_kind_casts_its_arguments_where_casts_are_on(wrap, given, wanted, casts_inside):
     args = [ones(dtype) for dtype in given]
-    assert region.run(cast_function(dtypes, kind), *args) == (wanted, casts_inside)
+    assert wrap(dtypes)(*args) == (wanted, casts_inside)
+    with amp.disable_casts():
+        assert wrap(dtypes)(*args) == ([*given], False)
 
 
-@pytest.mark.parametrize("kind", ["low_precision", "bfloat16", "float", "promote"])
-def test_wrapper_is_a_plain_call_where_casts_are_off(region, kind):
-    fn = cast_function(dtypes, kind)
-    assert fn(ones(F32), ones(F16)) == ([F32, F16], False)
-    with casts_off():
-        assert region.run(fn, ones(F32), ones(F16)) == ([F32, F16], False)
-
-
-def test_wrapper_casts_nested_and_keyword_tensors_only(region):
-    def fn(*args, **kwargs):
-        return args, kwargs
-
+def test_a_wrapper_casts_nested_and_keyword_tensors_only():
     integer = torch.ones(2, dtype=torch.int64)
-    (nested, same), kwargs = region.run(
-        cast_function(fn, "low_precision"), [ones(F32), (ones(F32),)], integer, x={"a": ones(F32)}
+    given = [ones(F32), (ones(F32),)], integer
+    (nested, same), kwargs = amp.half_function(lambda *args, **kwargs: (args, kwargs))(
+        *given, x={"a": ones(F32)}
     )
-    assert nested[0].dtype is F16
-    assert nested[1][0].dtype is F16
+    assert nested[0].dtype is nested[1][0].dtype is kwargs["x"]["a"].dtype is F16
     assert same is integer
-    assert kwargs["x"]["a"].dtype is F16
 
 
-def test_the_users_own_autocast_is_off_in_float_functions(region):
-    fn = cast_function(lambda x: (x @ x).dtype, "float")
-    with torch.autocast("cpu", F16):
+def test_the_users_own_autocast_is_off_in_float_functions():
+    fn = amp.float_function(lambda x: (x @ x).dtype)
+    with amp.disable_casts(), torch.autocast("cpu", F16):
         assert fn(torch.ones(2, 2)) is F32
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_wrapper_works_on_methods(region):
+def test_a_wrapper_works_on_methods():
     class Model(nn.Module):
-        @staticmethod
-        def _kind(x):
+        @amp.half_function
+        def forward(self, x):
             return x.dtype
 
-        def forward(self, x):
-            return self._kind(x)
+        def of(self, x):
+            return x.dtype
 
-        forward = cast_function(forward, "low_precision")
-
-    assert region.run(Model(), ones(F32)) is F16
-    assert region.run(cast_function(Model()._kind, "low_precision"), ones(F32)) is F16
+    assert Model()(ones(F32)) is amp.half_function(Model().of)(ones(F32)) is F16
 
 
 class Double(torch.autograd.Function):
@@ -104,23 +91,28 @@ class Double(torch.autograd.Function):
         return grad * 2
 
 
-def test_wrapper_works_on_autograd_functions(region):
+def test_a_wrapper_works_on_autograd_functions():
     x = ones(F32).requires_grad_()
-    out = region.run(cast_function(Double.apply, "low_precision"), x)
+    out = amp.half_function(Double.apply)(x)
     assert out.dtype is F16
-    with casts_off():
-        out.float().sum().backward()
+    out.float().sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 2.0))
 
 
-def test_casting_a_cast_function_replaces_the_cast(region):
-    once = cast_function(dtypes, "low_precision")
-    twice = cast_function(once, "float")
-    assert twice.__wrapped__ is dtypes
-    assert region.run(twice, ones(F16)) == ([F32], False)
+def test_a_wrapper_of_a_cast_function_stays_when_cast_again():
+    calls = []
+    inner = amp.float_function(lambda x: x.dtype)
+
+    @functools.wraps(inner)
+    def counted(x):
+        calls.append(1)
+        return inner(x)
+
+    assert amp.half_function(counted)(ones(F32)) is F32
+    assert calls == [1]
 
 
-# -- UserRegistry ---------------------------------------------------------------------------------
+# -- registered functions -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -130,60 +122,22 @@ def module():
     return module
 
 
-def registered(holder, name, kind="float"):
-    registry = UserRegistry()
-    registry.register(holder, name, kind)
-    return registry
-
-
-def test_registered_function_is_replaced_while_applied(region, module):
-    registry = registered(module, "fn", "low_precision")
-    assert module.fn is dtypes
-    registry.apply()
-    assert region.run(lambda: module.fn(ones(F32))) == ([F16], True)
-    registry.undo()
-    assert module.fn is dtypes
-
-
-def test_sessions_begin_and_end_in_threads_at_once(module):
-    registry = registered(module, "fn")
-
-    def turns():
-        for _ in range(2000):
-            registry.apply()
-            registry.undo()
-
-    threads = [threading.Thread(target=turns) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert module.fn is dtypes
-
-
-def test_function_registered_in_a_session_is_replaced_until_the_last_one_ends(module):
-    registry = UserRegistry()
-    registry.apply()
-    registry.register(module, "fn", "float")
+def test_a_registered_function_is_replaced_until_the_last_session_ends(session, module):
+    amp.register_half_function(module, "fn")
     ours = module.fn
-    assert ours is not dtypes
-    registry.apply()
-    registry.undo()
+    assert ours(ones(F32)) == ([F16], True)
+    second = prepared("O4")
+    amp.restore(*session)
     assert module.fn is ours
-    registry.undo()
+    amp.restore(*second)
+    assert module.fn is dtypes
+    third = prepared("O1")
+    assert module.fn(ones(F32)) == ([F16], True)
+    amp.restore(*third)
     assert module.fn is dtypes
 
 
-def test_inherited_method_is_taken_off_the_class_again(region):
-    registry = registered(torch.Tensor, "exp2")
-    registry.apply()
-    assert region.run(lambda: ones(F16).exp2()).dtype is F32
-    registry.undo()
-    assert "exp2" not in vars(torch.Tensor)
-    assert region.run(lambda: ones(F16).exp2()).dtype is F16
-
-
-def test_class_and_static_methods_are_replaced_in_kind(region):
+def test_class_static_and_inherited_methods_are_replaced_in_kind(session):
     class Base:
         @staticmethod
         def plain(x):
@@ -193,67 +147,50 @@ def test_class_and_static_methods_are_replaced_in_kind(region):
         def own(cls, x):
             return cls.__name__, x.dtype
 
-    registry = UserRegistry()
     before = dict(vars(Base))
-    for holder, name in ((Base, "plain"), (Base, "own"), (Double, "apply")):
-        registry.register(holder, name, "low_precision")
-    registry.apply()
+    for holder, name in (
+        (Base, "plain"),
+        (Base, "own"),
+        (Double, "apply"),
+        (torch.Tensor, "exp2"),
+    ):
+        amp.register_half_function(holder, name)
     x = ones(F32)
-    assert region.run(lambda: (Base.plain(x), Base().plain(x))) == (F16, F16)
-    assert region.run(lambda: Base.own(x)) == ("Base", F16)
-    assert region.run(lambda: Double.apply(x)).dtype is F16
-    registry.undo()
+    assert Base.plain(x) is Base().plain(x) is Double.apply(x).dtype is x.exp2().dtype is F16
+    assert Base.own(x) == ("Base", F16)
+    amp.restore(*session)
     assert dict(vars(Base)) == before
     assert "apply" not in vars(Double)
+    assert "exp2" not in vars(torch.Tensor)
 
 
-def test_users_own_replacement_made_meanwhile_is_left(region, module):
-    registry = registered(module, "fn", "low_precision")
-    registry.apply()
+def test_a_users_own_replacement_made_meanwhile_is_left(session, module):
+    amp.register_half_function(module, "fn")
     ours = module.fn
-
-    def users(x):
-        return ours(x)
-
-    module.fn = users
-    registry.undo()
+    module.fn = users = lambda x: ours(x)  # noqa: PLW0108
+    amp.restore(*session)
     assert module.fn is users
     assert users(ones(F32)) == ([F32], False)
 
 
-def test_failure_to_replace_puts_the_others_back(module):
-    registry = registered(module, "fn")
-    registry.register(dict, "fromkeys", "float")  # of a built-in type: cannot be replaced
+def test_failure_to_replace_puts_the_others_back(session, module):
+    amp.restore(*session)
+    amp.register_float_function(module, "fn")
+    amp.register_float_function(dict, "fromkeys")  # of a built-in type: cannot be replaced
     with pytest.raises(TypeError):
-        registry.apply()
+        prepared("O1")
     assert module.fn is dtypes
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda _: cast_function(dtypes, "half"), ValueError, "'half'.*low_precision"),
-        (lambda _: cast_function(3, "float"), TypeError, "int 3"),
-        (lambda users: registered(users, "missing"), ValueError, "No function 'missing' in users"),
-        (lambda users: registered(users, "__name__"), ValueError, "No function '__name__' in use"),
-        (lambda users: registered(users, users.fn), TypeError, "got <function"),
+        (lambda _: amp.float_function(3), TypeError, "int 3"),
+        (lambda users: (users, "missing"), ValueError, "No function 'missing' in users"),
+        (lambda users: (users, "__name__"), ValueError, "No function '__name__' in use"),
+        (lambda users: (users, users.fn), ValueError, "No function <function"),
     ],
 )
-def test_only_functions_that_are_there_and_kinds_that_exist_are_taken(module, call, error, words):
+def test_only_functions_that_are_there_are_taken(module, call, error, words):
     with pytest.raises(error, match=words):
-        call(module)
-
-
-def test_a_wrapper_of_a_cast_function_stays_when_cast_again(region):
-    calls = []
-    inner = cast_function(lambda x: x.dtype, "float")
-
-    @functools.wraps(inner)
-    def counted(x):
-        calls.append(1)
-        return inner(x)
-
-    outer = cast_function(counted, "low_precision")
-    x = torch.ones(1)
-    assert region.run(outer, x) is outer(x) is F32
-    assert len(calls) == 2
+        amp.register_float_function(*call(module))

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -89,24 +88,6 @@ def test_in_inference_mode_a_model_is_copied_and_masters_are_not(level):
     train(model, optimizer, 2)
 
 
-@levels
-def test_a_deep_copy_with_its_scheduler_trains_equally_and_warns_of_nothing(level):
-    model, optimizer = loops.prepared(level, loss_scale="dynamic")
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    original = (model, optimizer, scheduler)
-    train(*original[:2], 2)
-    scheduler.step()
-    copied = copy.deepcopy(original)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for *pair, own_scheduler in (original, copied):
-            for x, y in loops.batches(3, overflow_at={1}):
-                loops.train_step(*pair, x, y)
-            own_scheduler.step()
-    assert copied[1].param_groups[0]["lr"] == 0.025
-    assert loops.same(everything(*original[:2]), everything(*copied[:2]))
-
-
 @masters
 def test_a_model_copied_alone_has_rounded_weights_and_outlives_the_session(level):
     model, optimizer = trained(level)
@@ -166,9 +147,7 @@ def test_an_unpickled_pair_keeps_classes_state_and_masters_and_is_restored(level
 def test_an_unpickled_pair_trains_on_with_a_plain_backward(level):
     original = trained(level, loops.OPTIMIZERS["Adam"])
     model, optimizer = pickled(original)
-    optimizer.zero_grad()
-    loops.loss_of(model, *loops.batch(2)).backward()
-    optimizer.step()
+    loops.plain_step(model, optimizer, *loops.batch(2))
     loops.train_step(*original, *loops.batch(2))
     assert loops.same(everything(*original), everything(model, optimizer))
 

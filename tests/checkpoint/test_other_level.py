@@ -43,15 +43,14 @@ def saved():
 def resume_at(level, name, states, *, load_first):
     model = loops.net(seed=5)
     optimizer = OPTIMIZERS[name](model.parameters())
-    parts = (model, optimizer, amp)
     if not load_first:
-        prepare(level, *parts[:2])
-    for part, state in zip(parts, states, strict=True):
-        # amp.state_dict() of a run without amp is empty: nothing to load, nothing to wait.
-        if state or part is not amp:
-            part.load_state_dict(state)
+        prepare(level, model, optimizer)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
     if load_first:
-        prepare(level, *parts[:2])
+        prepare(level, model, optimizer)
+    if states[2]:  # empty of a run without amp: nothing to load
+        amp.load_state_dict(states[2])
     return model, optimizer
 
 

@@ -17,9 +17,9 @@ from tests.distributed.cases import (
     joined,
     prepare,
     state,
-    train_steps,
 )
-from tests.support.loops import WITH_MASTERS
+from tests.support import loops
+from tests.support.loops import WITH_MASTERS, loss_of
 
 pytestmark = pytest.mark.distributed
 
@@ -37,6 +37,26 @@ ALL = [("O5", name) for name in WRAPPERS] + [
 ]
 CASES = pytest.mark.parametrize(("level", "wrapper"), ALL)
 
+
+def average_inside(rank, level):
+    """Without a wrapper, as docs/distributed.md says; rank 0 overflows in the second step."""
+    model, optimizer = prepare(level, seed=0)
+    skipped = []
+    for step in range(3):
+        x, y = batch(rank, step)
+        if (rank, step) == (0, 1):
+            x[0, 0] = float("inf")
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+    return skipped, state(model, optimizer)
+
+
 # -- parity ----------------------------------------------------------------------------------
 
 
@@ -47,7 +67,7 @@ def train(rank, level, wrapper, steps=20, poisoned=None):
     batches = [batch(rank, step) for step in range(steps)]
     if poisoned is not None and poisoned[0] == rank:
         batches[poisoned[1]][0][0, 0] = float("inf")
-    train_steps(parallel, optimizer, batches)
+    loops.train(parallel, optimizer, data=batches)
     return state(parallel, optimizer)
 
 
@@ -58,7 +78,7 @@ def test_two_ranks_stay_alike_and_train_as_one_process_on_the_joined_batch(
     first, second = on_two_ranks(train, level, wrapper)
     assert first == second
     model, optimizer = prepare(level, seed=0)
-    train_steps(model, optimizer, map(joined, range(20)))
+    loops.train(model, optimizer, data=map(joined, range(20)))
     assert_trained_alike(first, optimizer, level, eps=16)
 
 
@@ -170,7 +190,7 @@ def train_in_groups(rank, level):
     groups = [dist.new_group([0]), dist.new_group([1])]
     model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank])
-    train_steps(parallel, optimizer, (batch(0, step) for step in range(2)))
+    loops.train(parallel, optimizer, data=(batch(0, step) for step in range(2)))
     return state(parallel, optimizer)["masters"]
 
 
@@ -178,7 +198,7 @@ def train_in_groups(rank, level):
 def test_masters_are_shared_in_the_wrapper_s_own_group(on_two_ranks, level):
     for rank, found in enumerate(on_two_ranks(train_in_groups, level)):
         model, optimizer = prepare(level, seed=rank)
-        train_steps(model, optimizer, (batch(0, step) for step in range(2)))
+        loops.train(model, optimizer, data=(batch(0, step) for step in range(2)))
         assert found == state(model, optimizer)["masters"]
 
 
@@ -191,7 +211,7 @@ def train_after_a_rank_alone(rank, level, alone):
         with parallel.no_sync():
             backward(called, optimizer, *batch(0, 99))
         optimizer.zero_grad()
-    train_steps(parallel, optimizer, (batch(rank, step) for step in range(2)))
+    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(2)))
     return state(parallel, optimizer)
 
 
@@ -201,3 +221,15 @@ def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, 
     first, second = on_two_ranks(train_after_a_rank_alone, level, alone)
     assert first["masters"] == second["masters"]
     assert first["model"] == second["model"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_ranks_that_average_in_the_block_skip_together_and_train_as_one_process(
+    on_two_ranks, level
+):
+    (skipped, first), (_, second) = on_two_ranks(average_inside, level)
+    assert first == second
+    assert skipped == [False, True, False]
+    model, optimizer = prepare(level, seed=0)
+    loops.train(model, optimizer, data=[joined(0), joined(2)])
+    assert_trained_alike(first, optimizer, level)

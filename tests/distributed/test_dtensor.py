@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex._torch import dtensor
+from tests.support.ranks import fake_group
 from tests.support.sharding import mesh
 
 pytestmark = [
@@ -26,16 +26,13 @@ def ranks_of(params):
 
 
 def test_groups_are_the_sharded_dimensions_of_the_meshes_each_once():
-    distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
-    try:
+    with fake_group(3, 4):
         plane = mesh(2, 2)
         in_row, in_column = ("cpu", [2, 3]), ("cpu", [1, 3])
         one = placed(plane, Replicate(), Shard(0))
         assert ranks_of([one, nn.Parameter(torch.ones(1))]) == [in_row]
         assert ranks_of([placed(plane, Replicate(), Replicate())]) == []
         assert ranks_of([placed(plane, Shard(0), Shard(1)), one]) == [in_column, in_row]
-    finally:
-        distributed.destroy_process_group()
 
 
 def parts(rank):

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
-from tests.distributed.cases import backward, batch, initialized, net, prepare, state, train_steps
+from tests.distributed.cases import backward, batch, initialized, net, prepare, state
+from tests.support import loops
 from tests.support.loops import WITH_MASTERS, prepared, scaled_backward
 
 pytestmark = pytest.mark.distributed
@@ -48,11 +49,11 @@ def accumulate_eager(rank, level):
     return accumulate(rank, DistributedDataParallel(model), optimizer, model)
 
 
-@pytest.mark.parametrize(("level", "where"), [("O1", "around"), ("O5", "around"), ("O5", "inside")])
-def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, level, where):
-    first, second = on_two_ranks(accumulate_compiled, level, where)
+@pytest.mark.parametrize("where", COMPILED)
+def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
+    first, second = on_two_ranks(accumulate_compiled, "O5", where)
     assert first == second
-    eager = on_two_ranks(accumulate_eager, level)[0]
+    eager = on_two_ranks(accumulate_eager, "O5")[0]
     for found in zip(first["masters"], eager["masters"], strict=True):
         torch.testing.assert_close(*map(torch.tensor, found), rtol=2.0**-7, atol=2.0**-7)
 
@@ -117,7 +118,9 @@ def train_unevenly(rank, level):
     parallel = DistributedDataParallel(model)
     try:
         with parallel.join():
-            train_steps(parallel, optimizer, (batch(rank, step) for step in range(2 + 2 * rank)))
+            loops.train(
+                parallel, optimizer, data=(batch(rank, step) for step in range(2 + 2 * rank))
+            )
     except RuntimeError as error:
         return str(error)
     return state(model, optimizer)
@@ -152,7 +155,7 @@ def wrapped_first(rank, level, wrap, compiled):
     try:
         with torch.no_grad():
             wrapper(batch(rank, 0)[0])
-        train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
+        loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(3)))
     except RuntimeError as error:
         return str(error)
     finally:

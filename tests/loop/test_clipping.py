@@ -113,10 +113,10 @@ def test_an_unprepared_optimizer_is_refused():
 @pytest.mark.parametrize(
     ("error", "value", "words"),
     [
-        (ValueError, -1.0, "must be 0 or greater"),
-        (ValueError, float("nan"), "must be 0 or greater"),
-        (TypeError, "x", "'x'; it must be a number"),
-        (TypeError, None, "None; it must be a number"),
+        (ValueError, -1.0, "must be at least 0"),
+        (ValueError, float("nan"), "must be at least 0"),
+        (ValueError, "x", "'x'"),
+        (TypeError, None, "NoneType"),
     ],
 )
 def test_a_norm_that_is_none_is_refused(name, error, value, words):
@@ -147,3 +147,16 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     with pytest.raises(TypeError, match="sparse gradient"):
         amp.clip_grad_norm_(optimizer, 1e-3)
     assert loops.same(loops.grads(model[1].parameters()), before)
+
+
+def test_a_forward_moves_clipped_gradients_alone():
+    """The others stay in 16 bits on their model until they are read, or stepped with."""
+    nets = [loops.net(), loops.net()]
+    optimizers = [loops.fused_adamw_of(net.parameters()) for net in nets]
+    amp.initialize(nets, optimizers, opt_level="O5", verbosity=0)
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        loops.backward(net, optimizer, *loops.batch())
+    amp.clip_grad_norm_(optimizers[0], 1e-3)
+    nets[0](loops.batch()[0])
+    pending = [[param.grad is not None for param in net.parameters()] for net in nets]
+    assert pending == [[False] * 4, [True] * 4]

@@ -1,13 +1,10 @@
 """What amp costs: host syncs per iteration, and stored bytes per parameter."""
 
-import gc
-
 import pytest
 import torch
 
-from benchmarks.memory import storages
 from tests.support import loops
-from tests.support.host_reads import reads_of
+from tests.support.host_reads import reads_of, waits_are_errors
 
 FUSED = {
     "Adam": lambda params: torch.optim.Adam(params, fused=True),
@@ -18,12 +15,6 @@ UNFUSED = {
     "Adam": lambda params: torch.optim.Adam(params, foreach=True),
     "RMSprop": lambda params: torch.optim.RMSprop(params, foreach=True),
 }
-
-
-def plain_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loops.loss_of(model, x, y).backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -38,7 +29,7 @@ def test_an_iteration_with_a_fused_optimizer_has_no_host_read(level, name):
 @pytest.mark.parametrize("level", loops.MIXED)
 def test_an_iteration_with_any_other_optimizer_has_at_most_one_host_read_more(level, name):
     model = loops.net()
-    own = reads_of(model, UNFUSED[name](model.parameters()), plain_step)
+    own = reads_of(model, UNFUSED[name](model.parameters()), loops.plain_step)
     pair = loops.prepared(level, UNFUSED[name], loss_scale="dynamic")
     assert reads_of(*pair, loops.train_step, steps=3) <= own + 3
 
@@ -51,32 +42,6 @@ def test_an_iteration_with_a_fused_optimizer_never_waits_for_the_gpu(level, name
     data = [(x.cuda(), y.cuda()) for x, y in loops.batches(5)]
     for x, y in data[:2]:
         loops.train_step(model, optimizer, x, y)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for x, y in data[2:]:
             loops.train_step(model, optimizer, x, y)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def live_bytes():
-    """Bytes of all tensors that Python can reach, each storage once."""
-    gc.collect()
-    return sum(storages().values())
-
-
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-@pytest.mark.parametrize(
-    ("level", "expected"), [("O0", 12), ("O1", 12), ("O4", 12), ("O2", 14), ("O5", 14)]
-)
-def test_stored_bytes_per_parameter_after_step_and_zero_grad(level, expected, clear):
-    x = torch.randn(2, 100)
-    before = live_bytes()
-    model = torch.nn.Linear(100, 200, bias=False)
-    model, optimizer = loops.prepared(level, FUSED["AdamW"], model=model)
-    for _ in range(2):
-        loops.scaled_backward(model(x).float().square().mean(), optimizer)
-        optimizer.step()
-        {"optimizer": optimizer, "model": model}[clear].zero_grad()
-    per_param = (live_bytes() - before) / model.weight.numel()
-    assert expected <= per_param < expected + 0.01

@@ -32,9 +32,7 @@ def test_every_call_passes_through_and_it_trains_as_without_amp():
     steps = loops.sgd(other.parameters())
     for x, y in loops.batches(3):
         loops.train_step(model, optimizer, x, y)
-        steps.zero_grad()
-        loops.loss_of(other, x, y).backward()
-        steps.step()
+        loops.plain_step(other, steps, x, y)
     assert loops.same(loops.values(model.parameters()), loops.values(other.parameters()))
     loss = loops.loss_of(model, *loops.batch())
     for given, options in ((optimizer, {}), ([optimizer], {"loss_id": 3}), ([], {})):

@@ -241,6 +241,7 @@ def test_an_overflow_is_remembered_until_a_step(level, forgets, name):
 @levels
 def test_an_overflow_is_remembered_when_the_next_loss_is_on_another_device(level):
     model, optimizer = overflowed(level, "another device")
+    assert loops.loss_scale() == 2.0**7
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert weights(model) == [1.0, 1.0]

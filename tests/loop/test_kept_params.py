@@ -78,29 +78,9 @@ def test_optimizers_inside_another_continue_from_their_state(level, arrives):
         model = loops.net().to(arrives)
         optimizer = make(model.parameters())
         for x, y in loops.batches(2):
-            model.zero_grad()
-            loops.loss_of(model, x.to(arrives), y).backward()
-            optimizer.step()
+            loops.plain_step(model, optimizer, x.to(arrives), y)
         pairs.append((model, optimizer))
     for pair in pairs:
         amp.initialize(*pair, opt_level=level, verbosity=0)
         loops.train_step(*pair, *loops.batch(seed=3))
     assert loops.same(*(dict(model.state_dict()) for model, _ in pairs))
-
-
-@masters
-def test_an_optimizer_around_the_groups_of_another_steps_the_masters(level):
-    class Around(Optimizer):
-        def __init__(self, inner):
-            self.inner = inner
-            super().__init__(inner.param_groups, {})
-            self.param_groups = inner.param_groups
-
-        def step(self, closure=None):
-            return self.inner.step(closure)
-
-    runs = [
-        trained(level, make, steps=3, loss_scale=8.0)[0]
-        for make in (lambda p: Around(loops.sgd(p)), loops.sgd)
-    ]
-    assert loops.same(*(dict(model.state_dict()) for model in runs))

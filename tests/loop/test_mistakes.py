@@ -2,12 +2,15 @@
 
 import copy
 import re
+import threading
 import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedSGD
@@ -25,139 +28,76 @@ MODEL = r"step ignores them(?s:.*)batch norm(?s:.*)amp\.master_params"
 SECOND = r"second backward pass inside(?s:.*)loss \+ other_loss"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
 EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)"
-FORGOTTEN = "did not get this optimizer"
+FORGOTTEN = "this optimizer was not passed to"
 UNPREPARED = r"amp has not prepared(?s:.*)amp\.initialize"
 
 
-def block(model, optimizer, x, y, inside):
-    """One iteration, whose block does as ``inside`` says."""
-    optimizer.zero_grad()
-    loss = loops.loss_of(model, x, y)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        inside(loss, scaled_loss)
-    optimizer.step()
+class Script:
+    """One iteration of a training; each method is a line that a script may have in it."""
+
+    def __init__(self, model, optimizer, x, y):
+        self.model, self.optimizer, self.data = model, optimizer, (x, y)
+
+    def clear(self):
+        self.optimizer.zero_grad()
+
+    def scale(self, model=None, **options):
+        self.loss = loops.loss_of(model or self.model, *self.data)
+        self.block = amp.scale_loss(self.loss, self.optimizer, **options)
+        self.scaled_loss = self.block.__enter__()
+
+    def delay(self):
+        self.scale(delay_unscale=True)
+
+    def scale_copy(self):
+        self.scale(copy.deepcopy(self.model))
+
+    def scaled(self):
+        self.scaled_loss.backward()
+
+    def unscaled(self):
+        self.loss.backward()
+
+    def end(self):
+        self.block.__exit__(None, None, None)
+
+    def plain(self):
+        loops.loss_of(self.model, *self.data).backward()
+
+    def clip(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+
+    def clip_values(self):
+        nn.utils.clip_grad_value_(self.model.parameters(), 1.0)
+
+    def clip_masters(self):
+        nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), 1e-3)
+
+    def zero(self):
+        for param in self.model.parameters():
+            param.grad.zero_()
+
+    def step(self):
+        self.optimizer.step()
+
+    def step_closure(self):
+        def closure():
+            self.clear()
+            self.plain()
+
+        self.optimizer.step(closure)
 
 
-def unscaled(model, optimizer, x, y):
-    block(model, optimizer, x, y, lambda loss, _: loss.backward())
+def run(lines, model, optimizer, x, y):
+    script = Script(model, optimizer, x, y)
+    for line in lines.split():
+        getattr(script, line)()
 
 
-def after_the_block(model, optimizer, x, y):
-    optimizer.zero_grad()
-    with amp.scale_loss(loops.loss_of(model, x, y), optimizer) as scaled_loss:
-        pass
-    scaled_loss.backward()
-    optimizer.step()
-
-
-def clipped_inside(model, optimizer, x, y):
-    def inside(_, scaled_loss):
-        scaled_loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    block(model, optimizer, x, y, inside)
-
-
-def clipped_by_value_inside(model, optimizer, x, y):
-    optimizer.zero_grad()
-    with amp.scale_loss(loops.loss_of(model, x, y), optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
-        nn.utils.clip_grad_value_(model.parameters(), 1.0)
-    optimizer.zero_grad()
-
-
-def masters_inside(model, optimizer, x, y):
-    def inside(_, scaled_loss):
-        scaled_loss.backward()
-        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-
-    block(model, optimizer, x, y, inside)
-
-
-def plain(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loops.loss_of(model, x, y).backward()
-    optimizer.step()
-
-
-def plain_closure(model, optimizer, x, y):
-    def closure():
-        optimizer.zero_grad()
-        loss = loops.loss_of(model, x, y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-
-
-def swapped(model, optimizer, x, y):
-    optimizer.zero_grad()
-    optimizer.step()
-    loops.backward(model, optimizer, x, y)
-
-
-def second_backward(model, optimizer, x, y):
-    def inside(loss, scaled_loss):
-        scaled_loss.backward()
-        loops.loss_of(model, x, y).backward()
-
-    block(model, optimizer, x, y, inside)
-
-
-def clipped_after_delayed(model, optimizer, x, y, *, of_model=False):
-    optimizer.zero_grad()
-    loops.backward(model, optimizer, x, y, delay_unscale=True)
-    params = model.parameters() if of_model else amp.master_params(optimizer)
-    nn.utils.clip_grad_norm_(params, 1e-3)
-    optimizer.step()
-
-
-def clipped_model_after_delayed(model, optimizer, x, y):
-    clipped_after_delayed(model, optimizer, x, y, of_model=True)
-
-
-def clipped_between_delayed(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loops.backward(model, optimizer, x, y, delay_unscale=True)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    loops.backward(model, optimizer, x, y)
-    optimizer.step()
-
-
-def clipped_model(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loops.backward(model, optimizer, x, y)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
-
-
-def plain_after_blocks(model, optimizer, x, y):
-    loops.train_step(model, optimizer, x, y)
-    plain(model, optimizer, x, y)
-
-
-def plain_before_a_block(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loops.loss_of(model, x, y).backward()
-    loops.backward(model, optimizer, x, y)
-    optimizer.step()
-
-
-def no_backward(model, optimizer, x, y):
-    block(model, optimizer, x, y, lambda *_: None)
-
-
-def cleared_inside(model, optimizer, x, y):
-    def inside(_, scaled_loss):
-        scaled_loss.backward()
-        optimizer.zero_grad()
-
-    block(model, optimizer, x, y, inside)
-
-
-def of_a_copy(model, optimizer, x, y):
-    loops.backward(copy.deepcopy(model), optimizer, x, y)
-    optimizer.step()
+CLIPPED_INSIDE = "clear scale scaled clip end step"
+UNSCALED = "clear scale unscaled end step"
+LATE_BACKWARD = "clear scale end scaled step"
+WITHOUT_AMP = "clear plain step"
 
 
 def messages(train, *given):
@@ -169,68 +109,95 @@ def messages(train, *given):
     return [str(each.message) for each in caught]
 
 
-def train_all(train, pair):
+def train(lines, pair):
     for x, y in loops.batches(3):
-        train(*pair, 0.01 * x, 0.01 * y)
+        run(lines, *pair, 0.01 * x, 0.01 * y)
 
 
-def assert_warns_once(level, train, message, optimizer="SGD", **options):
+def assert_warns_once(level, lines, message, optimizer="SGD", **options):
     """Three iterations warn once."""
     pair = loops.prepared(level, loops.OPTIMIZERS[optimizer], **options)
-    (found,) = messages(train_all, train, pair)
+    (found,) = messages(train, lines, pair)
     assert re.search(message, found)
 
 
 @pytest.mark.parametrize(
-    ("train", "message"),
+    ("lines", "message"),
     [
-        (unscaled, NOT_FROM_SCALED),
-        (after_the_block, LATE),
-        (clipped_inside, CLIPPED),
-        (clipped_by_value_inside, CLIPPED),
-        (clipped_after_delayed, DELAYED),
-        (clipped_model_after_delayed, DELAYED),
-        (clipped_between_delayed, DELAYED),
-        (second_backward, SECOND),
-        (plain, PLAIN),
-        (plain_closure, PLAIN),
+        (UNSCALED, NOT_FROM_SCALED),
+        (LATE_BACKWARD, LATE),
+        (CLIPPED_INSIDE, CLIPPED),
+        ("clear delay scaled clip_values end clear", CLIPPED),
+        ("clear scale scaled clip_masters end step", CLIPPED),
+        ("clear delay scaled end clip_masters step", DELAYED),
+        ("clear delay scaled end clip step", DELAYED),
+        ("clear delay scaled end clip scale scaled end step", DELAYED),
+        ("clear scale scaled plain end step", SECOND),
+        (WITHOUT_AMP, PLAIN),
+        ("step_closure", PLAIN),
     ],
-    ids=lambda each: getattr(each, "__name__", ""),
 )
 @fp16
-def test_a_mistake_of_fp16_levels_is_warned_of_once(level, train, message):
-    assert_warns_once(level, train, message, "fused AdamW")
-    assert_warns_once(level, train, message, loss_scale=128.0)
+def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
+    assert_warns_once(level, lines, message, "fused AdamW")
+    assert_warns_once(level, lines, message, loss_scale=128.0)
 
 
 @pytest.mark.parametrize(
-    ("train", "message"),
-    [(clipped_model, MODEL), (plain_after_blocks, IGNORED), (plain_before_a_block, IGNORED)],
-    ids=lambda each: getattr(each, "__name__", ""),
+    ("lines", "message"),
+    [
+        ("clear scale scaled end clip step", MODEL),
+        ("clear scale scaled end zero scale scaled end step", MODEL),
+        ("clear scale scaled end step clear plain step", IGNORED),
+        ("clear plain scale scaled end step", IGNORED),
+    ],
 )
-def test_what_the_step_of_masters_ignores_is_warned_of_once(train, message):
-    assert_warns_once("O2", train, message, "fused AdamW")
-    assert_warns_once("O2", train, message, loss_scale=128.0)
+def test_what_the_step_of_masters_ignores_is_warned_of_once(lines, message):
+    assert_warns_once("O2", lines, message, "fused AdamW")
+    assert_warns_once("O2", lines, message, loss_scale=128.0)
 
 
-@pytest.mark.parametrize("train", [swapped, no_backward, cleared_inside, of_a_copy])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "clear step scale scaled end",
+        "clear scale end step",
+        "clear scale scaled clear end step",
+        "scale_copy scaled end step",
+    ],
+)
 @levels
-def test_a_step_before_any_backward_pass_is_warned_of(level, train):
-    assert_warns_once(level, train, EMPTY)
+def test_a_step_before_any_backward_pass_is_warned_of(level, lines):
+    assert_warns_once(level, lines, EMPTY)
 
 
-def test_clipping_the_masters_inside_the_block_is_warned_of():
-    assert_warns_once("O1", masters_inside, CLIPPED)
-    assert_warns_once("O2", masters_inside, CLIPPED)
+def change_on_a_rank(rank, level, wraps):
+    """What is said of a clip inside the block, or without a wrapper of an average."""
+    model, optimizer = loops.prepared(level)
+    parallel = DistributedDataParallel(model) if wraps else model
 
+    def train():
+        script = Script(parallel, optimizer, *loops.batch())
+        script.scale()
+        script.scaled()
+        if wraps:
+            script.clip()
+        else:
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= 2
+        script.end()
+        script.step()
 
-def clip_on_a_rank(rank, level):
-    assert_warns_once(level, clipped_inside, CLIPPED)
+    return messages(train)
 
 
 @pytest.mark.distributed
-def test_clipping_inside_the_block_is_warned_of_on_every_rank(on_two_ranks):
-    on_two_ranks(clip_on_a_rank, "O1")
+def test_ranks_may_average_inside_the_block_but_a_wrapper_does_so_and_a_clip_is_named(on_two_ranks):
+    for level in loops.DYNAMIC:
+        assert on_two_ranks(change_on_a_rank, level, False) == [[], []]
+        for (found,) in on_two_ranks(change_on_a_rank, level, True):
+            assert re.search(CLIPPED, found)
 
 
 def test_a_mistake_does_not_change_what_the_step_does():
@@ -240,7 +207,7 @@ def test_a_mistake_does_not_change_what_the_step_does():
         with warnings.catch_warnings():
             warnings.simplefilter(show)
             try:
-                unscaled(model, optimizer, *loops.batch())
+                run(UNSCALED, model, optimizer, *loops.batch())
             except UserWarning:
                 optimizer.step()
         stepped.append(loops.values(model.parameters()))
@@ -296,6 +263,45 @@ def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(ord
     assert [FORGOTTEN in message for message in messages(train)] == [True]
 
 
+@fp16
+def test_mistakes_are_found_in_another_thread_than_that_of_initialize(level):
+    nets, (first, second) = two(level)
+
+    def train():
+        loss = sum(loops.loss_of(net, 0.01 * x, 0.01 * y) for net in nets)
+        loops.scaled_backward(loss, first)
+        second.step()
+
+    x, y = loops.batch()
+    assert FORGOTTEN in messages(loops.in_a_thread, train)[0]
+
+
+@fp16
+def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
+    nets, (first, second) = two(level)
+    x, y = loops.batch()
+    with amp.scale_loss(loops.loss_of(nets[0], 0.01 * x, y), first) as scaled_loss:
+        begin, end = threading.Event(), threading.Event()
+
+        def train_second():
+            begin.wait(9)
+            loops.train_step(nets[1], second, 0.01 * x, y)
+            end.set()
+
+        def while_it_runs(_):
+            begin.set()
+            end.wait(9)
+
+        nets[0][0].bias.register_hook(while_it_runs)
+        thread = threading.Thread(target=train_second)
+        thread.start()
+        scaled_loss.backward()
+        thread.join()
+    loops.backward(nets[1], second, 0.01 * x, y)
+    second.step()
+    first.step()
+
+
 @pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "own pass"])
 @levels
 def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
@@ -349,7 +355,7 @@ def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, 
 
     def train():
         for x, y in loops.batches(2):
-            plain(model, other, x, y)
+            run(WITHOUT_AMP, model, other, x, y)
 
     (message,) = messages(train)
     assert re.search(UNPREPARED, message)
@@ -395,9 +401,11 @@ def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(leve
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
-@pytest.mark.parametrize("train", [unscaled, after_the_block, clipped_inside, plain, plain_closure])
-def test_the_same_at_a_scale_of_1_is_no_mistake(level, train):
-    train_all(train, loops.prepared(level))
+@pytest.mark.parametrize(
+    "lines", [UNSCALED, LATE_BACKWARD, CLIPPED_INSIDE, WITHOUT_AMP, "step_closure"]
+)
+def test_the_same_at_a_scale_of_1_is_no_mistake(level, lines):
+    train(lines, loops.prepared(level))
 
 
 @pytest.mark.parametrize(
@@ -450,8 +458,9 @@ def test_usual_loops_are_silent(level):
         optimizers[1].step()
 
 
-def twice(model, scaled_loss):
-    scaled_loss.backward(retain_graph=True)
+def with_slopes(model, scaled_loss):
+    """Gradients that autograd only returns, of a loss without a scale."""
+    torch.autograd.grad(model(loops.batch()[0]).float().sum(), [*model.parameters()])
     scaled_loss.backward()
 
 
@@ -465,22 +474,20 @@ def one_changed(model, scaled_loss):
     [
         lambda model, scaled_loss: (scaled_loss / 2).backward(),
         lambda model, scaled_loss: torch.autograd.backward([scaled_loss]),
-        twice,
+        lambda model, scaled_loss: [scaled_loss.backward(retain_graph=True) for _ in range(2)],
+        with_slopes,
         one_changed,
+        lambda model, scaled_loss: None,
     ],
-    ids=["halved", "autograd", "twice", "one changed"],
+    ids=["halved", "autograd", "twice", "slopes", "one changed", "no pass"],
 )
 @fp16
 def test_other_ways_to_run_the_pass_are_no_mistake(level, backward):
     model, optimizer = loops.prepared(level, loss_scale=128.0)
-    block(model, optimizer, *loops.batch(), lambda _, scaled_loss: backward(model, scaled_loss))
-
-
-@fp16
-def test_a_block_without_a_backward_pass_is_no_mistake(level):
-    model, optimizer = loops.prepared(level, loss_scale=128.0)
-    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer):
-        pass
+    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
+        backward(model, scaled_loss)
+    if model[0].weight.grad is not None:
+        optimizer.step()
 
 
 @fp16
@@ -517,7 +524,7 @@ class Preconditioner(torch.optim.Optimizer):
 def test_optimizers_of_other_weights_or_of_gradients_alone_are_no_mistake(level):
     model, optimizer = loops.prepared(level, loss_scale=1.0)
     other = loops.net()
-    plain(other, loops.sgd(other.parameters()), *loops.batch())
+    run(WITHOUT_AMP, other, loops.sgd(other.parameters()), *loops.batch())
     preconditioner = Preconditioner(model.parameters())
     loops.loss_of(model, *loops.batch()).backward()
     preconditioner.step()
@@ -533,6 +540,11 @@ def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
             for param in model.parameters():
                 param.data.add_(share)
         loops.train_step(model, optimizer, x, y)
+
+
+@fp16
+def test_zeros_by_hand_after_a_step_are_no_mistake(level):
+    train("scale scaled end step zero", loops.prepared(level, loss_scale=128.0))
 
 
 @pytest.mark.parametrize("scaled", [True, False])

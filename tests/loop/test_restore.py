@@ -17,14 +17,6 @@ def hooks(model):
     return sum(len(v) for m in model.modules() for k, v in vars(m).items() if k.endswith("_hooks"))
 
 
-def plain_step(model, optimizer):
-    optimizer.zero_grad()
-    loss = loops.loss_of(model, *loops.batch())
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
 @pytest.mark.parametrize("level", loops.LEVELS)
 def test_the_same_objects_come_back_plain(level):
     model = loops.net()
@@ -55,9 +47,9 @@ def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
     grads = loops.grads(amp.master_params(optimizer))
     amp.restore(model, optimizer)
     assert loops.same(grads, loops.grads(model.parameters()))
-    losses = [plain_step(model, optimizer) for _ in range(2)]
+    losses = [loops.plain_step(model, optimizer, *loops.batch()) for _ in range(2)]
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    losses.append(loops.train_step(model, optimizer, *loops.batch()).item())
+    losses.append(loops.train_step(model, optimizer, *loops.batch()))
     assert losses[0] > losses[1] > losses[2]
 
 
@@ -103,7 +95,7 @@ def test_a_scheduler_works_on(level, early):
     scheduler.step()
     assert amp.restore([model], (larc,)) == ([model], (larc,))
     before = loops.values(model.parameters())
-    plain_step(model, optimizer)
+    loops.plain_step(model, optimizer, *loops.batch())
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.1 / 4
     for param, value in zip(model.parameters(), before, strict=True):
@@ -187,4 +179,4 @@ def test_an_optimizer_with_masters_is_refused_without_its_model(level):
         amp.restore(*first)
     with torch.no_grad():
         amp.restore(*first)
-    plain_step(*first)
+    loops.plain_step(*first, *loops.batch())

@@ -1,7 +1,6 @@
 """A ``scale_loss`` block: what it accepts and yields, and what may happen inside it."""
 
 import gc
-import inspect
 import weakref
 
 import pytest
@@ -20,15 +19,6 @@ casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
 def grads(optimizer):
     return [p.grad.item() for p in amp.master_params(optimizer)]
-
-
-def test_the_arguments_have_apexs_order_and_defaults():
-    required, defaults = inspect.Parameter.empty, [0, None, False, False]
-    parameters = inspect.signature(amp.scale_loss).parameters
-    assert (
-        " ".join(parameters) == "loss optimizers loss_id model delay_unscale delay_overflow_check"
-    )
-    assert [p.default for p in parameters.values()] == [required, required, *defaults]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -319,9 +309,8 @@ ONE = torch.ones(())
         (TypeError, [ONE], {}, "loss of type list; it must be a tensor"),
         (TypeError, ONE.long(), {}, "dtype torch.int64; it must have"),
         (TypeError, ONE.cfloat(), {}, "a real floating-point dtype"),
-        (TypeError, ONE, {"loss_id": "gan"}, "loss_id is 'gan'; it must be an integer"),
-        (IndexError, ONE, {"loss_id": 2}, r"2, but this .* made 2 .* num_losses=3"),
-        (IndexError, ONE, {"loss_id": -3}, r"-3, but this .* num_losses=3 to amp\."),
+        (IndexError, ONE, {"loss_id": 2}, r"2, but .* num_losses=2\. .* num_losses=3 to amp\."),
+        (IndexError, ONE, {"loss_id": -3}, r"-3, but .* num_losses=2\. .* num_losses=3 to amp\."),
         (TypeError, ONE, {"optimizers": nn.Linear(1, 1)}, "got Linear instead of an optimizer"),
     ],
 )

@@ -1,5 +1,7 @@
 """Objects around a prepared optimizer, as accelerate's, and methods wrapped on its class."""
 
+import abc
+
 import pytest
 import torch
 
@@ -63,12 +65,51 @@ class Unconstructed(torch.optim.Optimizer):
         return self.base.step(closure)
 
 
+class Abstract(abc.ABC, torch.optim.SGD):
+    """Its first base has no attributes."""
+
+
+def abstract(params):
+    return Abstract(params, lr=0.1)
+
+
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-def test_an_optimizer_without_torchs_constructor_trains(level):
-    made = [loops.prepared(level, kind) for kind in (loops.sgd, Unconstructed)]
+def test_an_optimizer_without_torchs_constructor_or_abstract_first_trains(level):
+    made = [loops.prepared(level, make) for make in (loops.sgd, Unconstructed, abstract)]
     for x, y in loops.batches(3):
         for model, optimizer in made:
             loops.train_step(model, optimizer, x, y)
+    expected, *found = (loops.masters(optimizer) for _, optimizer in made)
+    assert all(loops.same(masters, expected) for masters in found)
+    amp.restore(*made[2])
+    assert type(made[2][1]) is Abstract
+
+
+class ClearsEverySecondTime(torch.optim.SGD):
+    """As wrappers that accumulate the gradients of two passes."""
+
+    calls = 0
+
+    def zero_grad(self, set_to_none=True):
+        if self.calls % 2 == 0:
+            super().zero_grad(set_to_none)
+        self.calls += 1
+
+
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+def test_gradients_that_an_own_zero_grad_leaves_are_added_to(level):
+    made = [
+        loops.prepared(level, kind) for kind in (loops.sgd, lambda p: ClearsEverySecondTime(p, 0.1))
+    ]
+    (model, optimizer), own = made
+    for x, y in loops.batches(4):
+        for _ in range(2):
+            own[1].zero_grad()
+            loops.backward(*own, x, y)
+            loops.backward(model, optimizer, x, y)
+        for _, stepped in made:
+            stepped.step()
+        optimizer.zero_grad()
     assert loops.same(*(loops.masters(optimizer) for _, optimizer in made))
 
 

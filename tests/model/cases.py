@@ -29,9 +29,7 @@ def train_plain(model, optimizer, count=3, seed=1):
     """Trains without amp; for a thread in which no level casts operators."""
     assert not torch.is_autocast_enabled("cpu")
     for x, y in loops.batches(count, seed=seed):
-        optimizer.zero_grad()
-        loops.loss_of(model, x, y).backward()
-        optimizer.step()
+        loops.plain_step(model, optimizer, x, y)
 
 
 def close(first, second, *, eps):

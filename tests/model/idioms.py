@@ -2,12 +2,9 @@
 
 A use returns plain values; what it returns of a prepared model is what it returns of a plain one.
 """
-# ruff: noqa: A002, B024, PLW0642, RUF012, UP028 - as real models are written
+# ruff: noqa: A002, PLW0642, RUF012 - as real models are written
 
-import abc
-import asyncio
 import copy
-import dataclasses
 import functools
 import inspect
 import pickle
@@ -16,7 +13,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 
 IDIOMS = {}
 X = torch.linspace(-1, 1, 6).view(3, 2)
@@ -67,16 +63,6 @@ class WiderZeroGrad(nn.Linear):
         self.said += verbose
 
 
-@idiom(lambda m: (m.train() is m, m.training, m.eval() is m, m.training, m.frozen))
-class OwnTrain(nn.Linear):
-    frozen = False
-
-    def train(self, mode=True, freeze=True):
-        super().train(mode)
-        self.frozen = freeze
-        return self
-
-
 # -- super, and the class as a name ----------------------------------------------------------------
 
 
@@ -86,12 +72,6 @@ class SuperOfItself(nn.Linear):
 
     def train(self, mode=True):
         return super(self.__class__, self).train(mode)
-
-
-@idiom(lambda m: (shape_of(m), tuple(m.forward(X).shape)))
-class SuperOfItselfInForward(nn.Linear):
-    def forward(self, x):
-        return super(self.__class__, self).forward(x)
 
 
 @idiom(lambda m: (m.scaled(2), m.both()))
@@ -112,24 +92,6 @@ class HelperThroughClass(nn.Linear):
 
     def both(self):
         return self.__class__.plain(self), self.__class__.name(), type(self).plain(self)
-
-
-@idiom(lambda m: (shape_of(m), shape_of(m), CountsByClass.calls - m.calls, CountsByClass.calls > 0))
-class CountsByClass(nn.Linear):
-    calls = 0
-
-    def forward(self, x):
-        self.__class__.calls += 1
-        return super().forward(x)
-
-
-@idiom(lambda m: (shape_of(m), shape_of(m), CountsByType.calls - m.calls, CountsByType.calls > 0))
-class CountsByType(nn.Linear):
-    calls = 0
-
-    def forward(self, x):
-        type(self).calls += 1
-        return super().forward(x)
 
 
 @idiom(lambda m: (m.twin().weight.shape, m.other().weight.shape, isinstance(m.twin(), Rebuilds)))
@@ -209,6 +171,7 @@ class Hooks(nn.Module):
         m.__class__.other is Overrides.other,
         m.hook() + m.other(),
         m.hook.__self__ is m,
+        m.hook.__code__ is Hooks.hook.__code__,  # as Lightning tells what a script overrides
     )
 )
 class Overrides(nn.Linear, Hooks):
@@ -249,27 +212,11 @@ class ForwardInC(nn.Linear):
 
 
 @idiom(lambda m: (shape_of(m), tuple(m.forward(X).shape)))
-class StaticForward(nn.Linear):
-    forward = staticmethod(torch.relu)
-
-
-@idiom(lambda m: (shape_of(m), tuple(m.forward(X).shape)))
 class PartialForward(nn.Linear):
     def _run(self, x, *, scale):
         return nn.functional.linear(x, self.weight) * scale
 
     forward = functools.partialmethod(_run, scale=2)
-
-
-@idiom(lambda m: (shape_of(m), shape_of(m), m.forward.__name__))
-class ForwardByGetattr(nn.Linear):
-    def __getattr__(self, name):
-        if name == "alias":
-            return self.forward
-        return super().__getattr__(name)
-
-    def __call__(self, x):
-        return self.alias(x)
 
 
 @idiom(lambda m: (put_back(m), shape_of(m), [shape_of(c) for c in copies(m)]))
@@ -285,15 +232,6 @@ def put_back(model):
     return seen
 
 
-@idiom(lambda m: (shape_of(m), m.count))
-class OwnCall(nn.Linear):
-    count = 0
-
-    def __call__(self, *args, **kwargs):
-        self.count += 1
-        return super().__call__(*args, **kwargs)
-
-
 @idiom(lambda m: (m.depth(600), m.down(X, 300).shape))
 class Recursive(nn.Linear):
     def depth(self, n):
@@ -301,22 +239,6 @@ class Recursive(nn.Linear):
 
     def down(self, x, n):
         return self.down(x, n - 1) if n else x
-
-
-@idiom(lambda m: ([y.shape for y in m(X)], [y.shape for y in m.forward(X)]))
-class GeneratorForward(nn.Linear):
-    def forward(self, x):
-        for row in x:
-            yield row
-
-
-@idiom(lambda m: (asyncio.run(m.a(X)).shape, asyncio.run(m(X)).shape))
-class AsyncForward(nn.Linear):
-    async def a(self, x):
-        return x * 2
-
-    async def forward(self, x):
-        return x
 
 
 @idiom(
@@ -330,6 +252,7 @@ class AsyncForward(nn.Linear):
         inspect.getsource(m.c),
         str(inspect.signature(m.d)),
         str(inspect.signature(m.forward)),
+        inspect.getfullargspec(m.forward).args,  # as Lightning 1 and tape read it
         m.forward.__doc__,
     )
 )
@@ -354,19 +277,6 @@ class Inspected(nn.Linear):
 
 
 # -- construction and registries -------------------------------------------------------------------
-
-
-class Registered(abc.ABC):
-    known = []
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        Registered.known.append(cls)
-
-
-@idiom(lambda m: ([cls.__name__ for cls in Registered.known], shape_of(m)))
-class InRegistry(Registered, nn.Linear):
-    pass
 
 
 class RegisteredFirst(nn.Module):
@@ -401,30 +311,6 @@ class WithMetaclass(nn.Linear, metaclass=Meta, tag=1):
     pass
 
 
-class SingletonMeta(type):
-    objects = {}
-
-    def __call__(cls, *args, **kwargs):
-        if cls not in SingletonMeta.objects:
-            SingletonMeta.objects[cls] = super().__call__(*args, **kwargs)
-        return SingletonMeta.objects[cls]
-
-
-@idiom(lambda m: (Single(2, 2) is m.same(), Single(2, 2) is m.again(), shape_of(m)))
-class Single(nn.Linear, metaclass=SingletonMeta):
-    def same(self):
-        return self.__class__(2, 2)
-
-    def again(self):
-        return type(self)(2, 2)
-
-
-@idiom(lambda m: (shape_of(m), m.__class__ is Final))
-class Final(nn.Linear):
-    def __init_subclass__(cls):
-        raise TypeError("Final has no subclasses")
-
-
 @idiom(lambda m: (m.extra, shape_of(m), hasattr(m, "none")))
 class Slots(nn.Linear):
     __slots__ = ("extra",)
@@ -443,30 +329,7 @@ class GenericFirst(Slotted[int], nn.Linear):
     pass
 
 
-@idiom(lambda m: (shape_of(m), m.width, dataclasses.asdict(m)["width"], hash(m) == hash(m)))
-@dataclasses.dataclass(eq=False)
-class Dataclass(nn.Module):
-    width: int
-    height: int = 2
-
-    def __post_init__(self):
-        super().__init__()
-        self.linear = nn.Linear(self.width, self.height)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
 # -- copies ----------------------------------------------------------------------------------------
-
-
-@idiom(lambda m: [(c.__class__ is Copied, c.tag, shape_of(c)) for c in copies(m)])
-class Copied(nn.Linear):
-    tag = 1
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.tag = 2
 
 
 def copies(model):
@@ -485,17 +348,6 @@ class CopiedByHand(nn.Linear):
         new = type(self).__new__(type(self))
         new.__dict__.update(self.__dict__)
         return new
-
-
-@idiom(lambda m: [(c.__class__ is Reduced, shape_of(c)) for c in copies(m)])
-class Reduced(nn.Linear):
-    def __reduce__(self):
-        return Reduced, (self.in_features, self.out_features)
-
-    def __eq__(self, other):
-        return self.__class__ == other.__class__
-
-    __hash__ = nn.Module.__hash__
 
 
 @idiom(copies)
@@ -520,41 +372,6 @@ def copy_attributes(model):
         if not name.startswith("_"):
             setattr(average, name, value)
     return sorted(k for k in average.__dict__), bool((average(X) == average.forward(X)).all())
-
-
-@idiom(lambda m: (parametrized(m), shape_of(m)))
-class Parametrized(nn.Linear):
-    pass
-
-
-def parametrized(model):
-    parametrizations.weight_norm(model)
-    seen = parametrize.is_parametrized(model), model.weight.shape
-    parametrize.remove_parametrizations(model, "weight")
-    return seen, model.__class__ is Parametrized
-
-
-@idiom(lambda model: taken_off(model))  # noqa: PLW0108
-class ParametrizedBefore(nn.Linear):
-    def __init__(self, *args):
-        super().__init__(*args)
-        parametrizations.weight_norm(self)
-
-
-def taken_off(model):
-    parametrize.remove_parametrizations(model, "weight")
-    return model.__class__ is ParametrizedBefore, shape_of(model)
-
-
-@idiom(lambda m: (m.groups(), shape_of(m), [*m.state_dict()]))
-class OwnParameters(nn.Linear):
-    """Its ``parameters()`` are groups of an optimizer, as in nerfstudio's fields."""
-
-    def parameters(self, recurse=True):
-        return [{"params": [self.weight], "lr": 0.1}, {"params": [self.bias]}]
-
-    def groups(self):
-        return [sorted(group) for group in self.parameters()]
 
 
 @idiom(lambda m: (shape_of(m), m.zero_grad(), [n for n, _ in m.named_modules()], [*m.state_dict()]))

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import inspect
 import pickle
 
 import pytest
@@ -46,21 +45,6 @@ def test_gradients_are_cast_with_their_parameters():
     assert torch.equal(model.weight.grad, torch.full((1, 2), 2.0))
 
 
-def test_libraries_read_the_own_signatures_of_a_models_methods():
-    class Named(nn.Linear):
-        def forward(self, x, scale=1.0):
-            return super().forward(x) * scale
-
-        def encode(self, x, *, hidden=None):
-            return self(x)
-
-    model = Named(2, 2)
-    read = (inspect.signature, inspect.getfullargspec)  # Lightning 1 and tape use the second
-    plain = [look(method) for look in read for method in (model.forward, model.encode)]
-    converted(model)
-    assert [look(method) for look in read for method in (model.forward, model.encode)] == plain
-
-
 def test_generated_class_goes_with_its_models():
     class Local(nn.Linear):
         pass
@@ -68,15 +52,6 @@ def test_generated_class_goes_with_its_models():
     converted(Local(1, 1))
     gc.collect()
     assert Local.__subclasses__() == []
-
-
-def test_hooks_of_the_user_fire_once_and_see_what_the_caller_sees():
-    model = Net()
-    seen = []
-    model.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-    model.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
-    converted(model)(x())
-    assert seen == [torch.float32, torch.float32]
 
 
 def test_forward_set_on_the_object_runs_inside_and_comes_back():

@@ -116,17 +116,3 @@ def test_a_copied_forward_of_the_object_is_bound_to_the_copy():
     twin(x())
     assert twin.seen is not None
     assert model.seen is None
-
-
-def test_a_compiled_model_is_converted():
-    torch._dynamo.reset()
-    model = torch.compile(Net(), backend="eager")
-    converted(model)
-    assert model(x()).dtype is torch.float32
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in twin.parameters():
-            param.zero_()
-    assert torch.equal(twin(x()), twin.shift.float().expand(4, 2))
-    restore(model)
-    assert model(x()).dtype is torch.float32

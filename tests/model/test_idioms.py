@@ -1,7 +1,6 @@
 """A prepared model is still its owner's object: what real classes do with themselves goes on."""
 
 import copy
-import io
 import sys
 import traceback
 
@@ -12,6 +11,7 @@ from torch import nn
 from apex import amp
 from tests.model.idioms import IDIOMS
 from tests.model.test_data_parallel import replicate
+from tests.support.loops import saved_and_loaded
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -76,6 +76,31 @@ def test_an_error_of_the_model_keeps_its_text_and_its_lines(level, error):
         assert raised.value.__cause__ is None
 
 
+class Groups(nn.Linear):
+    """Its ``parameters()`` are an optimizer's groups, as in nerfstudio's fields."""
+
+    def parameters(self, recurse=True):
+        return [{"params": [self.weight]}, {"params": [self.bias], "lr": 0.2}]
+
+
+@every_level
+def test_a_model_whose_parameters_are_groups_trains_as_one_whose_are_not(level):
+    trained = []
+    for cls in (Groups, nn.Linear):
+        torch.manual_seed(0)
+        model = cls(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=4.0)
+        for _ in range(2):
+            with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
+
+
 # -- methods that see written masters --------------------------------------------------------------
 
 
@@ -110,15 +135,10 @@ USES = {
         model, {k: p.detach().clone() for k, p in model.named_parameters()}, (z,)
     ),
     "deep copy": lambda model, z: copy.deepcopy(model)(z),
-    "saved": lambda model, z: loaded(model)(z),
+    "saved": lambda model, z: saved_and_loaded(model)(z),
+    "state_dict": lambda model, z: nn.functional.linear(z.float(), *model.state_dict().values()),
+    "restored": lambda model, z: amp.restore(model)(z.float()),
 }
-
-
-def loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

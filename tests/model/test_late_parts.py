@@ -82,7 +82,7 @@ CHANGES = {
 def test_what_is_late_or_assigned_and_uncast_is_named_with_the_remedy(level, name):
     model = amp.initialize(Shifted(nn.Linear(4, 2)), opt_level=level, verbosity=0)
     CHANGES[name](model)
-    words = rf"{name} \(float32\)(.|\n)*value\.to\(param\.dtype(.|\n)*add_param_group"
+    words = rf"{name} \(float32\)(.|\n)*add_param_group(.|\n)*value\.to\(param\.dtype"
     with pytest.raises(RuntimeError, match=words):
         model(loops.batch()[0])
     for tensor in (*model.parameters(), *model.buffers()):
@@ -116,7 +116,7 @@ def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level, kind)
         return nn.Sequential(Time(), nn.Linear(4, 4) if kind is nn.Linear else Recurrent(kind))
 
     model, _ = prepared(level, made())
-    with pytest.raises(RuntimeError, match=r"the forward makes itself(.|\n)*fp32_modules"):
+    with pytest.raises(RuntimeError, match=r"created inside forward(.|\n)*fp32_modules"):
         model(torch.arange(3))
     model, _ = prepared(level, made(), fp32_modules=["1"])
     assert model(torch.arange(3)).dtype is torch.float32
@@ -148,7 +148,7 @@ class Spectrum(nn.Module):
 )
 def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
     model, _ = prepared(level, Spectrum(of))
-    with pytest.raises(RuntimeError, match=r"has no 16-bit kernel(.|\n)*fp32_modules"):
+    with pytest.raises(RuntimeError, match=r"operator without a 16-bit kernel(.|\n)*fp32_modules"):
         model(torch.ones(4, 4))
 
 
@@ -237,9 +237,7 @@ def test_an_error_names_parameters_that_were_cast_later(part, dtype):
     """At O1 and O4 operators cast them, as soon as one has met float64 beside fp32."""
     model, _ = prepared("O0")
     model.get_submodule(part).to(dtype)
-    with pytest.raises(
-        RuntimeError, match=f"{dtype}"[6:] + r"\).*cast, added or assigned after amp\.init"
-    ):
+    with pytest.raises(RuntimeError, match=f"{dtype}"[6:] + r"\).*cast, added or assigned later"):
         model(loops.batch()[0])
     model.float()
     model(loops.batch()[0])

@@ -407,38 +407,27 @@ class Encoder(nn.Module):
         return self.features(x)
 
     def features(self, x):
-        """Docs of the method."""
         return self.linear(x)
 
     def encode(self, x, *, twice=False):
         return self.features(self.features(x) if twice else x)
 
-    def weight_dtype(self):
-        return self.linear.weight.dtype
-
 
 @LOW_LEVELS
-@pytest.mark.parametrize("method", ["encode", "features"])
-def test_other_methods_get_the_note_that_forward_gets(level, method):
+def test_an_error_of_mixed_dtypes_gets_a_note_in_forward_alone(level):
     model = converted(Encoder(), level)
-    with pytest.raises(RuntimeError, match=r"another method gets, is not cast\. Cast it") as raised:
-        getattr(model, method)(torch.ones(2, 4))
-    assert str(raised.value).count("amp prepared") == 1
-    assert getattr(model, method)(torch.ones(2, 4, dtype=model.weight_dtype())).shape == (2, 4)
-    assert model(torch.ones(2, 4)).dtype is torch.float32
-    assert model.features.__doc__ == "Docs of the method."
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        model.encode(torch.ones(2, 4))
+    assert "prepared" not in str(raised.value)
+    model.linear.float()
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        model(torch.ones(2, 4))
+    assert str(raised.value).count("amp.initialize prepared") == 1
     amp.restore(model)
-    assert getattr(model, method)(torch.ones(2, 4)).dtype is torch.float32
+    assert model.encode(torch.ones(2, 4)).dtype is torch.float32
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_with_op_casts_other_methods_cast(level):
     model = converted(Encoder(), level)
     assert model.encode(torch.ones(2, 4), twice=True).shape == (2, 4)
-
-
-def test_a_method_compiles_inside_the_forward():
-    torch._dynamo.reset()
-    model = converted(Encoder())
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))

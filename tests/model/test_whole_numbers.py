@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from tests.support.host_reads import waits_are_errors
 
 
 class Takes(nn.Linear):
@@ -76,13 +77,10 @@ def test_an_argument_that_is_not_cast_says_nothing(caplog, options):
 def test_arguments_on_a_device_are_named_without_a_wait(caplog):
     model = amp.initialize(Takes(4, 4).cuda(), opt_level="O5", verbosity=0)
     x, t = torch.zeros(2, 4).cuda(), STEPS.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for _ in range(3):
             model(x, t)
             torch.cuda.current_stream().query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     model(x, t)
     assert sum("argument t" in record.getMessage() for record in caplog.records) == 1

@@ -8,18 +8,10 @@ import pytest
 import torch
 
 import apex
-from apex import RNN, amp
-from apex.contrib.layer_norm import FastLayerNorm
-from apex.fused_dense import FusedDenseGeluDense
-from apex.mlp import MLP
-from apex.normalization import FusedLayerNorm, FusedRMSNorm
+from apex import amp
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from apex.parallel import SyncBatchNorm
-from apex.reparameterization import apply_weight_norm
 from tests.support import loops
-from tests.support import optimizers as cases
 
-FP32 = torch.float32
 others = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
 
 
@@ -31,14 +23,6 @@ def default(dtype):
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def assert_same_under(dtype, run):
-    """Runs twice and compares everything, dtypes too."""
-    expected = run()
-    with default(dtype):
-        found = run()
-    assert loops.same(found, expected)
 
 
 FUSED = {
@@ -73,61 +57,9 @@ def test_training_at_a_level_is_the_same(level, dtype):
             amp.restore(model, optimizer)
             return found
 
-        assert_same_under(dtype, run)
-
-
-@others
-@pytest.mark.parametrize("name", cases.MAKERS)
-def test_optimizers_step_alike(name, dtype):
-    flags = [None, torch.zeros(()), torch.ones(())]
-    params, grads = cases.parameters(), [cases.gradients(cases.parameters(), i) for i in range(3)]
-
-    def run():
-        found = []
-        for flag in flags:
-            own = [torch.nn.Parameter(param.detach().clone()) for param in params]
-            optimizer = cases.MAKERS[name](own)
-            if flag is not None:
-                optimizer.found_inf, optimizer.grad_scale = flag, torch.full((), 2.0, dtype=FP32)
-            for each in grads:
-                cases.give(own, each)
-                optimizer.step()
-            found += [*loops.values(own), optimizer.state_dict()["state"]]
-        return found
-
-    assert_same_under(dtype, run)
-
-
-MODULES = {
-    "FusedLayerNorm": lambda: FusedLayerNorm(8),
-    "FusedRMSNorm": lambda: FusedRMSNorm(8, elementwise_affine=False),
-    "FastLayerNorm": lambda: FastLayerNorm(8),
-    "SyncBatchNorm": lambda: SyncBatchNorm(8),
-    "MLP": lambda: MLP([8, 4]),
-    "FusedDenseGeluDense": lambda: FusedDenseGeluDense(8, 6, 4),
-    "LSTM": lambda: RNN.LSTM(8, 4, 1),
-    "mLSTM": lambda: RNN.mLSTM(8, 4, 1, output_size=2),
-    "weight norm": lambda: apply_weight_norm(torch.nn.Linear(8, 4)),
-}
-
-
-@others
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_compute_alike_in_the_dtype_of_their_parameters(name, dtype):
-    module = MODULES[name]()  # with fp32 parameters
-    x = torch.randn(*((5, 3, 8) if "LSTM" in name else (6, 8)))
-
-    def run():
-        if "LSTM" in name:
-            module.reset_hidden(3)
-        module.zero_grad()
-        output = module(x)
-        output = output[0] if isinstance(output, tuple) else output
-        if output.requires_grad:
-            output.square().sum().backward()
-        return [output.detach(), *(p.grad.clone() for p in module.parameters())]
-
-    assert_same_under(dtype, run)
+        expected = run()
+        with default(dtype):
+            assert loops.same(run(), expected)
 
 
 MAKERS = {"full", "zeros", "ones", "empty", "tensor", "arange", "as_tensor", "linspace", "eye"}

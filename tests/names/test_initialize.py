@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex import amp
 from apex.parallel import LARC
 from tests.support import loops
 from tests.support.loops import scale
+from tests.support.ranks import fake_group
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EMPTY = inspect.Parameter.empty
@@ -343,13 +343,10 @@ def test_bad_models_are_refused(level):
 
 
 def test_a_distributed_data_parallel_model_is_refused():
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
+    with fake_group(0, 1):
         model = DistributedDataParallel(loops.Net())
         words = "wrapped in DistributedDataParallel.*then wrap"
         refused(RuntimeError, words, model, loops.sgd(model.parameters()))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("first", "level"), [("O2", "O5"), ("O5", "O1"), ("O1", "O2")])

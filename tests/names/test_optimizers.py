@@ -1,5 +1,6 @@
 """What scripts, GradScaler and amp do with an optimizer of apex."""
 
+import contextlib
 import copy
 import pickle
 
@@ -10,7 +11,7 @@ from apex import optimizers
 from apex.multi_tensor_apply import multi_tensor_applier
 from tests.support import loops
 from tests.support import optimizers as cases
-from tests.support.host_reads import HostReads
+from tests.support.host_reads import HostReads, waits_are_errors
 
 every = pytest.mark.parametrize("name", cases.MAKERS)
 EXACT = {"rtol": 0, "atol": 0}
@@ -305,12 +306,8 @@ def test_steps_are_those_of_the_cpu_and_wait_for_nothing(name):
             elif index < 2:
                 step(reference, params, grads, 0)
             optimizer.found_inf = found_inf
-            before = torch.cuda.get_sync_debug_mode()
             # Dampening asks once, at its start.
-            torch.cuda.set_sync_debug_mode("error" if index else "default")
-            try:
+            with waits_are_errors() if index else contextlib.nullcontext():
                 optimizer.step()
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {}
         cases.assert_same([t.cpu() for t in twins], params, **tolerance)

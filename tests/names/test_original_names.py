@@ -13,10 +13,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from apex import _unavailable
+from apex.amp import handle
+from apex.parallel import LARC
 
 NAMES = json.loads((Path(__file__).parents[1] / "support/reference/apex_names.json").read_text())
+
+DELEGATED = ["zero_grad", "state_dict", "load_state_dict", "add_param_group"]
+"""Methods that wrappers of optimizers look up in their optimizer, without one of their own."""
+
+WRAPPERS = ["apex.amp.opt.OptimWrapper", "apex.parallel.LARC.LARC"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +70,19 @@ def parameters(owner, found, entry):
 def test_every_name_of_the_original_is_at_its_path_or_says_what_to_use():
     assert len(NAMES) > 300
     paths = {f"{entry['module']}.{entry['name']}": entry for entry in NAMES}
+    for wrapper in WRAPPERS:
+        for name in DELEGATED:
+            del paths[f"{wrapper}.{name}"]
     faults = {path: text for path, entry in paths.items() if (text := fault(entry))}
     assert list(faults.values()) == []
+
+
+@pytest.mark.parametrize("wrap", [LARC, handle.NoOpHandle().wrap_optimizer])
+def test_a_wrapper_has_the_methods_of_its_optimizer(wrap):
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    wrapper = wrap(optimizer)
+    for name in DELEGATED:
+        assert getattr(wrapper, name) == getattr(optimizer, name)
 
 
 # -- names that are not here -------------------------------------------------------------------

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex import amp
 from apex.parallel import (
@@ -21,6 +20,7 @@ from apex.parallel import (
 )
 from apex.parallel import distributed as d
 from tests.support import loops
+from tests.support.ranks import fake_group
 
 LEVELS = ["O1", "O2", "O5"]
 
@@ -30,14 +30,6 @@ def alone():
     """A process group of one process."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
-def one_of_four():
-    """Rank 3 of four, with a backend that sends nothing."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
     yield
     torch.distributed.destroy_process_group()
 
@@ -181,17 +173,18 @@ def test_what_cannot_be_converted_is_refused_and_nothing_changes():
         convert_syncbn_model(layer)
 
 
-def test_groups_are_neighbouring_ranks(one_of_four):
-    for size, ranks in ((1, [3]), (2, [2, 3]), (4, [0, 1, 2, 3])):
-        group = create_syncbn_process_group(size)
-        assert torch.distributed.get_process_group_ranks(group) == ranks
-    assert create_syncbn_process_group(0) is None
-    with pytest.raises(ValueError, match="group_size is -1; it must be an integer of at least 0"):
-        create_syncbn_process_group(-1)
-    with pytest.raises(ValueError, match="divisible"):
-        create_syncbn_process_group(3)
-    with pytest.raises(TypeError, match="contains this process"):
-        SyncBatchNorm(3, process_group=torch.distributed.new_group([0, 1]))
+def test_groups_are_neighbouring_ranks():
+    with fake_group(3, 4):
+        for size, ranks in ((1, [3]), (2, [2, 3]), (4, [0, 1, 2, 3])):
+            group = create_syncbn_process_group(size)
+            assert torch.distributed.get_process_group_ranks(group) == ranks
+        assert create_syncbn_process_group(0) is None
+        with pytest.raises(ValueError, match="group_size is -1; it must be an integer"):
+            create_syncbn_process_group(-1)
+        with pytest.raises(ValueError, match="divisible"):
+            create_syncbn_process_group(3)
+        with pytest.raises(TypeError, match="contains this process"):
+            SyncBatchNorm(3, process_group=torch.distributed.new_group([0, 1]))
 
 
 # -- DistributedDataParallel, Reducer, flat calls ------------------------------------------------

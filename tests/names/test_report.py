@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apex import amp
-from apex._torch.devices import cpu_features
+from apex._torch.devices import emulates_fp16
 from tests.support.loops import LEVELS, Net, overflow, prepared, scaled_backward, small_loss
+from tests.support.ranks import fake_group
 
 NAN = torch.nan
 LINE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
@@ -42,12 +42,9 @@ def test_the_report_has_apexs_sentences_and_a_line_for_each_property(capsys, lev
 
 @pytest.mark.parametrize(("rank", "verbosity"), [(0, 1), (0, 2), (1, 1), (0, 0)])
 def test_only_rank_0_reports_and_verbosity_0_is_silent(capsys, rank, verbosity):
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-    try:
+    with fake_group(rank, 2):
         model, optimizer = prepared("O2", model=Net(), verbosity=verbosity)
         overflow(model, optimizer)
-    finally:
-        torch.distributed.destroy_process_group()
     out = capsys.readouterr().out
     speaks = rank == 0 and verbosity > 0
     assert ("Selected optimization level O2" in out) is speaks
@@ -96,10 +93,7 @@ def test_50_skips_in_a_row_give_one_warning_that_names_a_gradient_and_the_comman
 # -- emulated fp16 ---------------------------------------------------------------------------
 
 WORDS = r"fp16 is emulated on this CPU.*Use bf16 here.*'O4' instead of 'O1', or 'O5'"
-features = cpu_features()
-native = features.get("avx512_fp16") or features.get("amx_fp16")
-native = native or features.get("architecture") == "aarch64"
-emulated = pytest.mark.skipif(bool(native), reason="this CPU computes in fp16")
+emulated = pytest.mark.skipif(not emulates_fp16(), reason="this CPU may compute in fp16")
 
 
 @emulated

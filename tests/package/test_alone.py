@@ -111,9 +111,4 @@ def test_public_names_are_these_and_each_is_reached_as_an_attribute(facts):
 
 def test_libraries_find_the_distribution_apex_at_our_version(facts):
     assert len(facts["versions"]) == 1
-    assert facts["command"].startswith(f"apex-amp {next(iter(facts['versions']))}, torch ")
-
-
-def test_type_checkers_find_marked_packages(alone):
-    site = alone.site / (alone.site / "apex_amp.pth").read_text().splitlines()[0]
-    assert (site / "apex" / "py.typed").is_file()
+    assert facts["command"] == f"apex-amp {next(iter(facts['versions']))}"

@@ -122,30 +122,6 @@ def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
     assert_close(get_total_norm(moved).item(), 2.0**-10, rtol=1e-3, atol=0)
 
 
-@both_kinds
-@all_levels
-def test_an_overflow_skips_the_update_and_halves_the_dynamic_scale(kind, level):
-    model, wrapper = wrapped(kind, level, loss_scale="dynamic")
-    with wrapper.optim_context(model):
-        before = values(wrapper)
-    overflow(model, wrapper)
-    assert_close(values(wrapper), before, **EXACT)
-    assert scale(wrapper) == 2.0**15
-
-
-@both_kinds
-@all_levels
-def test_disabled_it_trains_as_a_plain_wrapper(kind, level):
-    from mmengine.optim import OptimWrapper
-
-    model, wrapper = wrapped(kind, level, enabled=False)
-    iterate(model, wrapper, range(3))
-    plain_model = net()
-    plain = OptimWrapper(sgd(plain_model))
-    iterate(plain_model, plain, range(3))
-    assert_close([*model.parameters()], [*plain_model.parameters()], **EXACT)
-
-
 # -- preparing -------------------------------------------------------------------------------
 
 
@@ -162,17 +138,6 @@ def test_gradients_are_synchronized_only_where_the_parameters_update():
     wrapper.initialize_count_status(model, 0, 3)
     iterate(parallel, wrapper, range(3))
     assert parallel.without_sync == 1
-
-
-def test_one_model_under_two_wrappers_is_refused():
-    model, first = wrapped(Ours, "O5")
-    second = Ours(optimizer=sgd(model), opt_level="O5", verbosity=0)
-    iterate(model, first)
-    with (
-        pytest.raises(RuntimeError, match="the model Net, which it has already prepared"),
-        second.optim_context(model),
-    ):
-        pass
 
 
 def test_backward_before_the_first_context_says_what_is_missing():

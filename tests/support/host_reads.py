@@ -1,5 +1,8 @@
-"""Counts the reads of device values on the host."""
+"""Counts the reads of device values on the host, and forbids waits for a device."""
 
+from contextlib import contextmanager
+
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import loops
@@ -28,3 +31,13 @@ def reads_of(model, optimizer, train, steps=3):
         for x, y in data[2:]:
             train(model, optimizer, x, y)
     return reads.count
+
+
+@contextmanager
+def waits_are_errors():
+    """Makes what lets the host wait for a CUDA device an error, inside."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -76,6 +76,20 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
+@contextlib.contextmanager
+def fake_group(rank, world_size):
+    """One rank of a process group whose backend sends nothing."""
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def serve(rank, world_size, backend, pipe):
     import torch
 

@@ -8,7 +8,6 @@ import torch
 from apex.tools.compare.results import LEVELS, Comparison, Result, Stored, parse_levels
 from apex.tools.compare.results import Training as Record
 from apex.tools.compare.run import Options, compare
-from apex.tools.compare.timing import Timing
 from apex.tools.compare.verdict import recommendation
 
 TARGET = """
@@ -75,7 +74,7 @@ def result_of(
     return Result(
         LEVELS[name],
         training=record,
-        timing=Timing(tuple(samples) or samples_of(name, milliseconds, spread)),
+        times=tuple(samples) or samples_of(name, milliseconds, spread),
         errors=errors,
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from apex.tools.compare.soundness import excess, fault
-from tests.tools.cases import by_name, compared, result_of, written
+from tests.tools.cases import TARGET, by_name, compared, result_of, written
 
 SEEDS = range(20)
 STEPS = 60
@@ -101,37 +101,29 @@ def test_values_that_are_not_finite_are_left_out_and_sizes_may_be_negative():
 
 
 SLOW_AT_O5 = """
-import torch
-from torch import nn
-
-model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-teacher = nn.Linear(16, 10)
-inputs = [torch.randn(32, 16) for _ in range(60)]
-batches = [(x, teacher(x).argmax(1).detach()) for x in inputs]
-
+plain = loss
 
 def loss(model, batch):
-    inputs, labels = batch
-    found = nn.functional.cross_entropy(model(inputs).float(), labels)
+    found = plain(model, batch)
     slow = next(model.parameters()).dtype == torch.bfloat16
     return found - 0.1 * (found - found.detach()) if slow else found
 """
 
 
-@pytest.mark.usefixtures("every_dtype_is_fast")
+@pytest.mark.usefixtures("ideal_machine")
 def test_compare_finds_the_level_that_learns_more_slowly(tmp_path):
-    found = compared(written(tmp_path, SLOW_AT_O5), "O4,O5", steps=STEPS, rounds=1)
+    found = compared(written(tmp_path, TARGET + SLOW_AT_O5), "O4,O5", steps=STEPS, rounds=1)
     why = {verdict.level: verdict.why for verdict in found.recommendation.verdicts}
     words = {verdict.level: verdict.word for verdict in found.recommendation.verdicts}
     assert words == {"O0": "baseline", "O4": "unclear", "O5": "no"}
     assert "in 20 of the last 20 steps" in why["O5"]
-    assert by_name(found)["O4"].timing is not None
+    assert by_name(found)["O4"].times
 
 
-@pytest.mark.usefixtures("every_dtype_is_fast")
+@pytest.mark.usefixtures("ideal_machine")
 def test_nothing_is_timed_when_no_level_trains_as_well(tmp_path):
     stages = []
-    found = compared(written(tmp_path, SLOW_AT_O5), "O5", steps=STEPS, stages=stages)
+    found = compared(written(tmp_path, TARGET + SLOW_AT_O5), "O5", steps=STEPS, stages=stages)
     assert stages == ["train O0", "train O5"]
     assert found.recommendation.text.startswith("Stay in fp32: no other level is usable")

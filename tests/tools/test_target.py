@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex.tools.compare.target import open_target
-from apex.tools.errors import TargetError
+from apex.tools.errors import InputError
 from tests.tools.cases import TARGET, written
 
 BODY = TARGET.replace("\n", "\n    ")
@@ -53,14 +53,14 @@ LOCKED = "import threading\nmodel.lock = threading.Lock()\n"
         ("import no_such_module\nfrom x import *\n", "Executing .* failed: ModuleNotFoundError"),
         ("def setup():\n    return 1, 2\n", "returned tuple; it must return model, optimizer"),
         ("import torch\nsetup = torch.nn.ReLU()\n", r"setup\(\) raised TypeError"),
-        (TARGET + "model = 3\n", "model is int, not a torch.nn.Module"),
-        (TARGET + "loss = 3\nbatches = 4\n", "batches is int.*; loss is int"),
+        (TARGET + "model = 3\n", "model is int; it must be Module"),
+        (TARGET + "batches = 4\n", "batches is int; it must be Iterable"),
         (TARGET + LOCKED, r"cannot be deep-copied, as each level needs: TypeError"),
     ],
-    ids=["raises", "import", "two", "module", "model", "several", "locked"],
+    ids=["raises", "import", "two", "module", "model", "batches", "locked"],
 )
 def test_a_target_that_gives_no_experiment_is_refused(tmp_path, text, message):
-    with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
+    with pytest.raises(InputError, match=message), open_target(written(tmp_path, text)):
         pass
 
 
@@ -70,44 +70,25 @@ SCRIPT = "raise RuntimeError('executed')\nfor batch in []:\n    loss = batch\n  
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            SCRIPT,
-            "is a training script. apex compare needs a file.*Missing: model, opt",
-        ),
-        (
-            SCRIPT + "model = optimizer = batches = 1\n",
-            "is a training script.*The file was not",
-        ),
+        (SCRIPT, "is a training script. apex compare needs a file.*Missing: model, opt"),
+        (SCRIPT + "model = optimizer = batches = 1\n", "is a training script.*The file was not"),
         ("def main():\n    raise OSError\n    loss.backward()\n", "is a training script"),
-        (
-            "1 / 0\nmodel = 1\n",
-            "is not a compare target.*: optimizer, batches, loss. The file",
-        ),
-        (
-            "if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n",
-            "is not a compare target.*The",
-        ),
-        ("model = (\n", r"cannot be read as Python.*line 1"),
+        ("1 / 0\nmodel = 1\n", "is not a compare target.*: optimizer, batches, loss. The file"),
+        ("if __name__ == '__main__':\n    def setup(): pass\n1 / 0\n", "is not a compare target"),
+        ("model = (\n", r"is not valid Python 3: .*line 1"),
     ],
     ids=["script", "names", "functions", "names missing", "main", "syntax"],
 )
 def test_a_file_is_looked_at_before_anything_is_run(tmp_path, text, message):
-    with pytest.raises(TargetError, match=message), open_target(written(tmp_path, text)):
+    with pytest.raises(InputError, match=message), open_target(written(tmp_path, text)):
         pass
 
 
 def test_a_target_that_prepares_its_model_is_refused(tmp_path):
     call = "model, optimizer = amp.initialize(model, optimizer, opt_level='O5', verbosity=0)\n"
     message = r"calls amp\.initialize\. .*once per level: return the plain model"
-    for imported, text in (("from apex import amp", call), ("import apex", f"apex.{call}")):
-        target = written(tmp_path, f"1 / 0\n{imported}\n{TARGET}{text}")
-        with (
-            pytest.raises(TargetError, match=f"{message}.*The file was not run"),
-            open_target(target),
-        ):
-            pass
-    hidden = f"from apex.amp import initialize\n{TARGET}{call.replace('amp.', '')}"
-    with pytest.raises(TargetError, match=message), open_target(written(tmp_path, hidden)):
+    target = written(tmp_path, f"from apex import amp\n{TARGET}{call}")
+    with pytest.raises(InputError, match=message), open_target(target):
         pass
 
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from apex.tools.compare import timing
-from apex.tools.compare.results import Stored
-from apex.tools.compare.timing import CONFIDENCE, Load, Timing, median_interval, speed_of
+from apex.tools.compare.timing import CONFIDENCE, Load, median_interval, speed_of
 from tests.tools.cases import comparison_of, result_of
 
 IDLE = Load()
-WAITED = "this process waited for a core"
 SOUND_LOSSES = tuple(1.0 / step for step in range(1, 26))
 SLOW_LOSSES = tuple(2.0 / step for step in range(1, 26))
 
@@ -79,26 +77,18 @@ def test_a_quiet_machine_decides(ratio, level):
         assert judged(ratio, noisy=False, seed=seed).recommendation.level == level
 
 
-@pytest.mark.parametrize(
-    ("load", "told"),
-    [
-        (Load(8.0, 2), "load 8 on 2 cores"),
-        (Load(1.2, 2, waiting=0.31), f"load 1.2 on 2 cores; {WAITED} 31% of the time"),
-        (Load(None, 4, waiting=0.5), f"4 cores; {WAITED} 50% of the time"),
-    ],
-)
-def test_a_busy_machine_gives_no_verdict_on_speed_whatever_it_measured(load, told):
+def test_a_busy_machine_gives_no_verdict_on_speed_whatever_it_measured():
+    load = Load(8.0, 2)
     found = judged(1.8, noisy=False, load=load).recommendation
-    why = f"this machine is busy ({told}). Run again when it is idle."
+    why = "this machine is busy (load 8 on 2 cores). Run again when it is idle."
     assert found.text == f"No verdict on speed: {why}"
     assert found.level is None
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
-    assert whys(found)["O4"] == "trains as well as fp32; no speed, as the machine is busy"
-    assert found.reasons == ("Trains as well as fp32: O4.",)
+    assert whys(found)["O4"] == "trains as well as fp32; not timed"
     assert judged(1.8, noisy=False, load=load, losses=SLOW_LOSSES).recommendation.level == "O0"
 
 
-@pytest.mark.parametrize("load", [Load(), Load(2.9, 2), Load(2.0, 2, waiting=0.05)])
+@pytest.mark.parametrize("load", [Load(), Load(2.9, 2)])
 def test_a_machine_is_not_busy_by_this_program_alone(load):
     assert judged(1.8, noisy=False, load=load).recommendation.level == "O4"
 
@@ -109,15 +99,15 @@ def test_times_that_vary_too_much_give_no_verdict():
         r"No verdict on speed: the times vary too much .*O4 looked \d\.\d\dx as fast as fp32 \(0\.",
         found.text,
     )
-    assert found.text.endswith("Run again with --rounds 80.")
+    assert found.text.endswith("Run again with more --rounds.")
     assert words(found) == {"O0": "baseline", "O4": "unclear"}
 
 
 @pytest.mark.parametrize(
     ("rounds", "steps", "said"),
     [
-        (3, 25, "No verdict on speed: 3 timed steps per level are too few. Run again with"),
-        (20, 5, "No verdict on training: 5 steps cannot judge training. Run again with --steps"),
+        (3, 25, "No verdict on speed from 3 timed steps per level. Run again with"),
+        (20, 5, "No verdict on training from 5 steps. Run again with --steps"),
     ],
 )
 def test_too_few_rounds_or_steps_give_no_verdict(rounds, steps, said):
@@ -131,9 +121,9 @@ def test_too_few_rounds_or_steps_give_no_verdict(rounds, steps, said):
 @pytest.mark.parametrize(
     ("names", "ties"),
     [
-        (("O4", "O5", "autocast-bf16"), "O5, torch.autocast. A script that uses torch.autocast"),
+        (("O4", "O5", "autocast-bf16"), "O5, autocast-bf16."),
         (("O1", "O4"), "O1."),
-        (("O2", "O4", "autocast-fp16"), "O2, torch.autocast in fp16."),
+        (("O2", "O4", "autocast-fp16"), "O2, autocast-fp16."),
     ],
 )
 def test_ties_are_named_and_the_simplest_level_wins(names, ties):
@@ -151,7 +141,9 @@ def test_much_less_memory_at_the_same_speed_is_a_gain(size, level):
     results = result_of("O0", saved=size), result_of("O4", saved=size // 2)
     found = comparison_of(*results).recommendation
     assert found.level == level
-    assert bool(re.search(r"50% less memory \(500 MB\), 1\.00x", found.text)) == (level == "O4")
+    assert bool(re.search(r"1\.\d\dx\), 50% less memory \(477 MiB\)", found.text)) == (
+        level == "O4"
+    )
 
 
 def test_an_fp32_loss_that_is_not_finite_is_told_first():
@@ -166,10 +158,10 @@ def test_an_fp32_loss_that_is_not_finite_is_told_first():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"losses": (1.0,) * 24 + (math.nan,)}, "the final loss is not finite."),
+        ({"losses": (1.0,) * 24 + (math.nan,)}, "the final loss is not finite"),
         ({"losses": SLOW_LOSSES}, ": 100.0 % higher on the same batches (standard error "),
         ({"frozen": 0.7}, "updates of up to 70% of the weights"),
-        ({"loss_scales": tuple(2.0**-i for i in range(26))}, "25 of 25 steps were skipped."),
+        ({"loss_scales": tuple(2.0**-i for i in range(26))}, "25 of 25 steps were skipped"),
         ({"errors": ("training failed: RuntimeError: no",)}, "training failed: RuntimeError: no"),
     ],
     ids=["nan", "loss", "frozen", "skips", "error"],
@@ -177,14 +169,8 @@ def test_an_fp32_loss_that_is_not_finite_is_told_first():
 def test_a_level_that_is_fast_and_unsound_is_refused_with_the_reason(changes, why):
     found = advised(result_of("O4", milliseconds=1.0, **changes))
     assert found.level == "O0"
-    assert any(reason.startswith("O4: ") and why in reason for reason in found.reasons)
-
-
-def test_the_reasons_give_time_loss_and_memory():
-    masters = Stored(params=100, model=200, masters=400, optimizer=800)
-    reasons = advised(result_of("O5", milliseconds=5.0, stored=masters)).reasons
-    assert [reason.partition(":")[0] for reason in reasons] == ["Time", "Final loss", "Stored"]
-    assert "14.0 bytes per parameter, against 12.0" in reasons[2]
+    assert words(found)["O4"] == "no"
+    assert why in whys(found)["O4"]
 
 
 # -- the interval ----------------------------------------------------------------------------
@@ -201,7 +187,7 @@ def test_the_interval_holds_the_true_median_as_often_as_it_says():
 
 def test_a_load_that_slows_whole_rounds_cancels_between_pairs():
     loads = [random.Random(1).uniform(1, 10) for _ in range(20)]
-    base, ours = (Timing(tuple(cost * load for load in loads)) for cost in (3, 2))
+    base, ours = ([cost * load for load in loads] for cost in (3, 2))
     found = speed_of(ours, base)
     assert found.median == found.low == found.high == 1.5
 
@@ -211,8 +197,7 @@ def test_levels_take_turns_after_one_step_each_that_is_not_counted(short, monkey
     monkeypatch.setattr(timing, "_SHORT", math.inf if short else 0.0)
     taken = []
     steps = {name: (lambda name=name: taken.append(name)) for name in ("O0", "O1", "O4")}
-    warm, *_, found = timing.time_interleaved(steps, 2, torch.device("cpu"))
-    assert warm == {}
+    found = timing.time_interleaved(steps, range(3), torch.device("cpu"))
     # A short step follows another of the same level.
     assert taken == [*steps, *(name for name in [*steps] * 2 for _ in range(1 + short))]
-    assert {name: len(each.samples) for name, each in found.items()} == dict.fromkeys(steps, 2)
+    assert {name: len(times) for name, times in found.items()} == dict.fromkeys(steps, 2)

@@ -96,11 +96,11 @@ class RNNCell(nn.Module):
         Moves kept states to the parameters' device and dtype.
         """
         for index, state in enumerate(self.hidden):
-            if state is None or state.shape[0] != bsz:
-                size = self.hidden_size if index else self.output_size
-                self.hidden[index] = self.w_ih.new_zeros(bsz, size)
-            else:
+            if state is not None and state.shape[0] == bsz:
                 self.hidden[index] = state.to(self.w_ih)
+            else:
+                size = self.output_size if index == 0 else self.hidden_size
+                self.hidden[index] = self.w_ih.new_zeros(bsz, size)
 
     def reset_hidden(self, bsz: int) -> None:
         """Resets the states to zeros for a batch of ``bsz``."""
@@ -124,10 +124,10 @@ class RNNCell(nn.Module):
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """Returns the new states, output first, for one step's input ``[batch, features]``."""
         self.init_hidden(input.shape[0])
-        single = self.n_hidden_states == 1
-        hidden = self.hidden[0] if single else self.hidden
+        has_one_state = self.n_hidden_states == 1
+        hidden = self.hidden[0] if has_one_state else self.hidden
         result = self.cell(input, hidden, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
-        states = [result] if single else list(result)
+        states = [result] if has_one_state else list(result)
         if self._projects:
             states[0] = F.linear(states[0], self.w_ho)
         self.hidden = list(states)
@@ -205,7 +205,12 @@ class stackedRNN(Stateful):
         Raises:
             ValueError: If the input has a wrong shape or no steps.
         """
-        self._check(input)
+        features = self.rnns[0].input_size
+        if input.dim() != 3 or input.shape[-1] != features or not len(input):
+            raise ValueError(
+                f"RNN got an input of shape {list(input.shape)}; it takes [steps, batch, "
+                f"{features}] with at least one step."
+            )
         steps = input.flip(0) if reverse else input
         layers_by_step = [self._step(step) for step in steps]
         last = layers_by_step[-1]
@@ -214,32 +219,25 @@ class stackedRNN(Stateful):
         output = torch.stack([layers[-1][0] for layers in layers_by_step])
         if not collect_hidden:
             return output, _by_state(last)
-        states_by_step = map(_by_state, layers_by_step)
+        states_by_step = [_by_state(layers) for layers in layers_by_step]
         return output, [list(state) for state in zip(*states_by_step, strict=True)]
 
     def _step(self, input: Tensor) -> list[tuple[Tensor, ...]]:
         """Returns the states of every layer after one step."""
         layers: list[tuple[Tensor, ...]] = []
-        for index, cell in enumerate(self.rnns):
-            if index and self.dropout:
+        for cell in self.rnns:
+            if layers and self.dropout:
                 input = F.dropout(input, self.dropout, self.training)
-            layers.append(cell(input))
-            input = layers[-1][0]
+            states = cell(input)
+            layers.append(states)
+            input = states[0]
         return layers
-
-    def _check(self, input: Tensor) -> None:
-        features = self.rnns[0].input_size
-        if input.dim() != 3 or input.shape[-1] != features or not len(input):
-            raise ValueError(
-                f"RNN got an input of shape {list(input.shape)}; it takes [steps, batch, "
-                f"{features}] with at least one step."
-            )
 
 
 class bidirectionalRNN(Stateful):
     """Two stacks, one forward and one backward in time; their outputs are concatenated.
 
-    Arguments are those of `stackedRNN`, except that ``inputRNN`` is a single cell. As in apex, the
+    Takes the arguments of `stackedRNN`, except that ``inputRNN`` is a single cell. As in apex, the
     state dict contains every parameter twice: under ``fwd`` or ``bckwrd``, and under ``rnns``.
     """
 
@@ -254,8 +252,8 @@ class bidirectionalRNN(Stateful):
         """Runs both stacks and concatenates their features; for arguments, see `stackedRNN`."""
         output, states = self.fwd(input, collect_hidden=collect_hidden)
         reverse_output, reverse_states = self.bckwrd(input, collect_hidden, reverse=True)
-        both = map(_concatenated, states, reverse_states)
-        return torch.cat([output, reverse_output], -1), tuple(both)
+        both = tuple(map(_concatenated, states, reverse_states))
+        return torch.cat([output, reverse_output], -1), both
 
 
 def is_iterable(maybe_iterable: object) -> bool:
@@ -271,7 +269,10 @@ def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
 def _layers(first: Any, num_layers: int) -> list[RNNCell]:
     arguments.integer("num_layers", num_layers, least=1)
     if isinstance(first, RNNCell):
-        return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
+        layers = [first]
+        while len(layers) < num_layers:
+            layers.append(first.new_like(first.output_size))
+        return layers
     if not isinstance(first, list) or len(first) != num_layers:
         raise ValueError(f"stackedRNN got {first}; it takes an RNNCell or a list of {num_layers}.")
     return first

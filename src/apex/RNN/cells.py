@@ -75,7 +75,7 @@ def mLSTMCell(
 
 
 class mLSTMRNNCell(RNNCell):  # noqa: N801
-    """A multiplicative LSTM cell that keeps its states; arguments are those of `RNNCell`."""
+    """A multiplicative LSTM cell that keeps its states; takes the arguments of `RNNCell`."""
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = False, output_size: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from apex.RNN.cells import GRUCell, LSTMCell, ReLUCell, TanhCell, mLSTMRNNCell
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
@@ -42,7 +42,7 @@ def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[...
                 f"{name} got batch_first=True, which apex ignored: inputs are [steps, batch, "
                 "features]. Omit it, and pass x.transpose(0, 1) if the batch comes first."
             )
-        first = cell(input_size, hidden_size, bias, output_size)
+        first = cell(input_size, hidden_size, bias=bias, output_size=output_size)
         return toRNNBackend(first, num_layers, bidirectional, dropout)
 
     make.__name__ = make.__qualname__ = name
@@ -63,13 +63,25 @@ def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[...
     return make
 
 
-def _cell(gates: int, function: Callable[..., Any], states: int) -> Callable[..., RNNCell]:
-    return lambda inputs, hidden, *rest: RNNCell(gates, inputs, hidden, function, states, *rest)
-
-
-LSTM = _network("LSTM", "a long short-term memory network", _cell(4, LSTMCell, 2))
-GRU = _network("GRU", "a network of gated recurrent units", _cell(3, GRUCell, 1))
-ReLU = _network("ReLU", "an Elman network with ReLU activation", _cell(1, ReLUCell, 1))
-Tanh = _network("Tanh", "an Elman network with tanh activation", _cell(1, TanhCell, 1))
+LSTM = _network(
+    "LSTM",
+    "a long short-term memory network",
+    partial(RNNCell, 4, cell=LSTMCell, n_hidden_states=2),
+)
+GRU = _network(
+    "GRU",
+    "a network of gated recurrent units",
+    partial(RNNCell, 3, cell=GRUCell, n_hidden_states=1),
+)
+ReLU = _network(
+    "ReLU",
+    "an Elman network with ReLU activation",
+    partial(RNNCell, 1, cell=ReLUCell, n_hidden_states=1),
+)
+Tanh = _network(
+    "Tanh",
+    "an Elman network with tanh activation",
+    partial(RNNCell, 1, cell=TanhCell, n_hidden_states=1),
+)
 # Krause et al., "Multiplicative LSTM for sequence modelling", arXiv:1609.07959.
 mLSTM = _network("mLSTM", "a multiplicative LSTM network", mLSTMRNNCell)  # noqa: N816

@@ -17,7 +17,8 @@ _LAYOUTS = (torch.strided, torch.sparse_coo)
 def is_castable(tensor: Tensor) -> bool:
     """Returns whether amp may change the dtype of ``tensor`` (fp16, bf16, fp32, fp64).
 
-    Not that of a compressed sparse one, whose values torch does not replace in place.
+    False for compressed sparse tensors (CSR and its relatives): torch cannot replace their values
+    in place.
     """
     return tensor.dtype in CASTABLE and tensor.layout in _LAYOUTS
 

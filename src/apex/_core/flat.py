@@ -12,19 +12,10 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
     """Returns a new 1-d tensor with all elements of ``bucket``.
 
     Args:
-        bucket: Dense tensors of one dtype and device; at least one.
-
-    Raises:
-        ValueError: If dtypes or devices differ; ``torch.cat`` would promote them.
+        bucket: Dense tensors of one device; at least one. As in apex, those of several dtypes get
+            the dtype that torch promotes them to.
     """
-    tensors = list(bucket)
-    kinds = {f"{tensor.dtype} on {tensor.device}" for tensor in tensors}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"apex_C.flatten got tensors of {', '.join(sorted(kinds))}; a flat tensor has one "
-            "dtype and device. Flatten them separately."
-        )
-    return torch.cat([tensor.contiguous().view(-1) for tensor in tensors])
+    return torch.cat([tensor.contiguous().view(-1) for tensor in bucket])
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:

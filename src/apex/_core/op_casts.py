@@ -17,113 +17,88 @@ Kwargs = dict[str, Any]
 class InPlaceError(NotImplementedError, TypeError):
     """A low-precision tensor cannot hold the fp32 result of an in-place operation.
 
-    A TypeError, too: with that, ``Tensor.__ipow__`` lets Python take ``x = x ** 2`` for ``x **= 2``
+    Also a TypeError: with that, ``Tensor.__ipow__`` lets Python take ``x = x ** 2`` for ``x **= 2``
     and ``x`` becomes an fp32 tensor, as under apex.
     """
 
 
-class OperatorCasts:
-    """The casts of one operator's arguments, such as those of ``"pow.Scalar"``."""
+def cast_operands(
+    op: str, category: str, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments of one call, cast by a category.
 
-    def __init__(self, op: str, schema: torch.FunctionSchema) -> None:
-        self._op = op
-        names = [argument.name for argument in schema.arguments]
-        # Matrix norms raise on low-precision input, whatever their dtype argument.
-        takes_dtype = "dtype" in names and schema.name != "aten::linalg_matrix_norm"
-        self._dtype_position = names.index("dtype") if takes_dtype else None
+    float64 is cast only beside other dtypes, as data from numpy meets weights.
 
-    def apply(
-        self, category: str, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
-    ) -> tuple[Args, Kwargs]:
-        """Returns the arguments of one call, cast by a category.
+    Args:
+        op: The operator, for messages.
+        category: That of the operator's row, or ``"raises"``.
+        args: The positional arguments.
+        kwargs: The others.
+        low: The region's low precision.
+        wide: The widest one of mixed arguments, as in :func:`widest`.
+    """
+    dtype: torch.dtype | None = None
+    match category:
+        case "low_precision" | "recurrent":
+            dtype = low
+        case "fp32":
+            dtype = torch.float32
+        case "banned":
+            _refuse(op, (torch.float16,), args)
+            dtype = torch.float32
+        case "banned_16bit":
+            _refuse(op, LOW_PRECISION, args)
+            dtype = torch.float32
+        case "promote":
+            dtype = wide
+        case "destination":
+            result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
+            dtype = result.dtype
+        case "fp32_inplace":
+            _refuse_low_self(op, args[0])
+        case "raises":
+            raise RuntimeError(f"{op} is unsafe to autocast. Call {op}_with_logits.")
+    if dtype not in CASTABLE:
+        return args, kwargs
+    from_dtypes = CASTABLE if wide is torch.float64 else _NOT_DOUBLE
+    cast_kwargs = {key: _cast(value, dtype, from_dtypes) for key, value in kwargs.items()}
+    return _cast(args, dtype, from_dtypes), cast_kwargs
 
-        float64 is cast only beside other dtypes, as data from numpy meets weights.
 
-        Args:
-            category: That of the operator's row, or ``"raises"``.
-            args: The positional arguments.
-            kwargs: The others.
-            low: The region's low precision.
-            wide: The widest one of mixed arguments, as in :func:`widest`.
-        """
-        if category == "fp32" and self._dtype_position is not None:
-            return self._ask_for_fp32(self._dtype_position, args, kwargs)
-        self._check(category, args)
-        dtype: torch.dtype | None = None
-        match category:
-            case "low_precision" | "recurrent":
-                dtype = low
-            case "fp32" | "banned" | "banned_16bit":
-                dtype = torch.float32
-            case "promote":
-                dtype = wide
-            case "destination":
-                result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
-                dtype = result.dtype
-            case "fp32_beside_float64" if wide is torch.float64:
-                dtype = torch.float32
-        if dtype not in CASTABLE:
-            return args, kwargs
-        from_dtypes = CASTABLE if wide is torch.float64 else _NOT_DOUBLE
-        cast_kwargs = {key: _cast(value, dtype, from_dtypes) for key, value in kwargs.items()}
-        return _cast(args, dtype, from_dtypes), cast_kwargs
-
-    def _check(self, category: str, args: Args) -> None:
-        match category:
-            case "banned":
-                self._refuse((torch.float16,), args)
-            case "banned_16bit":
-                self._refuse(LOW_PRECISION, args)
-            case "fp32_inplace":
-                self._refuse_low_self(args[0])
-            case "raises":
-                raise RuntimeError(
-                    f"{self._op} is unsafe to autocast. Call {self._op}_with_logits."
-                )
-
-    def _ask_for_fp32(self, dtype_position: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Requests an fp32 result instead of casting the input, which saves a pass over the data.
-
-        Keeps a ``dtype`` from the caller.
-        """
-        asked = [kwargs.get("dtype"), *args[dtype_position:]]
-        if any(asked) or args[0].dtype not in LOW_PRECISION:
-            return args, kwargs
-        return args[:dtype_position], {**kwargs, "dtype": torch.float32}
-
-    def _refuse(self, dtypes: Collection[torch.dtype], args: Args) -> None:
-        for arg in args:
-            if isinstance(arg, Tensor) and arg.dtype in dtypes:
-                op = self._op
-                dtype = name(arg.dtype)
-                raise NotImplementedError(
-                    f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities "
-                    "near 0 and 1, so the loss can become inf or NaN. Call "
-                    f"{op}_with_logits (as a module: torch.nn.BCEWithLogitsLoss) on the values "
-                    "before the sigmoid, which is stable in any precision; pass fp32 tensors "
-                    "(.float()); or run it in fp32 through amp.init(allow_banned=True) or "
-                    f"amp.register_float_function(torch.nn.functional, {op!r})."
-                )
-
-    def _refuse_low_self(self, tensor: Tensor) -> None:
-        if tensor.dtype in LOW_PRECISION:
-            operator = self._op.partition(".")[0]
-            raise InPlaceError(
-                f"In-place {operator} got a {tensor.dtype} tensor under amp: this operation runs "
-                f"in fp32, and the tensor cannot hold the result. Use {operator.rstrip('_')}, "
-                "which returns a new fp32 tensor, or put the call inside "
-                "`with amp.disable_casts():`."
+def _refuse(op: str, dtypes: Collection[torch.dtype], args: Args) -> None:
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.dtype in dtypes:
+            dtype = name(arg.dtype)
+            raise NotImplementedError(
+                f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities near 0 "
+                f"and 1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
+                "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in "
+                "any precision; pass fp32 tensors (.float()); or run it in fp32 through "
+                "amp.init(allow_banned=True) or "
+                f"amp.register_float_function(torch.nn.functional, {op!r})."
             )
 
 
+def _refuse_low_self(op: str, tensor: Tensor) -> None:
+    if tensor.dtype in LOW_PRECISION:
+        operator = op.partition(".")[0]
+        raise InPlaceError(
+            f"In-place {operator} got a {tensor.dtype} tensor under amp: this operation runs in "
+            f"fp32, and the tensor cannot hold the result. Use {operator.rstrip('_')}, which "
+            "returns a new fp32 tensor, or put the call inside `with amp.disable_casts():`."
+        )
+
+
 def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Returns the tensors among a call's arguments, lists included."""
+    """Returns the tensors among a call's arguments, lists and dicts included."""
     tensors = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
             tensors += tensors_in(value, {})
+        elif isinstance(value, dict):
+            tensors += tensors_in((), value)
     return tensors
 
 

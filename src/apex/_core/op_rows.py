@@ -127,7 +127,7 @@ OPERATORS: Mapping[str, str] = {
 """The operators of functions that dispatch to none of their own name."""
 
 FP16_RANGE: frozenset[str] = frozenset({"gelu"})
-"""fp32 rows that only guard the range of fp16; bf16, which has that of fp32, needs none (O4).
+"""fp32 rows that only guard the range of fp16; bf16 has the range of fp32 and needs none (O4).
 
 In bf16 such an operator and its gradient lose one rounding and no more, and no ``torch.autocast``
 runs it in fp32. ``benchmarks/op_errors.py`` measures both for every fp32 row.
@@ -167,9 +167,6 @@ SPARSE_OPERANDS: frozenset[str] = frozenset({"matmul", "mm", "addmm", "mv", "bmm
 COMPARISONS: frozenset[str] = frozenset({"equal", "isclose", "allclose"})
 """Rows that torch calls with numbers for tensors, to compare the constants of a trace."""
 
-FLOAT64_BESIDE_WEIGHTS: tuple[str, ...] = ("batch_norm", "instance_norm")
-"""Operators without a row that take fp32 weights beside 16-bit data, but not beside float64."""
-
 _WRITTEN = dict.fromkeys(("index_copy", "index_put", "scatter_add"), "promote")
 _ON_ACCELERATORS: Mapping[str, str] = {
     **_WRITTEN,
@@ -198,15 +195,10 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
 """Categories of torch's own autocast, by device type, where they differ from the table.
 
 ``raises``: on any input. ``refuses``: raises on 16-bit input, which its kernel does not cast.
-torch's autocast kernels that are not listed here follow the table (torch 2.13).
+torch's autocast kernels that are not listed here follow the table (torch 2.13), but for one:
+MPS has no 16-bit ``conv_transpose3d.input``, and torch runs it in fp32 from torch 2.9 on.
 
 Some of the CPU's have no row. torch promotes the arguments of ``cat`` and ``stack`` itself; its
 autocast does the same, but raises for the 16-bit dtype that is not its own. The others keep their
 input's dtype on every other device; what they compute is exact in it.
-"""
-
-DEVICE_LIMITS: Mapping[str, Mapping[str, str]] = {"mps": {"conv_transpose3d.input": "fp32"}}
-"""Rows that a device has no 16-bit kernel for, by device type, and what runs there instead.
-
-torch's own autocast does the same from torch 2.9 on.
 """

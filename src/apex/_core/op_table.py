@@ -6,9 +6,10 @@ Each row is an aten operator that ``torch.autocast`` sees; :mod:`.op_rows` has t
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ Category = Literal[
 Both leave calls of float64 alone as they are.
 ``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError.
-``banned_16bit``: as ``banned``, and bf16 raises, too.
+``banned_16bit``: as ``banned``, but bf16 also raises.
 ``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
 ``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
 NotImplementedError (``x **= 2`` makes a new fp32 tensor).
@@ -50,6 +51,7 @@ _ROWS: Mapping[Category, str] = {
     "recurrent": op_rows.RECURRENT,
 }
 
+_NAMESPACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": Tensor}
 _PYTHON_2 = ("__div__", "__rdiv__", "__idiv__")  # apex's lists have them, newer torch has not
 _ARITHMETIC = {"truediv": "div", **{name: name for name in ("add", "sub", "mul", "div")}}
 
@@ -60,14 +62,9 @@ def operators(namespace: str, name: str) -> tuple[str, ...]:
     Raises:
         ValueError: If torch has no such function.
     """
-    holders = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": Tensor}
-    if namespace not in holders:
-        raise ValueError(
-            f"Unknown namespace {namespace!r} of amp.lists: use one of {', '.join(holders)}."
-        )
     if name in op_rows.OPERATORS:
         return tuple(op_rows.OPERATORS[name].split())
-    if not callable(getattr(holders[namespace], name, None)) and name not in _PYTHON_2:
+    if not callable(getattr(_NAMESPACES[namespace], name, None)) and name not in _PYTHON_2:
         raise ValueError(
             f"amp.lists cannot cast {namespace}.{name}: torch has no such function. Correct the "
             "name, or register a function of another module: amp.register_float_function(module, "
@@ -91,7 +88,7 @@ def _operator_of_method(name: str) -> str:
 
 @dataclass(frozen=True)
 class OpTable:
-    """The category of each aten operator; immutable, and the same on every device.
+    """The category of each aten operator of this torch; immutable, the same on every device.
 
     An operator without a row follows torch: its inner operators may have rows, and torch's own rule
     promotes mixed floating-point arguments (``add``, ``mul``, comparisons, ``cat``, ``stack``), by
@@ -114,22 +111,15 @@ class OpTable:
 
     rows: Mapping[str, Category] = field(hash=False)
 
-    def __hash__(self) -> int:
-        return hash(frozenset(self.rows.items()))
-
     @classmethod
     @functools.cache
     def default(cls) -> OpTable:
         """Returns the one table of apex's lists and newer operators."""
-        return cls({op: category for category, ops in _ROWS.items() for op in ops.split()})
-
-    def row(self, op: str, device: str) -> str | None:
-        """Returns the category of an operator on a device type."""
-        category = self.rows.get(op)
-        limit = op_rows.DEVICE_LIMITS.get(device, {}).get(op)
-        if limit is not None and category == OpTable.default().rows.get(op):
-            return limit
-        return category
+        rows: dict[str, Category] = {}
+        for category, ops in _ROWS.items():
+            known = [op for op in ops.split() if dispatcher.has_operator(f"aten::{op}")]
+            rows.update(dict.fromkeys(known, category))
+        return cls(rows)
 
     def for_dtype(self, dtype: torch.dtype) -> OpTable:
         """Returns the table without the rows that the region's dtype does not need."""
@@ -160,12 +150,8 @@ class OpTable:
         In-place operators keep the dtype of what they write: in fp32 rows, they refuse 16 bits.
 
         Raises:
-            ValueError: If the name has no operators, or the category is unknown.
+            ValueError: If the name has no operators.
         """
-        if category not in get_args(Category):
-            raise ValueError(
-                f"Unknown op category {category!r}: use one of {', '.join(get_args(Category))}."
-            )
         ops = operators(namespace, name)
         if not ops:
             raise ValueError(
@@ -197,19 +183,7 @@ class AutocastSpec:
     table: OpTable
 
     @functools.cached_property
-    def categories(self) -> Mapping[str, Mapping[str, str | None]]:
-        """By device type, each operator's category, which holds for any arguments of a call."""
-        return {device: self._categories(device) for device in self.device_types}
-
-    def _categories(self, device: str) -> dict[str, str | None]:
-        categories: dict[str, str | None] = {}
-        for op in op_rows.FLOAT64_BESIDE_WEIGHTS:
-            categories[op] = "fp32_beside_float64"
-        for op in self.table.rows:
-            category = self.table.row(op, device)
-            # cuDNN's inner row casts a whole RNN's weights into one piece; it knows fp16 only.
-            has_inner_row = device == "cuda" and torch.version.hip is None
-            if category == "recurrent" and has_inner_row and self.dtype is torch.float16:
-                category = None
-            categories[op] = category
-        return categories
+    def digest(self) -> str:
+        """A digest of the rows."""
+        rules = repr(sorted(self.table.rows.items()))
+        return hashlib.sha256(rules.encode()).hexdigest()[:16]

@@ -11,9 +11,9 @@ from torch import Tensor
 def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
     """Returns a 16-bit tensor in fp32, in its layout, with unrounded values where they are known.
 
-    Each element comes from the last candidate, such as a master, that rounds to the parameter's
-    element, or from the parameter if there is none. ``None`` and other shapes are ignored, and so
-    are all of a sparse parameter.
+    Each element is taken from the last candidate (such as a master) that rounds to the parameter's
+    element; if there is none, from the parameter. Candidates that are ``None`` or have another
+    shape are ignored. For a sparse parameter, all candidates are ignored.
     """
     result = value = param.detach()
     for candidate in candidates:

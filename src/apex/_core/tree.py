@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
@@ -31,11 +32,11 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = None) -> T:
-    """Returns ``obj`` with ``fn`` applied to every tensor in lists, tuples, dicts and dataclasses.
+    """Returns ``obj`` with ``fn`` applied to every tensor in it, in any nesting.
 
-    Containers keep their types and are not modified; one in which nothing changes is returned
-    itself. A mapping that cannot be copied becomes a dict, as in apex. Everything else is returned
-    unchanged.
+    Lists, tuples, deques, mappings and dataclasses are searched. Containers keep their types and
+    are not modified; one in which nothing changes is returned itself. A mapping that cannot be
+    copied becomes a dict, as in apex. Everything else is returned unchanged.
 
     Args:
         fn: Called with each tensor; returns the replacement, or the same tensor for no change.
@@ -58,24 +59,6 @@ def tensors(obj: object) -> list[Tensor]:
     return listed
 
 
-def map_arguments(
-    fn: TensorFunction,
-    args: Args,
-    kwargs: Kwargs,
-    convert: ObjectFunction | None = None,
-    skip: Collection[int | str] = (),
-) -> Call:
-    """Returns a call's arguments, each mapped by :func:`map_tensors`.
-
-    ``skip`` holds positions and names of arguments that stay as they are.
-    """
-    visit = _Walk(fn, convert).visit
-    return (
-        tuple([arg if at in skip else visit(arg) for at, arg in enumerate(args)]),
-        {name: arg if name in skip else visit(arg) for name, arg in kwargs.items()},
-    )
-
-
 def cast_tensors(obj: T, dtype: torch.dtype) -> T:
     """Returns ``obj`` with every floating-point tensor in ``dtype``, in any nesting.
 
@@ -95,10 +78,15 @@ def cast_arguments(
 ) -> Call:
     """Returns a call's arguments with every floating-point tensor in ``dtype``.
 
-    Without ``objects``, those with a ``to`` method stay as they are. See :func:`map_arguments`.
+    Without ``objects``, those with a ``to`` method stay as they are. ``skip`` holds positions and
+    names of arguments that stay, too.
     """
     convert = (lambda obj: converted(obj, dtype)) if objects else None
-    return map_arguments(lambda tensor: dtypes.cast(tensor, dtype), args, kwargs, convert, skip)
+    visit = _Walk(lambda tensor: dtypes.cast(tensor, dtype), convert).visit
+    return (
+        tuple([arg if at in skip else visit(arg) for at, arg in enumerate(args)]),
+        {name: arg if name in skip else visit(arg) for name, arg in kwargs.items()},
+    )
 
 
 def converted(obj: Any, dtype: torch.dtype) -> Any:
@@ -111,7 +99,7 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
     if not _is_compiling():
         with contextlib.suppress(Exception):  # of an object that cannot be copied
             copied = copy.copy(obj)
-            # Containers, too, as ``to`` may assign to their items.
+            # Also containers, as ``to`` may assign to their items.
             for name, value in vars(copied).items():
                 if type(value) in (list, dict):
                     vars(copied)[name] = value.copy()
@@ -148,21 +136,15 @@ class _FloatingOnly(TorchFunctionMode):
         if tensor.dtype not in dtypes.CASTABLE:
             if func in (Tensor.half, Tensor.bfloat16):
                 return tensor
-            args, kwargs = _with_dtype(tensor.dtype, args, kwargs)
+            own = tensor.dtype
+            args = [own if arg in dtypes.CASTABLE else arg for arg in args]
+            kwargs = {n: own if arg in dtypes.CASTABLE else arg for n, arg in kwargs.items()}
         result = func(*args, **kwargs)
         self.casts = self.casts or result is not tensor
         return result
 
 
 _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
-
-
-def _with_dtype(dtype: torch.dtype, args: Args, kwargs: Kwargs) -> Call:
-    """Returns the arguments of a cast with ``dtype`` in place of a floating one."""
-    return (
-        tuple([dtype if arg in dtypes.CASTABLE else arg for arg in args]),
-        {name: dtype if arg in dtypes.CASTABLE else arg for name, arg in kwargs.items()},
-    )
 
 
 class _Walk:
@@ -188,7 +170,7 @@ class _Walk:
         # dicts seem to have every attribute.
         if cls not in _PLAIN and callable(getattr(cls, "to", None)):
             return obj if self.convert is None else self._replaced(obj, self.convert)
-        if isinstance(obj, (list, tuple)):
+        if isinstance(obj, (list, tuple, deque)):
             before = self.changes
             items = [self.visit(item) for item in obj]
             return obj if self.changes == before else _sequence_like(obj, items)
@@ -222,7 +204,7 @@ class _Walk:
         self.open.pop()
         result = copy.copy(obj) if changed else obj
         for name, value in changed.items():
-            object.__setattr__(result, name, value)  # works on frozen ones, too
+            object.__setattr__(result, name, value)  # also works on frozen ones
         return result
 
     def _changed(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -238,16 +220,16 @@ class _Walk:
 
 def _sequence_like(obj: Any, items: list[Any]) -> Any:
     cls = type(obj)
-    if isinstance(obj, list) and cls is not list:
+    if cls is not list and isinstance(obj, (list, deque)):
         made = copy.copy(obj)
-        made[:] = items
+        made.clear()
+        made.extend(items)
         return made
-    is_named = isinstance(getattr(cls, "_fields", None), tuple)
-    if _is_compiling():  # dynamo traces only the class's own ``__new__``
-        return cls(*items) if is_named else cls(items)
+    is_named = hasattr(cls, "_fields")
     attributes = getattr(obj, "__dict__", None)
-    if attributes is None and not is_named:
-        return cls(items)
+    # dynamo traces only the class's own ``__new__``.
+    if _is_compiling() or (attributes is None and not is_named):
+        return cls(*items) if is_named else cls(items)
     made = tuple.__new__(cls, items)  # as the class's own ``__new__`` may not take the items
     if attributes:
         made.__dict__.update(attributes)

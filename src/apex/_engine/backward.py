@@ -10,9 +10,8 @@ Note [Stashed gradients]
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,11 +19,12 @@ import torch
 from torch import Tensor
 
 from apex._core import finite
+from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import MasterPair, fp32_copies, move_grads_to_masters
-from apex._engine.mistakes import BLOCK, BlockInspection, Mistake, Mistakes
+from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
-from apex._torch import foreach
+from apex._torch import dtensor, foreach
 from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -32,6 +32,7 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 if TYPE_CHECKING:
     from apex._core.op_table import AutocastSpec
     from apex._engine.optimizer.prepared import PreparedOptimizer
+    from apex._engine.session import Listener, Session
 
 
 class _State(enum.Enum):
@@ -43,9 +44,10 @@ class _State(enum.Enum):
     DELAYED = enum.auto()
     """The block has left its gradients scaled, for a later pass to add to and unscale."""
     DONE = enum.auto()
+    FAILED = enum.auto()
+    """An exception ended the block."""
 
 
-@dataclass(eq=False)
 class BackwardPass:
     """Context of one backward pass: returns the scaled loss and leaves unscaled gradients.
 
@@ -53,45 +55,67 @@ class BackwardPass:
     backward pass].
 
     Attributes:
+        session: The session that scales the loss.
         loss: The unscaled loss.
-        prepared_optimizers: The optimizers whose gradients the pass computes, and those that share
-            a parameter with one.
         scaler: The loss's scale.
-        ended: Called with the scale updates that are readable on the host by now, and whether an
-            exception ended the pass; not after a pass that defers its scale update.
-        others: Other optimizers, whose gradients would stay scaled.
-        spec: The casts of Python code inside the pass that mixes dtypes; ``None`` for the
-            thread's.
-        mistakes: Those found in the session, for a pass to add to.
-        delay_unscale: Leave the gradients scaled, for a later pass to unscale: the caller asks for
-            it, or ranks do not share these gradients yet.
-        delay_overflow_check: Leave the scale update to a later pass.
+        prepared_optimizers: The optimizers whose gradients the pass computes: those that the script
+            named, and those that share a parameter with one.
         scaled: Whether the parameters' gradients are not those of the loss until the pass ends.
+        updates: Scale updates that arrived at its end; on a device, those of earlier passes.
     """
 
-    loss: Tensor
-    prepared_optimizers: Sequence[PreparedOptimizer]
-    scaler: Scaler
-    ended: Callable[[Sequence[ScaleUpdate], bool], None]
-    others: Sequence[PreparedOptimizer]
-    spec: AutocastSpec | None
-    mistakes: Mistakes
-    delay_unscale: bool
-    delay_overflow_check: bool
-    scaled: bool = field(init=False)
-    _state: _State = field(default=_State.NEW, init=False)
-    _autocast: ExitStack = field(default_factory=ExitStack, init=False)
-    _inspection: BlockInspection | None = field(default=None, init=False)
-    # The delayed pass whose gradients this one adds to.
-    _continued: BackwardPass | None = field(default=None, init=False)
+    def __init__(
+        self,
+        session: Session,
+        loss: Tensor,
+        named: Sequence[PreparedOptimizer],
+        scaler: Scaler,
+        *,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> None:
+        """Prepares a pass, which begins with the block.
 
-    def __post_init__(self) -> None:
-        """Finds out whether the gradients are scaled."""
+        Args:
+            session: The session that scales the loss.
+            loss: The unscaled loss.
+            named: Optimizers of any sessions.
+            scaler: The loss's scale.
+            delay_unscale: Leave the gradients scaled, for a later pass to unscale.
+            delay_overflow_check: Leave the scale update to a later pass.
+        """
+        end_stale_casts()
+        self.session = session
+        self.loss = loss
+        self.scaler = scaler
+        self.prepared_optimizers = session.with_sharers(named)
         # A session with a scale may lend its optimizers to a loss without one, and the reverse.
-        self.scaled = not self.scaler.is_identity
+        self.scaled = not scaler.is_identity
+        self.updates: Sequence[ScaleUpdate] = ()
+        self._delay_unscale = delay_unscale
+        self._delay_overflow_check = delay_overflow_check
+        self._sessions: dict[Session, None] = {session: None}
         for prepared in self.prepared_optimizers:
-            if not prepared.masters.lazy and prepared.pairs:
+            if prepared.pairs and not prepared.masters.lazy:
                 self.scaled = True
+            if prepared.session is not None:
+                self._sessions[prepared.session] = None
+                # Of each, as ranks may communicate here. Until they share the gradients, these
+                # stay scaled: later passes add scaled ones.
+                if not prepared.session.shares_grads(prepared):
+                    self._delay_unscale = True
+        # The casts of Python code in the pass that mixes dtypes, if a session has some.
+        self._spec: AutocastSpec | None = None
+        for casting in self._sessions:
+            self._spec = self._spec or casting.spec
+        self._autocast = ExitStack()
+        self._state = _State.NEW
+        # The delayed pass whose gradients this one adds to.
+        self._continued: BackwardPass | None = None
+        self._scale: Tensor | float = 1.0
+        self._scale_version = 0
+        self._is_captured = False  # by a CUDA graph
+        self._inspection: BlockInspection | None = None
 
     @untraced
     def __enter__(self) -> Any:
@@ -101,57 +125,47 @@ class BackwardPass:
             RuntimeError: Inside another block for one of the same optimizers, whose gradients would
                 mix before either is unscaled.
         """
-        for prepared in self.prepared_optimizers:
-            if prepared.open_pass is not None and prepared.open_pass.is_open:
-                raise RuntimeError(
-                    "amp.scale_loss was entered inside another amp.scale_loss block of the same "
-                    "optimizer. Close the first block before the second, or add up the losses in "
-                    "one."
-                )
         self._continue_or_finish_delayed()
-        self._captures = capturing(self.loss.device)
+        self._is_captured = capturing(self.loss.device)
         with without_overrides():
             for prepared in self.prepared_optimizers:
                 prepared.create_missing_masters()
             scaled_loss, self._scale = self.scaler.scale(self.loss)
         self._scale_version = self.scaler.version
-        if self.mistakes.blocks_left:
-            self._inspect(scaled_loss)
         self._state = _State.OPEN
         try:
+            if self.session.mistakes.blocks_left:
+                self.session.mistakes.blocks_left -= 1
+                if self.scaled:
+                    self._inspection = BlockInspection(
+                        self.session, self.prepared_optimizers, scaled_loss
+                    )
             if self._continued is None:
                 with without_overrides():
                     make_room(self.prepared_optimizers, scaled=self.scaled)
             for prepared in self.prepared_optimizers:
                 prepared.open_pass = self
                 prepared.had_block = True
-            if self.spec is not None:
-                self._autocast.enter_context(BackwardAutocast(self.spec))
-        except BaseException:
-            self._autocast.close()
-            self._abort()
+            if self._spec is not None:
+                self._autocast.enter_context(BackwardAutocast(self._spec))
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return scaled_loss
 
-    def _inspect(self, scaled_loss: Tensor) -> None:
-        """Looks for mistakes before the block, and begins to look for those inside."""
-        if self._continued is not None:
-            self.mistakes.inspect_delayed(self.prepared_optimizers)
-            return
-        self.mistakes.blocks_left -= 1
-        if self.scaled:
-            self._inspection = BlockInspection(
-                self.mistakes, self.prepared_optimizers, self.others, scaled_loss
-            )
-
     def _continue_or_finish_delayed(self) -> None:
-        """Unscales what earlier passes left scaled, unless this one continues the only one."""
-        passes: dict[BackwardPass, None] = {}
+        """Unscales what earlier passes left scaled, unless this one continues it."""
         for prepared in self.prepared_optimizers:
-            if prepared.open_pass is not None:
-                passes[prepared.open_pass] = None
-        for delayed in passes:
-            if len(passes) == 1 and self._continues(delayed):
+            delayed = prepared.open_pass
+            if delayed is None:
+                continue
+            if delayed.is_open:
+                raise RuntimeError(
+                    "amp.scale_loss was entered inside another amp.scale_loss block of the same "
+                    "optimizer. Close the first block before the second, or add up the losses in "
+                    "one."
+                )
+            if self._continues(delayed):
                 self._continued = delayed
             else:
                 delayed.finish()
@@ -171,6 +185,11 @@ class BackwardPass:
         """Whether the block has been entered and not left."""
         return self._state is _State.OPEN
 
+    @property
+    def failed(self) -> bool:
+        """Whether an exception ended the block."""
+        return self._state is _State.FAILED
+
     @untraced
     def __exit__(
         self,
@@ -180,24 +199,16 @@ class BackwardPass:
     ) -> None:
         """Unscales the gradients; after an exception, restores the earlier ones."""
         self._autocast.close()
-        inspection = self._inspection
+        if self._inspection is not None:
+            self._inspection.end()
         if error is not None:
-            if inspection is not None:
-                inspection.close()
             self._abort()
-            return
-        if inspection is not None:
-            inspection.end_of_gradients()
-        if not self.delay_unscale:
+        elif not self._delay_unscale:
             self.finish()
         elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
             self._state = _State.DELAYED
-        if self.scaled and self.mistakes.blocks_left:
-            self.mistakes.mark_scaled_grads(
-                self.prepared_optimizers, delayed=self._state is _State.DELAYED
-            )
-        if inspection is not None:
-            inspection.warn()
+        if error is None and self._inspection is not None:
+            self._inspection.warn()
 
     def _unfinished(self) -> list[PreparedOptimizer]:
         """Returns the optimizers whose gradients have not been cleared since a delayed block."""
@@ -208,19 +219,18 @@ class BackwardPass:
         if self._state not in (_State.OPEN, _State.DELAYED):
             return
         captures = capturing(self.loss.device)
-        if self._captures and not captures:
+        if self._is_captured and not captures:
             raise RuntimeError(
                 "A CUDA graph has captured a block of amp.scale_loss with delay_unscale=True, but "
                 "not the last block of the step: the gradients of later replays would stay scaled. "
                 "Capture the last block, too, without delay_unscale."
             )
         if self._inspection is not None:  # in a step inside the block
-            self._inspection.end_of_gradients()
+            self._inspection.end()
         self._state = _State.DONE
         prepared_optimizers = self._unfinished()
         if not prepared_optimizers:
             return
-        unchecked = {**self.scaler.unchecked}
         try:
             with without_overrides():
                 self._unscale(prepared_optimizers)
@@ -228,40 +238,47 @@ class BackwardPass:
                 for prepared in prepared_optimizers:
                     prepared.keep_captured()
         except BaseException:
-            self.scaler.unchecked = unchecked
             restore_grads(prepared_optimizers, scaled=self.scaled)
             raise
         finally:
             for prepared in prepared_optimizers:
                 prepared.open_pass = None
-        if not self.delay_overflow_check:
-            self.ended(self.scaler.read_updates(), False)
+        if not self._delay_overflow_check:
+            self.updates = self.scaler.read_updates()
+            self._notify()
 
     def _unscale(self, prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
         scaler = self.scaler
-        scaler.begin_pass()
+        if scaler.dynamic and not scaler.unchecked:
+            scaler.found_inf.zero_()
         if self.scaled:
             unscale_grads(prepared_optimizers, scaler, self._scale)
         if scaler.dynamic:
             for prepared in prepared_optimizers:
                 scaler.unchecked[prepared.overflow] = None
-            scaler.share_overflow(_params_of(prepared_optimizers))
-        if not self.delay_overflow_check:
+        if not self._delay_overflow_check:
             scaler.end_pass(len(prepared_optimizers))
 
     def _abort(self) -> None:
         """Drops the gradients of the pass; one that continues others leaves what it added."""
         if self._state is not _State.OPEN:
             return
-        self._state = _State.DONE
+        self._state = _State.FAILED
         if self._continued is None:
             restore_grads(self.prepared_optimizers, scaled=self.scaled)
         for prepared in self.prepared_optimizers:
             prepared.open_pass = self._continued
-        self.ended((), True)
+        self._notify()
         if self._continued is not None and self.scaled:
-            self.mistakes.mark_scaled_grads(self.prepared_optimizers, delayed=True)
-            self.mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
+            self.session.mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
+
+    def _notify(self) -> None:
+        """Calls the sessions' listeners, each once."""
+        listeners: dict[Listener, None] = {}
+        for session in self._sessions:
+            listeners.update(dict.fromkeys(session.listeners))
+        for listener in listeners:
+            listener(self)
 
 
 # -- gradients ------------------------------------------------------------------------------------
@@ -292,8 +309,6 @@ def unscale_grads(
 
     The model keeps its own, multiplied by ``scale``, where its session has a scale.
     """
-    # Also those of masters that the loss uses themselves.
-    scaler.unscale_(finite.values_of(_params_of(prepared_optimizers)), scale)
     pairs: dict[MasterPair, None] = {}  # optimizers may share some
     for prepared in prepared_optimizers:
         pairs.update(dict.fromkeys(prepared.pairs))
@@ -305,7 +320,12 @@ def unscale_grads(
             masters.append(pair.master)
             grads.append(grad)
     copies = fp32_copies(grads, masters)
-    scaler.unscale_(finite.dense_values(copies), scale)
+    # Masters have gradients of a loss that uses them itself.
+    params = _params_of(prepared_optimizers)
+    scaler.unscale_([*finite.values_of(params), *finite.dense_values(copies)], scale)
+    groups = dtensor.groups(params)
+    if groups and scaler.dynamic:  # all ranks that hold shards must step or skip together
+        dtensor.all_reduce_(scaler.found_inf, groups, "MAX")
     _add_grads(masters, copies)
     _add_stashed(prepared_optimizers)
 
@@ -356,4 +376,5 @@ def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         else:
             totals.append(total)
             added.append(grad)
-    foreach.add_(finite.dense_values(totals), finite.dense_values(added))
+    if totals:
+        foreach.add_(finite.dense_values(totals), finite.dense_values(added))

@@ -34,7 +34,7 @@ def clip_grad_norm_(
         )
     prepared.create_missing_masters()
     _move_grads_that_cannot_wait(prepared)
-    params = {id(param): param for param in prepared.params()}.values()
+    params = dict.fromkeys(prepared.params())
     with_grad = [param for param in params if parameters.grad_of(param) is not None]
     grads = [grad for param in with_grad if (grad := param.grad) is not None]
     pending = [grad for pair in prepared.pairs if (grad := pair.pending_grad) is not None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
-from apex._engine.masters import MasterTable
+from apex._engine.masters import MasterState, MasterTable
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.scaler import Scaler
 from apex._torch import ddp
@@ -115,13 +115,12 @@ class DDPTracker:
         pairs = [pair for pair in self._masters.pairs() if id(pair.model) in state.sent]
         ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
         for pair in pairs:
-            pair.mark_exact()
+            pair.state = MasterState.EXACT
 
     def _check_join(self) -> None:
         # A join ends by broadcasting the last rank's rounded weights: masters would drift apart,
         # and ranks that finish early stop updating their loss scale.
-        has_masters = any(True for _ in self._masters.pairs())
-        if has_masters or any(scaler.dynamic for scaler in self._scalers):
+        if self._masters.pairs() or any(scaler.dynamic for scaler in self._scalers):
             raise RuntimeError(
                 "DistributedDataParallel.join() does not share fp32 masters and dynamic loss "
                 "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "

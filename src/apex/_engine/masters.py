@@ -28,15 +28,15 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import rounding
-from apex._core.foreach.scalars import multiply_
 from apex._pickle import rebuild
 from apex._torch import foreach, parameters, ranks
 from apex._torch.copies import has_values
@@ -48,7 +48,7 @@ _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
 _PAIR = "_apex_pair"
-"""Attribute of a master: a weak reference to its pair."""
+"""Attribute of a master, and of what stands in for its gradient: a weak reference to its pair."""
 
 _CLIP_FACTOR = "_apex_clip_factor"
 """Attribute of a pending gradient: what a clip multiplies it by, 0-d."""
@@ -93,13 +93,15 @@ class LazyMaster(Master):
         """The fp32 gradient; a pending one is moved here first."""
         pair = self.__dict__.get(_PAIR, _no_pair)()  # optimizers read it several times in a step
         if pair is not None and pair.model.grad is not None:
+            if pair.stand_in is not None:
+                return cast(Tensor, pair.stand_in)
             move_grads_to_masters([pair])
         return grad_of(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         set_grad(self, value)
-        pair = self.__dict__.get(_PAIR, _no_pair)()
+        pair = pair_of_master(self)
         if pair is not None:
             pair.model.grad = None
 
@@ -110,6 +112,12 @@ for master_class in (Master, LazyMaster):
 
 def _no_pair() -> None:
     return None
+
+
+def pair_of_master(tensor: Tensor) -> MasterPair | None:
+    """Returns the pair of a master, or of what stands in for its gradient, if it has one."""
+    pair: MasterPair | None = vars(tensor).get(_PAIR, _no_pair)()
+    return pair
 
 
 class MasterState(enum.Enum):
@@ -132,12 +140,8 @@ class MasterPair:
         master: The fp32 parameter that optimizers step in its place.
         lazy: Whether the session has no loss scale, so that the model's gradient is the master's.
         state: What the master's low bits are worth.
+        stand_in: What a step block by block shows as the master's gradient while it is pending.
     """
-
-    __slots__ = (
-        *("__weakref__", "_address", "_master_version", "_model_version", "_storage"),
-        *("lazy", "master", "model", "state"),
-    )
 
     def __init__(self, model: nn.Parameter, master: Master) -> None:
         """Joins a parameter and its master, which become the same in values and attributes."""
@@ -145,36 +149,26 @@ class MasterPair:
         self.master = master
         self.lazy = isinstance(master, LazyMaster)
         self.state = MasterState.FRESH
+        self.stand_in: Tensor | None = None
+        self._model_version = _WRITTEN
+        self._master_version = _WRITTEN
+        self._address: int | None = None
+        self._storage = model.detach()
         # Scripts set attributes on parameters, which their optimizers may read.
         for name, value in vars(model).items():
             vars(master).setdefault(name, value)
         vars(master)[_PAIR] = weakref.ref(self)
-        self.mark_synced()
+        mark_synced([self])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
         is_fresh = self.state is MasterState.FRESH
         return rebuild, ("master_pair", self.model, self.master, self.lazy, is_fresh)
 
-    def mark_synced(self) -> None:
-        """Records that the model holds the rounded master."""
-        self._master_version = self.master._version
-        self._model_version = self.model._version
-        # A fake parameter, which is of another class, has no address.
-        is_real = type(self.model) is nn.Parameter or has_values(self.model)
-        self._address = self.model.data_ptr() if is_real else 0
-        # Held so that no other storage takes its address.
-        self._storage = self.model.detach()
-
-    def mark_exact(self) -> None:
-        """Records that the low bits count before the first step, too."""
-        if self.state is MasterState.FRESH:
-            self.state = MasterState.EXACT
-
-    @property
-    def master_written(self) -> bool:
-        """Whether the master was written since the two were in sync."""
-        return self.master._version != self._master_version
+    def show_stand_in(self) -> None:
+        """Shows a tensor without memory, laid out like a gradient, as the pending gradient."""
+        self.stand_in = self.master.detach()
+        vars(self.stand_in)[_PAIR] = weakref.ref(self)
 
     @property
     def pending_grad(self) -> Tensor | None:
@@ -217,7 +211,7 @@ def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh:
         master.__class__ = LazyMaster if lazy else Master
     pair = MasterPair(model, master)
     if not is_fresh:
-        pair.mark_exact()
+        pair.state = MasterState.EXACT
     return pair
 
 
@@ -225,38 +219,35 @@ def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh:
 
 
 @untraced
-def update_model_from_written_masters(pairs: Iterable[MasterPair]) -> None:
+def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
     with without_overrides():
-        # Inlines ``master_written``: this runs in every forward pass.
         written = [pair for pair in pairs if pair.master._version != pair._master_version]
-        if written:
-            update_model_from_masters(written)
-
-
-@untraced
-def update_model_from_masters(pairs: Sequence[MasterPair]) -> None:
-    """Rounds masters into their model parameters, written or not."""
-    models: list[Tensor] = []
-    masters: list[Tensor] = []
-    for pair in pairs:
-        models.append(pair.model)
-        masters.append(pair.master)
-    if models:
-        with torch.no_grad(), without_overrides():
+        if not written:
+            return
+        models: list[Tensor] = []
+        masters: list[Tensor] = []
+        for pair in written:
+            models.append(pair.model)
+            masters.append(pair.master)
+        with torch.no_grad():
             foreach.copy_(models, masters)
-    mark_synced(pairs)
+    mark_synced(written)
 
 
 def mark_synced(pairs: Iterable[MasterPair]) -> None:
-    """Records that masters were rounded into their model parameters."""
+    """Records that model parameters hold their rounded masters."""
     with without_overrides():
         for pair in pairs:
-            if pair.model.data_ptr() == pair._address:
-                pair._master_version = pair.master._version
-                pair._model_version = pair.model._version
-            else:
-                pair.mark_synced()
+            model = pair.model
+            pair._master_version = pair.master._version
+            pair._model_version = model._version
+            # A fake parameter, which is of another class, has no address.
+            is_real = type(model) is nn.Parameter or has_values(model)
+            address = model.data_ptr() if is_real else 0
+            if address != pair._address:
+                pair._address = address
+                pair._storage = model.detach()  # held so that no other storage takes its address
 
 
 @untraced
@@ -282,7 +273,7 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
                 if model.device != pair.master.device:
                     _move_master(pair)
                     any_moved = True
-                if not pair.master_written:
+                if pair.master._version == pair._master_version:
                     _update_master(pair, before_step=before_step)
             if before_step:
                 pair._master_version = _WRITTEN
@@ -307,22 +298,13 @@ def _update_master(pair: MasterPair, *, before_step: bool) -> None:
         value = weight
     # Not counted by autograd: a loss that uses masters may have saved them for backward.
     parameters.uncounted(pair.master).copy_(value)
-    pair.mark_synced()
+    mark_synced([pair])
 
 
 def mark_written(pairs: Iterable[MasterPair]) -> None:
     """Marks masters as written, by code that torch does not count, such as fused kernels."""
     for pair in pairs:
         pair._master_version = _WRITTEN
-
-
-def end_step(pairs: Iterable[MasterPair], *, shared: Collection[int]) -> None:
-    """Drops the masters' gradients, but not those of pairs with the ids ``shared``."""
-    with without_overrides():
-        for pair in pairs:
-            pair.state = MasterState.TRAINED
-            if id(pair) not in shared:
-                set_grad(pair.master, None)
 
 
 # -- gradients --------------------------------------------------------------------------------
@@ -352,7 +334,7 @@ def move_grads_to_masters(pairs: Iterable[MasterPair]) -> None:
         if not moved:
             return
         copies = fp32_copies(grads, masters)  # first, because memory may run out
-        multiply_(copies, [clip_factor(grad) for grad in grads])
+        foreach.multiply_(copies, [clip_factor(grad) for grad in grads])
         for pair, copy in zip(moved, copies, strict=True):
             pair.model.grad = None
             set_grad(pair.master, copy)
@@ -408,6 +390,7 @@ class MasterTable:
 
     Attributes:
         lazy: Whether the session has no loss scale.
+        exact: The fp32 values of tensors without a master, from before they were rounded.
         stashed: Gradients from before an unfinished pass with a loss scale, by ``id`` of their
             parameters, which come with them.
         has_clipped: Whether pending gradients may have the factor of a clip.
@@ -416,46 +399,34 @@ class MasterTable:
     def __init__(self, *, lazy: bool = False) -> None:
         """Starts without masters."""
         self.lazy = lazy
+        self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.stashed: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.has_clipped = False
-        self._by_param: weakref.WeakValueDictionary[int, MasterPair] = weakref.WeakValueDictionary()
+        self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # By the object that keeps the pairs alive: a model, or the state of an optimizer.
-        self._by_user: weakref.WeakKeyDictionary[object, list[MasterPair]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_user = weakref.WeakKeyDictionary[object, list[MasterPair]]()
         # The pairs of a model's parameters, looked up once between changes of the table.
-        self._by_model: weakref.WeakKeyDictionary[nn.Module, list[MasterPair]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._exact: weakref.WeakKeyDictionary[object, dict[int, tuple[Tensor, Tensor]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_model = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
 
     def create(self, param: nn.Parameter, user: object, exact: Tensor | None = None) -> MasterPair:
         """Returns the pair of a low-precision parameter; a new one lives as long as ``user``.
 
+        A gradient that the parameter has goes to the master if the model's is scratch from now on.
         ``exact`` is the parameter's value before rounding, if known.
         """
         known = self.pair_of(param)
         if known is not None:
             return known
         if exact is None:
-            kept = self._kept_value(param)
-            if kept is not None:
-                exact = rounding.exact_value(param, [kept])
+            exact = rounding.exact_value(param, [self.exact.get(param)])
         master_class = LazyMaster if self.lazy else Master
         pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
         self.add([pair], user)
+        if param.grad is not None and not self.lazy:
+            (copy,) = fp32_copies([param.grad], [pair.master])
+            set_grad(pair.master, copy)
+            param.grad = None
         return pair
-
-    def take_earlier_grads(self) -> None:
-        """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
-        for pair in self.pairs():
-            grad = pair.model.grad
-            if grad is not None and not pair.lazy:
-                (copy,) = fp32_copies([grad], [pair.master])
-                set_grad(pair.master, copy)
-                pair.model.grad = None
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""
@@ -465,17 +436,9 @@ class MasterTable:
             self._by_param[id(pair.model)] = pair
 
     def release(self, user: object) -> None:
-        """Drops the pairs and values that ``user`` keeps alive."""
+        """Drops the pairs that ``user`` keeps alive."""
         self._by_model.clear()
-        for pair in self._by_user.pop(user, ()):
-            self._by_param.pop(id(pair.model), None)
-        self._exact.pop(user, None)
-
-    def keep_exact(self, values: Iterable[tuple[Tensor, Tensor]], model: nn.Module) -> None:
-        """Keeps the fp32 values of tensors without a master for as long as ``model`` lives."""
-        kept = self._exact.setdefault(model, {})
-        for tensor, value in values:
-            kept[id(tensor)] = tensor, value
+        self._by_user.pop(user, None)
 
     def pair_of(self, param: Tensor) -> MasterPair | None:
         """Returns the pair of a model parameter, or ``None``."""
@@ -485,20 +448,13 @@ class MasterTable:
         """Returns the fp32 value of a parameter or buffer, or ``None`` if unknown."""
         pair = self.pair_of(tensor)
         if pair is None:
-            return self._kept_value(tensor)
-        update_model_from_written_masters([pair])
+            return self.exact.get(tensor)
+        update_model_from_masters([pair])
         return pair.master
 
-    def _kept_value(self, tensor: Tensor) -> Tensor | None:
-        for values in self._exact.values():
-            if id(tensor) in values:
-                return values[id(tensor)][1]
-        return None
-
-    def pairs(self) -> Iterator[MasterPair]:
-        """Yields every pair once."""
-        for pairs in list(self._by_user.values()):
-            yield from pairs
+    def pairs(self) -> list[MasterPair]:
+        """Returns every pair, in the order in which they were made."""
+        return [*self._by_param.values()]
 
     def update_model(self, model: nn.Module) -> None:
         """Rounds the written masters of a model's parameters into them."""
@@ -507,7 +463,7 @@ class MasterTable:
             known = [self.pair_of(param) for _, param in named_parameters(model)]
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
-        update_model_from_written_masters(pairs)
+        update_model_from_masters(pairs)
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -517,17 +473,21 @@ class MasterTable:
         """
         for param, value in values:
             pair = self.pair_of(param)
-            kept = self._kept_value(param)
             if pair is not None:
                 pair.master.copy_(value)
-                pair.mark_exact()
-                pair.mark_synced()
+                pair.state = MasterState.EXACT
+                mark_synced([pair])
                 increment_version(param)
-            elif kept is not None:
-                kept.copy_(value)
+            elif param in self.exact:
+                self.exact[param].copy_(value)
 
     @untraced
     def move_clipped_grads(self) -> None:
-        """Moves pending gradients to their masters, before autograd adds to clipped ones."""
+        """Moves pending gradients that were clipped to masters, before autograd adds to them."""
         self.has_clipped = False
-        move_grads_to_masters(self.pairs())
+        clipped: list[MasterPair] = []
+        for pair in self.pairs():
+            grad = pair.pending_grad
+            if grad is not None and clip_factor(grad) is not None:
+                clipped.append(pair)
+        move_grads_to_masters(clipped)

@@ -1,9 +1,11 @@
 """Mistakes in training loops that raise no error: each is found on the host and warned of once.
 
 Note [How mistakes are found]
-    Nothing reads a value on the host. Hooks on the scaled loss and on a few parameters tell which
-    passes run inside a block. Version counters and identity of a few gradients tell who wrote them:
-    a block marks those that it leaves multiplied by a loss scale with their version.
+    Nothing reads a value on the host. In the first blocks of a session, hooks on the scaled loss
+    and on a few parameters tell which passes run inside a block. At the end of a pass, and of its
+    block, each gradient that the pass has reached gets a mark: whose block has left it, and its
+    version. Later another version means that it was written since. So :func:`_origins` tells of
+    any gradients, at any moment, where they come from.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import enum
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core.dtypes import is_low_precision
 from apex._torch import ranks
-from apex._torch.autograd import at_end_of_pass
+from apex._torch.autograd import at_end_of_pass, backward_id
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 _INSPECTED_BLOCKS = 32
 """Blocks of a session that are inspected: a mistake shows in the first, and later ones are free."""
 
-_LEFT = "_apex_left_by"
-"""Attribute of a gradient: which block left it multiplied by a loss scale, and at which version."""
+_MARK = "_apex_mark"
+"""Attribute of a gradient that a block has reached: its origin, and its version then."""
 
 _SAMPLED = 8
 """Parameters whose gradients are inspected."""
@@ -53,48 +55,47 @@ class Mistake(enum.Enum):
     UNSCALED_BACKWARD = (
         "A backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
         "gradients are divided by the loss scale although they were not multiplied by it: they are "
-        "too small by that factor (65536 at first), and the model hardly trains. Write\n" + BLOCK
+        "too small by that factor (initially 65536), and the model hardly trains. Write\n" + BLOCK
     )
     LATE_BACKWARD = (
         "scaled_loss.backward() was called after the end of its amp.scale_loss block, where "
-        "nothing unscales: the gradients stay multiplied by the loss scale (65536 at first), and a "
-        "step ruins the weights. Call it inside the block:\n" + BLOCK
+        "nothing unscales: the gradients stay multiplied by the loss scale (initially 65536), and "
+        "a step ruins the weights. Call it inside the block:\n" + BLOCK
     )
     FORGOTTEN_OPTIMIZER = (
-        "An optimizer holds gradients of a pass inside amp.scale_loss, which did not get this "
-        "optimizer. Nothing has unscaled them: they are multiplied by the loss scale (65536 at "
-        "first). The step ruins the weights, or with fp32 masters ignores them. Call "
-        "optimizer.zero_grad() before the optimizer's own pass, or pass scale_loss every optimizer "
-        "that steps with the gradients:\n"
+        "An optimizer holds gradients from an amp.scale_loss block that this optimizer was not "
+        "passed to. They are still multiplied by the loss scale (initially 65536). The step ruins "
+        "the weights, or with fp32 masters ignores the gradients. Call optimizer.zero_grad() "
+        "before this optimizer's own backward pass, or pass every optimizer to scale_loss:\n"
         "    with amp.scale_loss(loss, [optimizer, other]) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
     CLIPPED_INSIDE = (
         "Gradients were changed, or amp.master_params was called, inside amp.scale_loss after the "
-        "backward pass. There, gradients are still multiplied by the loss scale (65536 at first), "
-        "and fp32 masters have none of this pass yet: clipping clips far too much, or nothing. "
-        f"Clip after the block:\n{BLOCK}"
+        "backward pass. At that point, gradients are still multiplied by the loss scale (initially "
+        "65536), and the fp32 masters have not received them. Clipping therefore shrinks them far "
+        f"too much, or has no effect. Clip after the block:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     SECOND_BACKWARD = (
         "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
-        "gradients of both are divided by the loss scale (65536 at first), so those of the second "
+        "gradients of both are divided by the loss scale (initially 65536), so those of the second "
         "pass are lost. Add up the losses:\n"
         "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
     CLIPPED_DELAYED = (
         "Gradients were clipped or changed after an amp.scale_loss block with delay_unscale=True. "
-        "They are still multiplied by the loss scale (65536 at first), and fp32 masters have none "
-        "yet: clipping clips far too much, or nothing. Leave delay_unscale out of the last block "
-        f"of the step, and clip after it:\n{BLOCK}"
+        "They are still multiplied by the loss scale (initially 65536), and the fp32 masters have "
+        "not received them. Clipping therefore shrinks them far too much, or has no effect. Leave "
+        f"delay_unscale out of the last block of the step, and clip after it:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     CHANGED_MODEL_GRADS = (
         "The gradients of the model's 16-bit parameters were changed between amp.scale_loss and "
         "optimizer.step(), by clip_grad_norm_(model.parameters()) or another backward pass. The "
         "step ignores them: it uses the gradients of the fp32 masters. The model's are still "
-        "multiplied by the loss scale (65536 at first), so their norm is far too large, and "
+        "multiplied by the loss scale (initially 65536), so their norm is far too large, and "
         "clipping by it freezes the parameters that are fp32 in the model, such as those of batch "
         "norm. Write\n"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
@@ -134,8 +135,9 @@ class Mistake(enum.Enum):
         "optimizer.step() was called before any backward pass, or after zero_grad(). No parameter "
         "has a gradient, so the step changes nothing. Call it after the backward pass:\n"
         + BLOCK
-        + "    optimizer.step()\nIf there was one, the model no longer has the optimizer's "
-        "parameters: call fully_shard, and what else replaces them, before making the optimizer."
+        + "    optimizer.step()\nIf you did call backward(), the optimizer holds parameters that "
+        "the model no longer has. Call fully_shard, and anything else that replaces parameters, "
+        "before creating the optimizer."
     )
     UNPREPARED_OPTIMIZER = (
         "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "
@@ -144,18 +146,6 @@ class Mistake(enum.Enum):
         "    model, [optimizer, other] = amp.initialize(model, [optimizer, other], ...)\n"
         "or make a new one over the masters: torch.optim.SGD(amp.master_params(optimizer), ...)"
     )
-
-
-class _Left(NamedTuple):
-    """Who left a gradient multiplied by a loss scale.
-
-    Attributes:
-        version: The gradient's version then; another one means that it was written since.
-        by_other: Whether the block was not one of the optimizer that steps with the gradient.
-    """
-
-    version: int
-    by_other: bool
 
 
 class Mistakes:
@@ -176,7 +166,10 @@ class Mistakes:
 
     def warn(self, mistake: Mistake) -> None:
         """Warns of a mistake at the user's line, once per session."""
-        if mistake in self._warned:
+        told = mistake in self._warned
+        if mistake is Mistake.IGNORED_BACKWARD:  # whose cause may have been told
+            told = told or Mistake.LATE_BACKWARD in self._warned
+        if told:
             return
         self._warned.add(mistake)
         frame: FrameType | None = sys._getframe()
@@ -187,139 +180,121 @@ class Mistakes:
         # Python 3.12 has skip_file_prefixes for this.
         warnings.warn(mistake.value, UserWarning, stacklevel=level)
 
-    def warn_of_ignored_grads(self) -> None:
-        """Warns of gradients that no block has given to masters, unless their cause was told."""
-        if Mistake.LATE_BACKWARD not in self._warned:
-            self.warn(Mistake.IGNORED_BACKWARD)
 
-    def mark_scaled_grads(
-        self, prepared_optimizers: Iterable[PreparedOptimizer], *, delayed: bool
-    ) -> None:
-        """Marks gradients that a block leaves scaled: if delayed all, otherwise the scratch."""
-        for prepared in prepared_optimizers:
-            params = _sample(prepared.trained_params()) if delayed else _scratch_of(prepared)
-            for grad in _grads_of(params):
-                vars(grad)[_LEFT] = _Left(grad._version, by_other=False)
+class _Origin(enum.Enum):
+    """Where a gradient comes from."""
 
-    def inspect_delayed(self, prepared_optimizers: Iterable[PreparedOptimizer]) -> None:
-        """Before they are added to or unscaled: warns if a script has written such gradients."""
-        if ranks.world_size() > 1:
-            return  # where scripts may average them
-        for prepared in prepared_optimizers:
-            marks = _marks_of(_sample(prepared.trained_params()))
-            if any(mark.by_other and is_current for mark, is_current in marks):
-                self.warn(Mistake.FORGOTTEN_OPTIMIZER)
-            elif marks and not _averages(prepared) and not any(current for _, current in marks):
-                self.warn(Mistake.CLIPPED_DELAYED)
-
-
-_GradVersion = tuple[Tensor, Tensor | None, int]
-"""A parameter, its gradient, and the gradient's version."""
+    PLAIN = enum.auto()
+    """No block has reached it."""
+    OWN = enum.auto()
+    """A block of its optimizer left it multiplied by a loss scale; it is unchanged since."""
+    OTHER = enum.auto()
+    """A block that did not get its optimizer left it so; it is unchanged since."""
+    CHANGED = enum.auto()
+    """A block left it so, and it was written since."""
 
 
 class BlockInspection:
-    """Finds the mistakes of one ``scale_loss`` block whose loss is scaled."""
+    """Finds the mistakes of one ``scale_loss`` block whose loss is scaled, and those before it."""
 
     def __init__(
         self,
-        mistakes: Mistakes,
+        session: Session,
         prepared_optimizers: Sequence[PreparedOptimizer],
-        others: Iterable[PreparedOptimizer],
         scaled_loss: Tensor,
     ) -> None:
-        """Begins; ends with :meth:`end_of_gradients`.
+        """Begins; ends with :meth:`end`.
 
         Args:
-            mistakes: Those of the session.
+            session: The session that scales the loss.
             prepared_optimizers: The optimizers of the block.
-            others: All other optimizers.
             scaled_loss: Where the backward pass is to start.
         """
-        self._mistakes = mistakes
-        self._prepared_optimizers = prepared_optimizers
-        self._found: list[Mistake] = []
-        # The others' gradients before the pass, and the block's own ones after it.
-        self._before = _versions_of(others)
-        self._after_pass: list[_GradVersion] = []
-        self._started = False
+        self._found: Mistake | None = None
+        self._mistakes = session.mistakes
+        self._params: list[Tensor] = []
+        self._others_reached: list[Tensor] = []
+        self._may_change = any(map(_averages, prepared_optimizers))
+        self._pass_id: int | None = None  # of the last pass from the scaled loss
         self._is_running = False
-        self._is_late = False
-        self._ended = not scaled_loss.requires_grad
+        self._has_stray = False  # whether another pass has reached the block's parameters
+        self._ended = False
         self._hooks: list[RemovableHandle] = []
         for prepared in prepared_optimizers:
-            _inspect_grads_before(prepared, mistakes)
-        if self._ended:
+            _inspect_counted(prepared, self._mistakes)
+            _inspect_scratch(prepared, self._mistakes, at_step=False)
+        if not scaled_loss.requires_grad:
             return
-        scaled_loss.register_hook(self._mark_start)  # type: ignore[no-untyped-call]
+        scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
         for prepared in prepared_optimizers:
-            for param in _sample(prepared.trained_params()):
-                if param.requires_grad:
-                    hook = param.register_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
-                    self._hooks.append(hook)
+            sample = _sample(prepared.trained_params())
+            self._params += sample
+            self._observe(sample, self._reach_own)
+        for other_session in session.live:
+            for other in other_session.prepared_optimizers:
+                if other not in prepared_optimizers:
+                    self._observe(_sample(other.trained_params()), self._reach_other)
+
+    def _observe(self, params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
+        """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters."""
+        for param in params:
+            if param.requires_grad:
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
 
     @untraced
-    def _mark_start(self, _: Tensor) -> None:
-        if self._is_late:
-            self._mistakes.warn(Mistake.LATE_BACKWARD)
-        elif not self._ended:
-            self._started = True
-            self._is_running = True
-            # Twice, to come after what DistributedDataParallel writes at the end of its pass.
-            at_end_of_pass(lambda: at_end_of_pass(self._mark_end))
+    def _begin_pass(self, _: Tensor) -> None:
+        if self._ended:
+            # After one inside, this may be the second backward pass of a double one.
+            if self._pass_id is None and not self._has_stray:
+                self._mistakes.warn(Mistake.LATE_BACKWARD)
+            return
+        self._pass_id = backward_id()
+        self._is_running = True
+        # Twice, to come after what DistributedDataParallel writes at the end of its pass.
+        at_end_of_pass(lambda: at_end_of_pass(self._end_pass))
 
     @untraced
-    def _mark_gradient(self, _: Tensor) -> None:
-        if not (self._is_running or self._ended):
-            self._found.append(Mistake.SECOND_BACKWARD)
+    def _reach_own(self, _: Tensor) -> None:
+        if not self._is_running:
+            self._has_stray = True
 
-    def _mark_end(self) -> None:
+    @untraced
+    def _reach_other(self, param: Tensor) -> None:
+        if backward_id() == self._pass_id:  # not that of another thread
+            self._others_reached.append(param)
+
+    @untraced
+    def _end_pass(self) -> None:
         self._is_running = False
-        self._after_pass = _versions_of(self._prepared_optimizers)
+        self._mark_grads()
 
-    def end_of_gradients(self) -> None:
-        """Inspects the gradients of the block, before they are unscaled; idempotent."""
-        self.close()
+    def _mark_grads(self) -> None:
+        """Marks what the block leaves multiplied by the loss scale."""
+        _mark(self._params, _Origin.OWN)
+        _mark(self._others_reached, _Origin.OTHER)
+
+    def end(self) -> None:
+        """Removes the hooks, and inspects gradients before they are unscaled; idempotent."""
         if self._ended:
             return
         self._ended = True
-        reached = any(map(_is_reached, self._prepared_optimizers))
-        if reached and not self._started:
-            self._found = [Mistake.UNSCALED_BACKWARD]
-        if not self._found and self._all_written():
-            self._found.append(Mistake.CLIPPED_INSIDE)
-        if self._started:
-            self._mark_others()
-        self._is_late = not (self._started or reached)
-        self._prepared_optimizers = ()
-        self._before = []
-        self._after_pass = []
-
-    def _mark_others(self) -> None:
-        """Marks gradients of other optimizers that the pass has reached."""
-        for param, before, version in self._before:
-            grad = param.grad
-            if grad is not None and (grad is not before or grad._version != version):
-                vars(grad)[_LEFT] = _Left(grad._version, by_other=True)
-
-    def _all_written(self) -> bool:
-        """Returns whether all gradients were written between the end of the pass and now."""
-        if any(map(_averages, self._prepared_optimizers)):
-            return False
-        written: list[bool] = []
-        for param, grad, version in self._after_pass:
-            if grad is not None and param.grad is grad:
-                written.append(grad._version != version)
-        return bool(written) and all(written)
-
-    def close(self) -> None:
-        """Removes the hooks on parameters."""
         while self._hooks:
             self._hooks.pop().remove()
+        if self._has_stray:
+            self._found = Mistake.SECOND_BACKWARD
+            if self._pass_id is None:
+                self._found = Mistake.UNSCALED_BACKWARD
+        elif _origins(self._params) == {_Origin.CHANGED} and not self._may_change:
+            self._found = Mistake.CLIPPED_INSIDE
+        self._mark_grads()
+        self._params.clear()  # a loss, which a script may keep, refers to this object
+        self._others_reached.clear()
 
     def warn(self) -> None:
-        """Warns of the mistakes that were found, once the block has done its work."""
-        for mistake in self._found:
-            self._mistakes.warn(mistake)
+        """Warns of a mistake in the block, once it has done its work."""
+        if self._found is not None:
+            self._mistakes.warn(self._found)
 
 
 # -- gradients of a few parameters ----------------------------------------------------------------
@@ -327,15 +302,6 @@ class BlockInspection:
 
 def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
     return params[:: max(1, len(params) // _SAMPLED)]
-
-
-def _versions_of(prepared_optimizers: Iterable[PreparedOptimizer]) -> list[_GradVersion]:
-    versions: list[_GradVersion] = []
-    for prepared in prepared_optimizers:
-        for param in _sample(prepared.trained_params()):
-            grad = param.grad
-            versions.append((param, grad, 0 if grad is None else grad._version))
-    return versions
 
 
 def _scratch_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
@@ -354,49 +320,75 @@ def _counted_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
     return _sample([*lazy, *prepared.direct_params()])
 
 
-def _grads_of(params: Iterable[Tensor]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
+@untraced  # dynamo cannot trace a tensor's attributes
+def _mark(params: Iterable[Tensor], origin: _Origin) -> None:
+    for param in params:
+        grad = param.grad
+        if grad is not None:
+            vars(grad)[_MARK] = origin, grad._version
 
 
-def _marks_of(params: Iterable[Tensor]) -> list[tuple[_Left, bool]]:
-    """Returns marks of blocks on gradients, and whether each gradient is unchanged since then."""
-    marks: list[tuple[_Left, bool]] = []
-    for grad in _grads_of(params):
-        mark: _Left | None = vars(grad).get(_LEFT)
-        if mark is not None:
-            marks.append((mark, mark.version == grad._version))
-    return marks
+@untraced
+def _origins(params: Iterable[Tensor]) -> set[_Origin]:
+    """Returns where the gradients of parameters come from."""
+    origins: set[_Origin] = set()
+    for param in params:
+        grad = param.grad
+        if grad is not None:
+            origin, version = vars(grad).get(_MARK, (_Origin.PLAIN, grad._version))
+            origins.add(origin if version == grad._version else _Origin.CHANGED)
+    return origins
 
 
-def _holds_scaled(params: Iterable[Tensor]) -> bool:
-    """Returns whether another optimizer's block has left a gradient scaled, unchanged since."""
-    return any(mark.by_other and is_current for mark, is_current in _marks_of(params))
+def _scratch_origins(prepared: PreparedOptimizer) -> set[_Origin]:
+    """Returns where the model's scratch comes from; nothing once a block was not inspected."""
+    session = prepared.session
+    if session is None or any(not other.mistakes.blocks_left for other in session.live):
+        return set()
+    return _origins(_scratch_of(prepared))
 
 
 def _averages(prepared: PreparedOptimizer) -> bool:
-    """Returns whether the optimizer averages gradients inside blocks: Horovod's, BytePS's."""
-    return getattr(prepared.optimizer, "synchronize", None) is not None
-
-
-def _is_reached(prepared: PreparedOptimizer) -> bool:
-    """Returns whether a backward pass has given a parameter that autograd knows a gradient."""
-    return any(param.grad is not None for param in prepared.trained_params())
-
-
-def _inspect_grads_before(prepared: PreparedOptimizer, mistakes: Mistakes) -> None:
-    """At the begin of a block: warns of other blocks' gradients, and of those of plain passes."""
-    if _holds_scaled(_counted_of(prepared)):
-        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-    if _judges_scratch(prepared):
-        grads = _grads_of(_scratch_of(prepared))
-        if any(_LEFT not in vars(grad) for grad in grads):
-            mistakes.warn_of_ignored_grads()
-
-
-def _judges_scratch(prepared: PreparedOptimizer) -> bool:
-    """Returns whether every block that could reach the model's gradients was inspected."""
+    """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
+    if getattr(prepared.optimizer, "synchronize", None) is not None:
+        return True  # Horovod's, BytePS's
     session = prepared.session
-    return session is not None and all(other.mistakes.blocks_left for other in session.live)
+    is_wrapped = session is not None and session.ddp_tracker.wrappers
+    return ranks.world_size() > 1 and not is_wrapped
+
+
+def _inspect_counted(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
+    """Warns of scaled gradients that the next step or block takes as its own; returns whether."""
+    params = _counted_of(prepared)
+    delayed = prepared.open_pass
+    if delayed is not None and delayed.scaled:
+        params = _sample(prepared.trained_params())
+    origins = _origins(params)
+    if _Origin.OTHER in origins:
+        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
+        return True
+    if delayed is not None and origins == {_Origin.CHANGED} and not _averages(prepared):
+        mistakes.warn(Mistake.CLIPPED_DELAYED)
+    return False
+
+
+def _inspect_scratch(prepared: PreparedOptimizer, mistakes: Mistakes, *, at_step: bool) -> bool:
+    """Warns of gradients on the model that no master gets; returns whether there are some."""
+    origins = _scratch_origins(prepared)
+    mistake: Mistake | None = None
+    if not prepared.has_only_scratch_grads():
+        # A later block of another optimizer may reach them, as a generator's does a discriminator:
+        # the masters' gradients are right.
+        if origins and origins.isdisjoint((_Origin.OWN, _Origin.OTHER)):
+            mistake = Mistake.CHANGED_MODEL_GRADS
+    elif _Origin.PLAIN in origins or (at_step and _Origin.CHANGED in origins):
+        mistake = Mistake.IGNORED_BACKWARD
+    elif at_step and _Origin.OTHER in origins:
+        mistake = Mistake.FORGOTTEN_OPTIMIZER
+    if mistake is None:
+        return False
+    mistakes.warn(mistake)
+    return True
 
 
 # -- at the step ----------------------------------------------------------------------------------
@@ -408,15 +400,13 @@ def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> No
     session = prepared.session
     if session is None or not session.mistakes.blocks_left:
         return
-    mistakes = session.mistakes
     opened = prepared.open_pass
-    if opened is not None:
-        if opened.scaled and not opened.is_open:
-            mistakes.inspect_delayed([prepared])
-    elif _holds_scaled(_counted_of(prepared)):
-        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
+    if opened is not None and opened.is_open:
         return
-    elif _inspect_scratch(prepared, mistakes):
+    mistakes = session.mistakes
+    if _inspect_counted(prepared, mistakes):
+        return
+    if opened is None and _inspect_scratch(prepared, mistakes, at_step=True):
         return
     is_first = not (in_closure or prepared.steps)
     if is_first or not prepared.had_block:
@@ -426,7 +416,10 @@ def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> No
 def _inspect_first_step(prepared: PreparedOptimizer, session: Session, *, is_first: bool) -> None:
     # Of several optimizers that a block names, one may have no gradient yet.
     stepped = session.prepared_optimizers if prepared.had_block else [prepared]
-    if not any(other.has_grads() or _is_reached(other) for other in stepped):
+    params: list[Tensor] = []
+    for other in stepped:
+        params += [*other.trained_params(), *other.params()]
+    if all(param.grad is None for param in params):
         if is_first:
             session.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
         return
@@ -435,29 +428,6 @@ def _inspect_first_step(prepared: PreparedOptimizer, session: Session, *, is_fir
     learns = any(map(_is_learning, prepared.optimizer.param_groups))
     if needs_scale and is_without_blocks and learns:
         session.mistakes.warn(Mistake.NO_SCALE_LOSS)
-
-
-def _inspect_scratch(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
-    """Warns of gradients on the model that no master gets; returns whether there are some."""
-    params = _scratch_of(prepared)
-    grads = _grads_of(params)
-    if not grads or not _judges_scratch(prepared):
-        return False
-    marks = _marks_of(params)
-    unchanged = sum(is_current for _, is_current in marks)
-    if not prepared.has_only_scratch_grads():
-        # A later block of another optimizer may reach them, as a generator's does a discriminator:
-        # the masters' gradients are right.
-        if unchanged == 0:
-            mistakes.warn(Mistake.CHANGED_MODEL_GRADS)
-        return unchanged == 0
-    if unchanged < len(grads):
-        mistakes.warn_of_ignored_grads()
-        return True
-    if _holds_scaled(params):
-        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-        return True
-    return False
 
 
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from apex._core.finite import unscale_, unscale_and_check_
-from apex._core.foreach.scalars import as_tensor
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static, update_scale_
-from apex._torch import dtensor
-from apex._torch.copies import HostCopy, capturing, has_values, moved
+from apex._torch.copies import HostCopy, as_tensor, capturing, has_values, moved
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import OverflowFlag
@@ -23,42 +20,22 @@ if TYPE_CHECKING:
 INITIAL_SCALE = 2.0**16
 
 T = TypeVar("T")
-Reading = tuple[T, tuple[float, ...]]
-"""What the values belong to, and the values."""
 
 
 class ScaleUpdate(NamedTuple):
     """One update of a loss scale, as read on the host.
 
     Attributes:
-        loss_id: Index of the session's scaler.
         loss_scale: The scale after the update (multiplier).
         overflow: Whether a gradient of this pass held inf or NaN.
         optimizers: Number of optimizers of the pass.
         skipped_in_row: Consecutive overflows, including this one; 0 when clean.
     """
 
-    loss_id: int
     loss_scale: float
     overflow: bool
     optimizers: int
     skipped_in_row: int
-
-
-class PassEnd(NamedTuple):
-    """The end of one ``scale_loss`` block, as known on the host.
-
-    Attributes:
-        loss_id: Index of the session's scaler.
-        updates: Scale updates that have arrived by now; on a device, those of earlier passes.
-        prepared_optimizers: The optimizers of the pass.
-        failed: Whether an exception ended it.
-    """
-
-    loss_id: int
-    updates: Sequence[ScaleUpdate]
-    prepared_optimizers: Sequence[object]
-    failed: bool
 
 
 class Readback(Generic[T]):
@@ -69,8 +46,7 @@ class Readback(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._ready: list[Reading[T]] = []
-        self._in_flight: deque[tuple[T, HostCopy]] = deque()
+        self._copies: deque[tuple[T, HostCopy]] = deque()
 
     def send(self, source: T, values: Tensor) -> None:
         """Queues the present values of a 1-d tensor, with what they belong to.
@@ -78,33 +54,22 @@ class Readback(Generic[T]):
         Nothing is queued while a CUDA graph is captured, as a replay has no host side, nor for
         fake tensors, which have no values.
         """
-        self.prepare(source, values)()
+        if has_values(values) and not capturing(values.device):
+            self._copies.append((source, HostCopy(values).start()))
 
-    def prepare(self, source: T, values: Tensor) -> Callable[[], None]:
-        """Returns a function that does what ``send`` does, and allocates its memory now."""
-        if capturing(values.device) or not has_values(values):
-            return lambda: None
-        if values.device.type == "cpu" and not self._in_flight:
-            # On the host, tolist() reads memory in place: no kernel, no wait.
-            return lambda: self._ready.append((source, tuple(values.tolist())))
-        copy = HostCopy(values)
-        return lambda: self._in_flight.append((source, copy.start()))
-
-    def poll(self, *, wait: bool = False) -> list[Reading[T]]:
+    def poll(self, *, wait: bool = False) -> list[tuple[T, list[float]]]:
         """Returns readings completed since the last call, oldest first; with ``wait``, all."""
-        while self._in_flight and (wait or self._in_flight[0][1].arrived):
-            source, copy = self._in_flight.popleft()
-            self._ready.append((source, tuple(copy.wait().tolist())))
-        arrived = self._ready
-        self._ready = []
+        arrived: list[tuple[T, list[float]]] = []
+        while self._copies and (wait or self._copies[0][1].arrived):
+            source, copy = self._copies.popleft()
+            arrived.append((source, copy.wait().tolist()))
         return arrived
 
 
-class Scaler(ABC):
-    """The scale of one loss.
+class Scaler:
+    """The scale of one loss; this class has a constant one, and checks no gradients.
 
-    Scale, overflow flag and count of clean steps move to the device of each loss that is scaled;
-    they start on the CPU.
+    Scale and overflow flag move to the device of each loss that is scaled; they start on the CPU.
 
     Attributes:
         dynamic: Whether the scale reacts to overflows.
@@ -121,19 +86,25 @@ class Scaler(ABC):
             scale and count itself, and returns whether to skip the step. ``None`` without one.
     """
 
-    dynamic: ClassVar[bool]
-    is_identity = False
+    dynamic: ClassVar[bool] = False
+    is_identity: bool
     loss_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, first: float, rule: ScaleRule, loss_id: int) -> None:
-        """Starts at ``first`` (multiplier), on the CPU."""
-        self._bind(torch.tensor([first, 0.0], dtype=torch.float32, device="cpu"))
+    def __init__(self, loss_scale: float, rule: ScaleRule, loss_id: int = 0) -> None:
+        """Starts at ``loss_scale`` (multiplier), on the CPU.
+
+        Raises:
+            ValueError: If it is not positive and finite.
+        """
+        self._bind(torch.zeros(2, dtype=torch.float32, device="cpu"))
         self.rule = rule
         self.loss_id = loss_id
         self.unchecked: dict[OverflowFlag, None] = {}
         self.version = 0
         self.own_update: Callable[[], object] | None = None
+        self._steps = 0
+        self.set_scale(loss_scale)
 
     # -- one backward pass -------------------------------------------------------------------
 
@@ -152,16 +123,10 @@ class Scaler(ABC):
             return loss, factor
         return loss * factor, factor
 
-    @abstractmethod
     def factor(self) -> Tensor | float:
         """Returns the present scale without a host sync: a number, or a 0-d copy if dynamic."""
+        return self._scale
 
-    def begin_pass(self) -> None:
-        """Clears the flag of a dynamic scale, unless the scale is not updated from it yet."""
-        if self.dynamic and not self.unchecked:
-            self.found_inf.zero_()
-
-    @abstractmethod
     def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
         """Divides gradients by a scale, in place; a dynamic scale also checks them.
 
@@ -169,34 +134,27 @@ class Scaler(ABC):
             values: Dense gradients, see :func:`apex._core.finite.dense_values`.
             scale: What :meth:`factor` returned for the pass, or another number.
         """
-
-    def share_overflow(self, params: Sequence[Tensor]) -> None:
-        """Raises the flag if any rank that holds shards of ``params`` has raised its own.
-
-        Every rank of a sharded model must call it in every pass, so that all step or skip together
-        and keep equal scales.
-        """
-        if over := dtensor.groups(params):
-            dtensor.all_reduce_(self.found_inf, over, "MAX")
+        if values and scale != 1.0:
+            unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
 
     def end_pass(self, optimizers: int) -> None:
-        """Ends a block that updates the scale, and raises the flags of its optimizers."""
-        unchecked = self.unchecked  # first, because the script's own update clears it
-        own_update = self.own_update
-        if own_update is not None:
-            self.found_inf.fill_(float(bool(own_update())))
-        for flag in unchecked:
-            flag.add(self.found_inf)
-        self.update(optimizers, is_done=own_update is not None)
+        """Ends a block that updates the scale, and raises the flags of its optimizers.
 
-    @abstractmethod
-    def update(self, optimizers: int, *, is_done: bool = False) -> None:
-        """Updates a dynamic scale from its flag, or counts a static one's step.
-
-        Args:
-            optimizers: Number of optimizers of the pass, for the report.
-            is_done: Whether ``own_update`` has updated a dynamic scale already.
+        ``optimizers`` is the number of these, for the report.
         """
+        flags = self.unchecked
+        if self.own_update is None:
+            self.update()
+        else:
+            self.found_inf.fill_(float(bool(self.own_update())))
+            self.unchecked = {}
+            self.version += 1
+        for flag in flags:
+            flag.add(self.found_inf)
+
+    def update(self) -> None:
+        """Updates a dynamic scale from its flag, or counts a static one's step."""
+        self._steps += 1
 
     def read_updates(self) -> list[ScaleUpdate]:
         """Returns the updates that have reached the host since the last call, oldest first."""
@@ -204,32 +162,31 @@ class Scaler(ABC):
 
     # -- state -------------------------------------------------------------------------------
 
-    @abstractmethod
     def read_scale(self) -> float:
         """Returns the scale as a number. Syncs with the device if it is dynamic."""
+        return self._scale
 
-    @abstractmethod
     def read_growth_tracker(self) -> int:
         """Returns the clean steps since the scale last changed; of a static one, all steps.
 
         Syncs if it is dynamic.
         """
+        return self._steps
 
-    def read_found_inf(self) -> bool:
-        """Returns whether the last pass overflowed. Syncs with the device."""
-        return bool(self.found_inf)  # sync: the caller asks for a host number
-
-    @abstractmethod
     def set_scale(self, loss_scale: float) -> None:
-        """Sets the scale.
+        """Sets the scale. A dynamic one may exceed the rule's bounds until the next update.
 
         Raises:
             ValueError: If it is not positive and finite.
         """
+        self._scale = checked_static(loss_scale)  # exact; fp32 may round it
+        self.is_identity = self._scale == 1.0 and not self.dynamic
+        self.loss_scale.fill_(self._scale)
+        self.version += 1
 
-    @abstractmethod
     def set_growth_tracker(self, growth_tracker: int) -> None:
         """Sets the count of clean steps; a dynamic scale's stays below the interval."""
+        self._steps = growth_tracker
 
     def set_rule(self, rule: ScaleRule) -> None:
         """Sets the rule without a host sync.
@@ -249,52 +206,6 @@ class Scaler(ABC):
         self.loss_scale, self.found_inf = values[0], values[1]
 
 
-class StaticScaler(Scaler):
-    """A constant scale, applied as a Python number; gradients are not checked."""
-
-    dynamic = False
-
-    def __init__(self, loss_scale: float, rule: ScaleRule, *, loss_id: int = 0) -> None:
-        """Sets the scale.
-
-        Raises:
-            ValueError: If it is not positive and finite.
-        """
-        self._take(loss_scale)
-        super().__init__(self._scale, rule, loss_id)
-        self._growth_tracker = 0
-
-    def _take(self, loss_scale: float) -> None:
-        self._scale = checked_static(loss_scale)  # exact; fp32 may round it
-        self.is_identity = self._scale == 1.0
-
-    def factor(self) -> float:
-        return self._scale
-
-    def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
-        """Divides gradients in place, unchecked."""
-        if values and scale != 1.0:
-            unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
-
-    def update(self, optimizers: int, *, is_done: bool = False) -> None:
-        """Counts a step."""
-        self._growth_tracker += 1
-
-    def read_scale(self) -> float:
-        return self._scale
-
-    def read_growth_tracker(self) -> int:
-        return self._growth_tracker
-
-    def set_scale(self, loss_scale: float) -> None:
-        self._take(loss_scale)
-        self.version += 1
-        self.loss_scale.fill_(self._scale)
-
-    def set_growth_tracker(self, growth_tracker: int) -> None:
-        self._growth_tracker = growth_tracker
-
-
 class DynamicScaler(Scaler):
     """A scale that backs off on overflow and grows after clean steps, all on the device.
 
@@ -304,23 +215,17 @@ class DynamicScaler(Scaler):
 
     dynamic = True
 
-    def __init__(
-        self, rule: ScaleRule, *, loss_id: int = 0, initial: float = INITIAL_SCALE
-    ) -> None:
-        """Starts at ``initial``, clamped to the rule's bounds.
+    def __init__(self, loss_scale: float, rule: ScaleRule, loss_id: int = 0) -> None:
+        """Starts at ``loss_scale``, clamped to the rule's bounds.
 
         Raises:
-            ValueError: If ``initial`` is not positive and finite.
+            ValueError: If it is not positive and finite.
         """
-        first = min(max(checked_static(initial), rule.least), rule.greatest)
+        first = min(max(checked_static(loss_scale), rule.least), rule.greatest)
         super().__init__(first, rule, loss_id)
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._readback: Readback[int] = Readback()
         self._skipped_in_row = 0
-
-    def set_rule(self, rule: ScaleRule) -> None:
-        super().set_rule(rule)
-        self.growth_tracker.clamp_(max=rule.growth_interval - 1)
 
     def factor(self) -> Tensor:
         return self.loss_scale.clone()
@@ -333,25 +238,23 @@ class DynamicScaler(Scaler):
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
             unscale_and_check_(values, inverse, self.found_inf)
 
-    def update(self, optimizers: int, *, is_done: bool = False) -> None:
-        """Updates the scale from the flag, on the device, and sends both to the host."""
-        # First, because memory may run out.
-        send = self._readback.prepare(optimizers, self._scale_and_flag)
-        if not is_done:
-            update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
+    def end_pass(self, optimizers: int) -> None:
+        """Also starts to copy scale and flag to the host."""
+        super().end_pass(optimizers)
+        self._readback.send(optimizers, self._scale_and_flag)
+
+    def update(self) -> None:
+        """Updates the scale from the flag, on the device."""
+        update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
         self.unchecked = {}
         self.version += 1
-        send()
 
     def read_updates(self) -> list[ScaleUpdate]:
-        """Returns the updates that have reached the host since the last call, oldest first."""
         updates = []
         for optimizers, (loss_scale, found_inf) in self._readback.poll():
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            updates.append(
-                ScaleUpdate(self.loss_id, loss_scale, overflow, optimizers, self._skipped_in_row)
-            )
+            updates.append(ScaleUpdate(loss_scale, overflow, optimizers, self._skipped_in_row))
         return updates
 
     def read_scale(self) -> float:
@@ -360,13 +263,12 @@ class DynamicScaler(Scaler):
     def read_growth_tracker(self) -> int:
         return int(self.growth_tracker)  # sync: the caller asks for a host number
 
-    def set_scale(self, loss_scale: float) -> None:
-        """Sets the scale, which may exceed the rule's bounds until the next update."""
-        self.loss_scale.fill_(checked_static(loss_scale))
-        self.version += 1
-
     def set_growth_tracker(self, growth_tracker: int) -> None:
         self.growth_tracker.fill_(min(growth_tracker, self.rule.growth_interval - 1))
+
+    def set_rule(self, rule: ScaleRule) -> None:
+        super().set_rule(rule)
+        self.growth_tracker.clamp_(max=rule.growth_interval - 1)
 
     def move_to(self, device: torch.device) -> None:
         super().move_to(device)
@@ -374,11 +276,7 @@ class DynamicScaler(Scaler):
 
 
 def scaler_for(
-    loss_scale: LossScale,
-    rule: ScaleRule,
-    *,
-    loss_id: int = 0,
-    initial: float = INITIAL_SCALE,
+    loss_scale: LossScale, rule: ScaleRule, *, loss_id: int = 0, initial: float = INITIAL_SCALE
 ) -> Scaler:
     """Returns the scaler for ``loss_scale``, a number or ``"dynamic"``.
 
@@ -388,5 +286,5 @@ def scaler_for(
         ValueError: If the scale is not positive and finite.
     """
     if loss_scale == "dynamic":
-        return DynamicScaler(rule, loss_id=loss_id, initial=initial)
-    return StaticScaler(loss_scale, rule, loss_id=loss_id)
+        return DynamicScaler(initial, rule, loss_id)
+    return Scaler(loss_scale, rule, loss_id)

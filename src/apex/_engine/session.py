@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -17,26 +15,30 @@ from apex._core.op_table import AutocastSpec
 from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.accurate import LowPrecisionRegion
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import AutocastRegion, NoAutocastRegion, Region
+from apex._engine.autocast.region import (
+    AutocastRegion,
+    LowPrecisionRegion,
+    NoAutocastRegion,
+    Region,
+)
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.subclass import convert, hand_over
+from apex._engine.conversion.subclass import hand_over, set_state
 from apex._engine.ddp import DDPTracker
 from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
-from apex._engine.optimizer import subclass, unprepared
+from apex._engine.optimizer import step, subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.restore import dtypes_of, match_states
-from apex._engine.scaler import PassEnd, Readback, Scaler, ScaleUpdate, scaler_for
+from apex._engine.scaler import Readback, Scaler, scaler_for
 from apex._torch import fsdp
 from apex._torch.parameters import grad_of, set_grad
 
-Listener = Callable[["Session", PassEnd], None]
-"""Called with the session that scaled, after a pass that updates a scale or raises an exception."""
+Listener = Callable[[BackwardPass], None]
+"""Called after a pass that updates a scale or raises an exception."""
 
 
 class Session:
@@ -49,10 +51,12 @@ class Session:
         live: All sessions, oldest first.
         policy: What the level means: dtypes, op casts, masters and loss scale.
         scalers: One per loss.
+        spec: The op casts, until they end.
         region: Turns op casts on in forward passes; off at levels without op casts.
         mistakes: The mistakes found in the training loop.
         ddp_tracker: Knows the DistributedDataParallel wrappers of the models.
         masters: The fp32 masters of the models' parameters.
+        listeners: Called after each pass of the session's optimizers.
         losses: Copies to the host of losses with a static scale, which are checked for inf and NaN.
             ``None`` once one was found: the warning is logged once.
         losses_given: Number of such losses so far; only a sample is copied.
@@ -87,10 +91,14 @@ class Session:
         self.scalers: list[Scaler] = []
         for index in range(num_losses):
             self.scalers.append(scaler_for(policy.loss_scale, rule or ScaleRule(), loss_id=index))
-        self.region = _region(policy, spec)
+        self.region: Region = NoAutocastRegion()
+        if spec is not None:
+            self.region = AutocastRegion(spec)
+        elif policy.low_precision is not None:
+            self.region = LowPrecisionRegion()
+        self.spec = spec
         self._functions = functions if spec is not None else None
-        self._thread = threading.get_ident()
-        self._listeners = list(listeners)
+        self.listeners = list(listeners)
         self._keep_fp32 = keep_fp32
         # Without a scale, the model's gradients are the masters', from now on.
         self.masters = MasterTable(lazy=all(scaler.is_identity for scaler in self.scalers))
@@ -132,25 +140,22 @@ class Session:
         for model in models:
             hand_over(model, undo)
         for model in models:
-            self._convert(model, plan, undo, trains=bool(optimizers))
+            before = casts.floating_tensors(model)
+            undo.callback(casts.undo_convert, model)
+            link = state.MasterLink(self, plan.param_dtype)
+            set_state(model, state.ModelState(plan, self.region, link), undo)
+            undo.callback(self.masters.release, model)
+            self._make_masters(model, before, trains=bool(optimizers))
         for optimizer in optimizers:
             self.prepare_optimizer(optimizer, undo)
         undo.callback(self.close)
         self.start()
         self._models.update(models)
         if self.policy.master_weights:
-            unprepared.hooks.add(self)
+            step.hooks.add(self)
         match_states(optimizers, old_dtypes)
-        self.masters.take_earlier_grads()
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
-
-    def _convert(self, model: nn.Module, plan: ModelPlan, undo: ExitStack, *, trains: bool) -> None:
-        before = casts.floating_tensors(model)
-        undo.callback(casts.undo_convert, model)
-        convert(model, plan, self.region, self, undo)
-        undo.callback(self.masters.release, model)
-        self._make_masters(model, before, trains=trains)
 
     def _make_masters(
         self, model: nn.Module, before: Sequence[tuple[Tensor, Tensor]], *, trains: bool
@@ -165,7 +170,6 @@ class Session:
             trains: Whether the model was passed with optimizers.
         """
         notes.log_lost(model, before)
-        kept: list[tuple[Tensor, Tensor]] = []
         has_masters = trains and self.policy.master_weights
         for tensor, exact in before:
             if not dtypes.is_low_precision(tensor):
@@ -174,35 +178,25 @@ class Session:
             if param is not None and has_masters and is_trained(param):
                 self.masters.create(param, model, exact)
             elif exact.dtype is not tensor.dtype and (self._keep_fp32 or param is None):
-                kept.append((tensor, exact.float()))
-        self.masters.keep_exact(kept, model)
+                self.masters.exact[tensor] = exact.float()
 
     def start(self) -> None:
         """Turns op casts on in this thread, until the session ends."""
         if isinstance(self.region, AutocastRegion):
             if self._functions is not None:
                 self._functions.apply()
-            self.region.enter_ambient()
-            unprepared.hooks.add(self)
+            self.region.begin_ambient()
+            step.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
             self._end.atexit = False
 
     def close(self) -> None:
         """Turns op casts off, in this thread and in the models' forward passes; idempotent."""
+        self.spec = None
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
                 state.set_region(model, NoAutocastRegion())
-
-    @property
-    def casting(self) -> bool:
-        """Whether the session has op casts and has not ended."""
-        return self._end is not None and self._end.alive
-
-    @property
-    def deactivated(self) -> bool:
-        """Whether the session's op casts have ended before it."""
-        return self._end is not None and not self._end.alive
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""
@@ -228,70 +222,11 @@ class Session:
 
     # -- training ----------------------------------------------------------------------------
 
-    def backward_pass(
-        self,
-        loss: Tensor,
-        prepared_optimizers: Sequence[PreparedOptimizer],
-        scaler: Scaler,
-        *,
-        delay_unscale: bool = False,
-        delay_overflow_check: bool = False,
-    ) -> BackwardPass:
-        """Returns the context of one ``scale_loss`` block, of optimizers of any sessions."""
-        end_stale_casts()
-        sessions: dict[Session, None] = {self: None}
-        # Gradients stay scaled until ranks share them: later passes add scaled ones.
-        delays = delay_unscale
-        for prepared in prepared_optimizers:
-            session = prepared.session
-            if session is None:
-                continue
-            sessions[session] = None
-            # Of each, as ranks may communicate here.
-            if session.ddp_tracker.wrappers and not session.ddp_tracker.sends(prepared):
-                delays = True
-        spec: AutocastSpec | None = None
-        for session in sessions:
-            if session._shards and fsdp.defers_reduction(ref() for ref in session._shards):
-                delays = True
-            if spec is None and session.casting and isinstance(session.region, AutocastRegion):
-                spec = session.region.spec
-        sharing, others = self.with_sharers(prepared_optimizers)
-        return BackwardPass(
-            loss,
-            sharing,
-            scaler,
-            spec=spec,
-            mistakes=self.mistakes,
-            ended=functools.partial(self._end_pass, scaler.loss_id, prepared_optimizers, sessions),
-            others=others,
-            delay_unscale=delays,
-            delay_overflow_check=delay_overflow_check,
-        )
-
-    def _end_pass(
-        self,
-        loss_id: int,
-        prepared_optimizers: Sequence[PreparedOptimizer],
-        sessions: Iterable[Session],
-        updates: Sequence[ScaleUpdate],
-        failed: bool,
-    ) -> None:
-        end = PassEnd(loss_id, updates, prepared_optimizers, failed)
-        listeners: dict[Listener, None] = {}
-        for session in sessions:
-            listeners.update(dict.fromkeys(session._listeners))
-        for listener in listeners:
-            listener(self, end)
-
-    def add_listener(self, listener: Listener) -> None:
-        """Calls ``listener`` after every pass of the session's optimizers."""
-        self._listeners.append(listener)
-
-    def remove_listener(self, listener: Listener) -> None:
-        """Removes ``listener``; idempotent."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
+    def shares_grads(self, prepared: PreparedOptimizer) -> bool:
+        """Returns whether ranks share the gradients of a pass that begins now, or need not."""
+        if self.ddp_tracker.wrappers and not self.ddp_tracker.sends(prepared):
+            return False
+        return not (self._shards and fsdp.defers_reduction(ref() for ref in self._shards))
 
     @property
     def models(self) -> list[nn.Module]:
@@ -306,27 +241,24 @@ class Session:
     @classmethod
     def with_sharers(
         cls, prepared_optimizers: Sequence[PreparedOptimizer]
-    ) -> tuple[list[PreparedOptimizer], list[PreparedOptimizer]]:
-        """Returns optimizers with all that share parameters with them or each other, and the rest.
+    ) -> list[PreparedOptimizer]:
+        """Returns optimizers, and after them all that share parameters with them or each other.
 
-        Of all sessions; those that were given come first. The rest is of sessions that began in
-        this thread, as others' passes may run meanwhile.
+        Of all sessions.
         """
         sharing = list(prepared_optimizers)
-        rest: list[PreparedOptimizer] = []
-        elsewhere: set[PreparedOptimizer] = set()
+        others: list[PreparedOptimizer] = []
         for session in cls.live:
-            if session._thread != threading.get_ident():
-                elsewhere.update(session.prepared_optimizers)
-            if len(session._prepared_optimizers) > 1 or len(cls.live) > 1 or not sharing:
-                rest += [other for other in session.prepared_optimizers if other not in sharing]
-        for prepared in sharing if rest else ():  # which grows meanwhile
+            known = session._prepared_optimizers
+            others += [other for other in known if other not in sharing and other.is_live]
+        if not others:
+            return sharing
+        for prepared in sharing:  # which grows meanwhile
             trained = {*map(id, prepared.trained_params())}
-            for other in list(rest):
-                if not trained.isdisjoint(map(id, other.trained_params())):
-                    rest.remove(other)
+            for other in others:
+                if other not in sharing and not trained.isdisjoint(map(id, other.trained_params())):
                     sharing.append(other)
-        return sharing, [other for other in rest if other not in elsewhere]
+        return sharing
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Casts modules that were added to a model, if they hold some of these parameters."""
@@ -335,25 +267,22 @@ class Session:
             late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
-    def clear_grads(self, dropped: Iterable[Tensor], zeroed: Iterable[Tensor]) -> None:
-        """Clears the gradients of the masters of parameters whose own were dropped, or zeroed."""
+    def clear_grads(self, params: Iterable[Tensor]) -> None:
+        """Clears masters' gradients as those of the models' parameters were, by None or zeros."""
         cleared: list[Tensor] = []
-        for param in dropped:
-            pair = self.masters.pair_of(param)
-            stepped = param if pair is None else pair.master
-            set_grad(stepped, None)
-            cleared.append(stepped)
-        for param in zeroed:
+        for param in params:
             pair = self.masters.pair_of(param)
             if pair is None:
                 cleared.append(param)
                 continue
+            cleared.append(pair.master)
             grad = grad_of(pair.master)
-            if grad is not None:
+            if param.grad is None:
+                set_grad(pair.master, None)
+            elif grad is not None:
                 grad.detach().zero_()
             if not pair.lazy:
                 param.grad = None
-            cleared.append(pair.master)
         self.drop_cleared(cleared)
 
     def drop_cleared(self, params: Iterable[Tensor]) -> None:
@@ -377,13 +306,7 @@ class Session:
                 prepared.open_pass = None
 
 
-def _region(policy: Policy, spec: AutocastSpec | None) -> Region:
-    if spec is not None:
-        return AutocastRegion(spec)
-    return NoAutocastRegion() if policy.low_precision is None else LowPrecisionRegion()
-
-
 def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:
-    region.leave_ambient()
+    region.end()
     if functions is not None:
         functions.undo()

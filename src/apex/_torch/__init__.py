@@ -1,5 +1,5 @@
 """All uses of torch's private interfaces and of those that differ between releases.
 
 Each private name is used in one file, with a fallback in public torch where possible. Copies
-between devices are here, too, as torch determines which of them are asynchronous.
+between devices are also here, as torch determines which of them are asynchronous.
 """

@@ -36,6 +36,22 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     return tensor.to(device=device, dtype=dtype, non_blocking=background)
 
 
+def as_tensor(value: float | Tensor, device: torch.device) -> Tensor:
+    """Returns a number or a one-element tensor as 0-d fp32 on ``device``.
+
+    Waits only where :func:`moved` does.
+    """
+    if isinstance(value, Tensor):
+        return moved(value, device, torch.float32).reshape(())
+    # torch.as_tensor would copy from the host and wait for the copy.
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def as_scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """Returns a host number unchanged, a one-element tensor as 0-d on ``device``."""
+    return moved(value, device).reshape(()) if isinstance(value, Tensor) else value
+
+
 def record(device: torch.device, *, timing: bool = False) -> torch.Event:
     """Returns an event recorded on the current stream of ``device``, not of the current device."""
     event = torch.Event(device, enable_timing=timing)
@@ -85,6 +101,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Returns whether ``tensor`` has values to read, as meta and fake tensors have not."""
+    """Returns whether ``tensor`` has values to read: not meta, fake, or wrapped by torch.func."""
+    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
     fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
-    return not tensor.is_meta and (fake_tensor is None or not fake_tensor.is_fake(tensor))
+    return fake_tensor is None or not fake_tensor.is_fake(tensor)

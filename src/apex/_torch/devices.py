@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,39 +21,25 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-_CPU_INFO = Path("/proc/cpuinfo")
+cpu_features: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
+"""Returns the CPU's features by name, such as ``avx512_fp16``, and its ``architecture``.
 
-
-def plain_cpu_features() -> dict[str, Any]:
-    """Returns the CPU's features as Linux lists them; elsewhere only its architecture."""
-    features: dict[str, Any] = {"architecture": platform.machine()}
-    if _CPU_INFO.exists():
-        for line in _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "flags":
-                features.update(dict.fromkeys(value.split(), True))
-    return features
-
-
-cpu_features: Callable[[], dict[str, Any]] = getattr(
-    torch.cpu, "get_capabilities", plain_cpu_features
-)
-"""Returns the CPU's features by name, such as ``avx512_fp16``, and its ``architecture``."""
+Older releases of torch know none.
+"""
 
 
 def emulates_fp16() -> bool:
-    """Returns whether the CPU computes in fp16 without units for it."""
+    """Returns whether the CPU is known to compute in fp16 without units for it."""
     features = cpu_features()
-    if features.get("architecture") in ("aarch64", "arm64"):
-        return False
-    return not (features.get("avx512_fp16") or features.get("amx_fp16"))
+    has_units = features.get("avx512_fp16") or features.get("amx_fp16")
+    return features.get("architecture") == "x86_64" and not has_units
 
 
 def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     """Returns the device types that store and compute the models' parameters and buffers.
 
     The two differ where ``fully_shard`` offloads parameters to the CPU. Models on the CPU, and
-    those without tensors, count as on the accelerator, too: scripts may move them there.
+    those without tensors, also count as on the accelerator: scripts may move them there.
     """
     types: dict[str, None] = {}
     for model in models:

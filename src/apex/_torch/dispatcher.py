@@ -127,18 +127,16 @@ def is_builtin(name: str) -> bool:
     return hasattr(torch, name) or hasattr(torch._C._nn, name)
 
 
-_libraries: list[torch.library.Library] = []  # one that is collected removes its kernels
+# Its end would remove the kernels.
+_library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
-def register(kernels: dict[str, Callable[..., Any]], key: str) -> None:
-    """Registers kernels by operator for a dispatch key, for good.
+def register(op: str, kernel: Callable[..., Any], key: str) -> None:
+    """Registers the kernel of an operator for a dispatch key, for good.
 
-    A kernel receives the call's dispatch key set, then the operator's arguments.
+    It receives the call's dispatch key set, then the operator's arguments.
     """
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    _libraries.append(library)
     with warnings.catch_warnings():
         # torch warns about replaced kernels; ours call the originals.
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for op, kernel in kernels.items():
-            library.impl(op, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+        _library.impl(op, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from apex._torch.copies import moved
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel
 
 _has_graph = operator.attrgetter("requires_grad")
@@ -75,6 +76,19 @@ def assign_(targets: list[Tensor], sources: list[Tensor]) -> None:
         copy_(targets, sources)
 
 
+def multiply_(tensors: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
+    """Multiplies tensors by their 0-d factors, where there are some, in place.
+
+    One call serves all tensors of one factor.
+    """
+    by_factor: dict[tuple[Tensor, torch.device], list[Tensor]] = {}
+    for tensor, factor in zip(tensors, factors, strict=True):
+        if factor is not None:
+            by_factor.setdefault((factor, tensor.device), []).append(tensor)
+    for (factor, device), multiplied in by_factor.items():
+        torch._foreach_mul_(multiplied, moved(factor, device))
+
+
 def _are_recorded(tensors: list[Tensor]) -> bool:
     """Returns whether autograd records what happens to ``tensors``."""
     return torch.is_grad_enabled() and any(map(_has_graph, tensors))
@@ -89,9 +103,9 @@ group: Callable[..., Any] = Optimizer._group_tensors_by_device_and_dtype
 
 # -- fused optimizer kernels; the fallbacks are in `_core.foreach` --------------------------------
 
-fused_adam_ = torch._fused_adam_
-fused_adamw_ = torch._fused_adamw_
-fused_sgd_ = torch._fused_sgd_
+fused_adam_: Callable[..., Any] = torch._fused_adam_
+fused_adamw_: Callable[..., Any] = torch._fused_adamw_
+fused_sgd_: Callable[..., Any] = torch._fused_sgd_
 fused_adagrad_: Callable[..., Any] = torch._fused_adagrad_
 
 

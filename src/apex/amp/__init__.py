@@ -4,7 +4,7 @@ import sys
 
 from apex import _requirements, _unavailable
 
-# Here, too: apex/__init__.py may be NVIDIA's.
+# As in apex/__init__.py, which may be NVIDIA's.
 _requirements.check()
 _unavailable.install()
 

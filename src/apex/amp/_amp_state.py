@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._torch import ranks
-from apex.amp import scaler_states
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
 from apex.amp.properties import Properties
 from apex.amp.scaler import LossScaler
@@ -26,13 +25,12 @@ class AmpState:
     Attributes:
         verbosity: 0 for no output, 1 for the start-up and overflow reports.
         hard_override: Whether invalid overrides cause a warning instead of an error.
-        allow_incoming_model_not_fp32: Whether 16-bit parameters stay as they come at O0, O1 and
-            O4, and float64 models are accepted at O1 and O4, too.
+        allow_incoming_model_not_fp32: Whether O0, O1 and O4 leave 16-bit parameters unchanged, and
+            O1 and O4 accept float64 models.
         opt_properties: Options of the latest ``initialize`` or ``init``; absent before the first.
         min_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
-        max_loss_scale: Likewise.
+        max_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         functions: Functions that the user registered for casting.
-        pending_states: Loss scales of a checkpoint that was loaded before any session existed.
         options: The options of each session of ``initialize``.
         handle_of: Makes apex's handle of a session; :mod:`.handle` sets it.
     """
@@ -47,21 +45,19 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
-        self.pending_states: list[scaler_states.State] = []
         self.options: weakref.WeakKeyDictionary[Session, Properties] = weakref.WeakKeyDictionary()
-        self._sessions: list[weakref.ref[Session]] = []
+        self._sessions: weakref.WeakKeyDictionary[Session, None] = weakref.WeakKeyDictionary()
         self._init_handle: Any = None
 
     # -- sessions ----------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
-        """Makes ``session`` current and applies pending loss scales to it."""
-        self._sessions = [*map(weakref.ref, self.sessions()), weakref.ref(session)]
-        self.pending_states = scaler_states.apply_pending(session.scalers, self.pending_states)
+        """Makes ``session`` current."""
+        self._sessions[session] = None
 
     def discard(self, session: Session) -> None:
         """Removes ``session``."""
-        self._sessions = [ref for ref in self._sessions if ref() not in (None, session)]
+        self._sessions.pop(session, None)
 
     def end_unused(self) -> None:
         """Ends the sessions of ``initialize`` that have no model and no optimizer any longer.
@@ -76,7 +72,9 @@ class AmpState:
 
     def sessions(self) -> list[Session]:
         """Returns the live sessions, oldest first."""
-        return [session for ref in self._sessions if (session := ref()) is not None]
+        # A list, which another thread's ``initialize`` does not change.
+        sessions = [ref() for ref in self._sessions.keyrefs()]
+        return [session for session in sessions if session is not None]
 
     def scaling(self) -> list[Session]:
         """Returns the sessions in ``amp.state_dict()``: of ``initialize``, or else of ``init``."""
@@ -101,7 +99,7 @@ class AmpState:
     def is_on(self, session: Session) -> bool:
         """Returns whether ``session`` scales losses: False if a script unset its ``enabled``."""
         options = self.options.get(session)
-        return options is None or bool(options.options["enabled"])
+        return options is None or bool(options.enabled)
 
     def hold_handle(self, handle: Any) -> None:
         """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""
@@ -115,7 +113,9 @@ class AmpState:
     def loss_scalers(self) -> tuple[LossScaler, ...]:
         """The current session's scalers, as apex's objects. Assign others to exchange them."""
         session = self.current()
-        return () if session is None else (*map(LossScaler.over, session.scalers),)
+        if session is None:
+            return ()
+        return tuple(map(LossScaler.over, session.scalers))
 
     @loss_scalers.setter
     def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:

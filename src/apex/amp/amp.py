@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from apex._core.arguments import flag
 from apex._engine.autocast.user_functions import cast_function
@@ -94,9 +95,9 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Turns on O1's casts in this thread and returns a handle (apex's older API).
 
-    Takes ``patch_type`` third, too, as the ROCm fork does: ``init(True, "dynamic", dtype)``.
-
-    Fp16 models of earlier ``initialize`` calls (O2, O3) run with these casts, too.
+    A dtype as the third positional argument is ``patch_type``, as in the ROCm fork:
+    ``init(True, "dynamic", dtype)``. Fp16 models of earlier ``initialize`` calls (O2, O3) also run
+    with these casts.
 
     Args:
         enabled: If False, nothing is cast and the handle returns losses unscaled.
@@ -121,8 +122,11 @@ def init(
         handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
     _amp_state.hold_handle(handle)
     if enabled:
-        fp16 = (s for s in _amp_state.sessions() if s.policy.param_dtype is torch.float16)
-        handle.cast_in(model for session in fp16 for model in session.models)
+        fp16_models: list[nn.Module] = []
+        for session in _amp_state.sessions():
+            if session.policy.param_dtype is torch.float16:
+                fp16_models += session.models
+        handle.cast_in(fp16_models)
     if all(session not in _amp_state.options for session in _amp_state.sessions()):
         _amp_state.opt_properties = Properties({"enabled": enabled})
     return handle

@@ -10,5 +10,5 @@ __getattr__ = _unavailable.names_instead(
 
 
 def filter_attrs(module: object, attrs: Iterable[str]) -> list[str]:
-    """Returns those of the names ``attrs`` that ``module`` has."""
+    """Returns the names in ``attrs`` that are attributes of ``module``."""
     return [name for name in attrs if hasattr(module, name)]

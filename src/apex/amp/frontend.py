@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -53,8 +52,6 @@ __all__ = [
     "state_dict",
 ]
 
-_log = logging.getLogger("apex")
-
 
 @inputs.takes_dtype_at(6, "patch_torch_functions_type")
 def initialize(
@@ -90,16 +87,16 @@ def initialize(
     or wrapping them in DistributedDataParallel. Further calls may prepare other models and
     optimizers; each call has its own loss scales. If a call fails, nothing is changed.
 
-    ===== ============ ============ ========== ======= ========== =======================
-    level parameters   ops          batch norm masters loss scale for
-    ===== ============ ============ ========== ======= ========== =======================
-    O0    fp32         fp32         fp32       no      1.0        a baseline
-    O1    fp32         fp16 by list input's    no      dynamic    recommended for fp16
-    O2    fp16         fp16         fp32       fp32    dynamic    fastest fp16
-    O3    fp16         fp16         fp16       no      1.0        a speed limit
-    O4    fp32         bf16 by list input's    no      1.0        recommended for bf16
-    O5    bf16         bf16         fp32       fp32    1.0        fastest bf16
-    ===== ============ ============ ========== ======= ========== =======================
+    ===== ============ ============ ========== ======= ========== ==============================
+    level parameters   ops          batch norm masters loss scale use
+    ===== ============ ============ ========== ======= ========== ==============================
+    O0    fp32         fp32         fp32       no      1.0        fp32 baseline
+    O1    fp32         fp16 by list input's    no      dynamic    recommended fp16 default
+    O2    fp16         fp16         fp32       fp32    dynamic    fp16 weights with fp32 masters
+    O3    fp16         fp16         fp16       no      1.0        upper bound on fp16 speed
+    O4    fp32         bf16 by list input's    no      1.0        recommended bf16 default
+    O5    bf16         bf16         fp32       fp32    1.0        bf16 weights with fp32 masters
+    ===== ============ ============ ========== ======= ========== ==============================
 
     Args:
         models: A module in fp32, fp16, bf16 or a mix of them, or a list or tuple of them.
@@ -150,8 +147,8 @@ def initialize(
             optimizer is already prepared; if a weight has a master of an earlier call; under
             ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
-        ValueError: If a number is out of range, a model or optimizer is given twice, or an
-            optimizer holds no parameters, or only those of other models.
+        ValueError: If a number is out of range; if a model or optimizer is given twice; if an
+            optimizer has no parameters, or only parameters of other models.
 
     Examples:
         >>> import torch
@@ -223,7 +220,6 @@ def initialize(
     with ExitStack() as undo:
         made.prepare(model_list, optimizer_list, plan, undo)
         undo.callback(_amp_state.discard, made)
-        undo.callback(setattr, _amp_state, "pending_states", _amp_state.pending_states)
         _amp_state.add(made)
         _amp_state.options[made] = properties
         _amp_state.opt_properties = properties
@@ -242,7 +238,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 
     Args:
         models: A prepared model, or a list or tuple of them.
-        optimizers: Their optimizers, likewise; ``None`` if there are none.
+        optimizers: Their optimizer, or a list or tuple of them; ``None`` if there are none.
 
     Returns:
         The arguments, in the form that :func:`initialize` returns; unchanged if it was last called
@@ -273,7 +269,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 def state_dict(
     destination: OrderedDict[str, dict[str, Any]] | None = None,
 ) -> OrderedDict[str, dict[str, Any]]:
-    """Returns the loss scales of all live sessions, in apex's checkpoint format.
+    """Returns the loss scales of all active sessions, in apex's checkpoint format.
 
     ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss in the
     order of the ``initialize`` calls; empty without a session. Entries of static scales are marked
@@ -290,10 +286,8 @@ def state_dict(
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Loads loss scales from the result of :func:`state_dict`, of this package or of apex.
 
-    May precede ``initialize``, as loading model and optimizer states may: the scales are validated
-    immediately and kept. The following ``initialize`` calls take them in order, one per loss; a
-    second load before them replaces the first. Calls with ``enabled=False`` take none; after such
-    a call, with nothing else prepared, this function does nothing.
+    Call it after ``initialize``. After a call with ``enabled=False``, with nothing else prepared,
+    it does nothing.
 
     If several ``initialize`` calls are active: a checkpoint with as many entries as the newest call
     has losses is loaded into that call's scales. Any other checkpoint is loaded into the scales of
@@ -307,28 +301,20 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         state_dict: ``loss_scaler0`` and so on, each with ``loss_scale`` and ``unskipped``.
 
     Raises:
-        RuntimeError: If a key is unexpected or missing, or a value is invalid; the message names
-            it. Nothing changes in this case.
+        RuntimeError: If there is no loss scale yet; if a key is unexpected or missing, or a value
+            is invalid; the message names it. Nothing changes in this case.
     """
     scalers = _live_scalers()
-    if not scalers and not _amp_state.enabled:
-        _log.info("amp.load_state_dict: amp is disabled; state ignored.")
-        return
-    states = scaler_states.parsed(state_dict)
-    _amp_state.pending_states = [] if scalers else states
     if not scalers:
-        return
+        if not _amp_state.enabled:
+            return
+        raise RuntimeError(
+            "amp.load_state_dict has no loss scale to load into. Call amp.initialize first."
+        )
+    states = scaler_states.parsed(state_dict)
     newest = _amp_state.scaling()[-1].scalers
     if len(states) == len(newest):
         scalers = newest
-    if len(states) != len(scalers):
-        warnings.warn(
-            f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
-            f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
-            "amp.initialize to load all. (A state without any was saved with amp disabled.)",
-            UserWarning,
-            stacklevel=2,
-        )
     scaler_states.set_scalers(scalers, states)
 
 

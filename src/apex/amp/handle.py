@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import NoAutocastRegion, Region, casts_off
+from apex._engine.autocast.region import NoAutocastRegion, casts_off
+from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -47,8 +47,8 @@ def scale_loss(
     next ``optimizer.step()`` does nothing. No host sync; ops inside are cast as around it.
 
     If the block raises, the gradients from before it are restored, and later blocks work as usual.
-    What autograd has already added stays at a scale of exactly 1, as without amp, and in a block
-    that adds to one with ``delay_unscale=True``, as in apex: amp warns to clear the gradients.
+    With a scale of exactly 1, gradients that autograd has already added stay, as without amp. They
+    also stay in a block that adds to one with ``delay_unscale=True``; amp warns to clear them.
 
     Args:
         loss: A floating-point loss (0-d, or any shape that ``backward`` accepts). Fp16 and bf16
@@ -82,11 +82,9 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    prepared_optimizers: list[Any] = []  # no None once there is a session
-    for optimizer in unwrapped(optimizers):
-        prepared = prepared_state(optimizer)
-        if prepared not in prepared_optimizers:  # a pass moves its gradients once
-            prepared_optimizers.append(prepared)
+    # Each once, because a pass moves its gradients once. No None once there is a session.
+    prepared: Any = map(prepared_state, unwrapped(optimizers))
+    prepared_optimizers = list(dict.fromkeys(prepared))
     session = session_of(prepared_optimizers, caller="amp.scale_loss")
     if session is None:
         return nullcontext(loss)
@@ -94,7 +92,8 @@ def scale_loss(
     scaler = _scaler(session, loss_id)
     if not scaler.dynamic:
         report.nonfinite_loss(session, scaler.loss_id, loss)
-    return session.backward_pass(
+    return BackwardPass(
+        session,
         loss,
         prepared_optimizers,
         scaler,
@@ -152,10 +151,10 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Returns whether op casts are on."""
-        return self._session is not None and self._session.casting
+        return self._session is not None and self._session.spec is not None
 
     _is_active = property(is_active)
-    cache = property(lambda self: {}, doc="An empty dict: the handle caches no casts.")
+    cache = property(lambda self: {})  # the handle caches no casts
 
     def remove_cache(self, param: Tensor) -> None:
         """Clears torch's autocast cache, for all weights."""
@@ -186,7 +185,8 @@ class AmpHandle:
             return nullcontext(loss)
         arguments.loss(caller, loss)
         prepared: Any = self._bind(optimizer)
-        return self._session.backward_pass(loss, [prepared], scaler or _scaler(self._session, 0))
+        scaler = scaler or _scaler(self._session, 0)
+        return BackwardPass(self._session, loss, [prepared], scaler)
 
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         unwrapped_optimizer = unwrap(optimizer)
@@ -201,15 +201,10 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def _deactivate(self) -> None:
-        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``.
-
-        As in apex, the session's models run under the casts of a later session.
-        """
+        """Ends the casts, and the session's place in ``amp.state_dict()`` if it is of ``init``."""
         if self._session is None:
             return
         self._session.close()
-        for model in self._session.models:
-            set_region(model, Region())
         for model in self._models:
             set_region(model, NoAutocastRegion())
         self._models = ()
@@ -273,22 +268,6 @@ class OptimWrapper:
         self._loss_index = 0
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients."""
-        self._optimizer.zero_grad(*args, **kwargs)
-
-    def state_dict(self) -> Any:
-        """Returns the optimizer's state."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizer's state."""
-        self._optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters."""
-        self._optimizer.add_param_group(param_group)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_optimizer"], name)
 
@@ -323,17 +302,16 @@ def session_of(
 
 
 def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
-    sessions: set[Any] = {prepared and prepared.session for prepared in prepared_optimizers}
-    if None in sessions:
-        return None
-    newest = None
-    for session in _amp_state.sessions():
-        if session in sessions:
-            newest = session
-    newest = newest or next(iter(sessions), None)  # an ended session is not among them
-    if newest is None or newest.deactivated:  # as in apex, whose scalers are the latest call's
-        newest = _amp_state.current() or newest
-    return newest
+    given = []
+    for prepared in prepared_optimizers:
+        if prepared is None or prepared.session is None:
+            return None
+        given.append(prepared.session)
+    for session in reversed(_amp_state.sessions()):
+        if session in given:
+            return session
+    # An ended session is not among them. Without optimizers, it is the current one.
+    return given[0] if given else _amp_state.current()
 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
@@ -353,16 +331,10 @@ def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], calle
 
 def _scaler(session: Session, loss_id: int) -> Scaler:
     count = len(session.scalers)
-    try:
-        loss_id = operator.index(loss_id)
-    except TypeError:
-        message = f"loss_id is {loss_id!r}; it must be an integer: the index of a loss."
-        raise TypeError(message) from None
     if not -count <= loss_id < count:
         raise IndexError(
-            f"loss_id is {loss_id}, but this amp.initialize made {count} loss scaler"
-            f"{'s' if count > 1 else ''}. Count losses from 0, and pass "
-            f"num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
+            f"loss_id is {loss_id}, but amp.initialize was called with num_losses={count}. Count "
+            f"losses from 0, and pass num_losses={max(loss_id + 1, -loss_id)} to amp.initialize."
         )
     scaler = session.scalers[loss_id]
     scaler.loss_id = loss_id % count  # scripts may have exchanged scalers

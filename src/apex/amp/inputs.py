@@ -47,12 +47,12 @@ def takes_dtype_at(position: int, name: str) -> Callable[[F], F]:
 def model_list(models: object, *, to_16_bits: bool = False) -> list[nn.Module]:
     """Returns the models as a list, and the module inside a proxy in place of the proxy.
 
-    A proxy is an object whose ``__class__`` says that it is a module, such as a model of
+    A proxy is an object that is a module only by its ``__class__``, such as a model of
     classy_vision. Its own code runs under the op casts, or in fp32.
 
     Args:
         models: The models.
-        to_16_bits: Whether their weights are cast, as those of proxies are not.
+        to_16_bits: Whether the level casts weights, which proxies do not support.
 
     Raises:
         TypeError: If ``models`` is not a module, or a list or tuple of modules.
@@ -160,8 +160,9 @@ def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
 def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:
     """Returns whether an optimizer can only be meant for a model that is not among ``models``.
 
-    One may also train an input of a model: a plain tensor, or any tensor if the models are frozen
-    or have no parameters, as the placeholder for a model of an earlier call.
+    An optimizer may also train an input of a model: a plain tensor, or any tensor if the models are
+    frozen or have no parameters. A script may pass such a model in place of one from an earlier
+    call.
     """
     if not all(isinstance(param, nn.Parameter) for param in params):
         return False
@@ -172,13 +173,14 @@ def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) 
 
 
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError if an object is not prepared, or the model of a master is not given once.
+    """Raises ValueError if an object is not prepared, or if a master's model is missing.
 
-    Plain models pass with an unpickled optimizer, as a model that casts no parameters (O0, O1, O4)
-    is pickled plain, and with the optimizer that has their masters, after ``model.float()``.
+    A plain model is accepted in two cases: with an unpickled optimizer, because models at O0, O1
+    and O4 are pickled plain; and after ``model.float()``, with the optimizer that has its masters.
     """
     _check_distinct(models)
     prepared_optimizers = []
+    mastered: set[int] = set()
     for optimizer in optimizers:
         prepared = prepared_state(optimizer)
         if prepared is None:
@@ -187,8 +189,8 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 "prepared. Pass the optimizer that amp.initialize returned."
             )
         prepared_optimizers.append(prepared)
+        mastered.update(id(pair.model) for pair in prepared.pairs)
     unpickled = any(prepared.session is None for prepared in prepared_optimizers)
-    mastered = {id(pair.model) for prepared in prepared_optimizers for pair in prepared.pairs}
     for model in models:
         is_known = is_converted(model) or not mastered.isdisjoint(_params([model]))
         if not (unpickled or is_known):
@@ -197,8 +199,10 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
                 "Pass the model that amp.initialize returned, without a wrapper."
             )
     passed = _params(models)
-    prepared_models = {model for session in _amp_state.sessions() for model in session.models}
-    elsewhere = _params(prepared_models.difference(models)) - passed
+    elsewhere: set[int] = set()
+    for session in _amp_state.sessions():
+        elsewhere |= _params(session.models)
+    elsewhere -= passed
     for prepared in prepared_optimizers:
         stepped = {id(pair.model) for pair in prepared.pairs}
         # Parameters that no prepared model holds any more (a replaced head) do not count.
@@ -210,4 +214,7 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
 
 
 def _params(models: Iterable[nn.Module]) -> set[int]:
-    return {id(param) for model in models for _, param in named_parameters(model)}
+    ids: set[int] = set()
+    for model in models:
+        ids.update(id(param) for _, param in named_parameters(model))
+    return ids

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
-from apex._core.param_groups import is_from
 from apex._engine import masters
-from apex._engine.masters import MasterPair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import AmpOptimizer, prepared_state
@@ -38,7 +36,7 @@ def unwrap(optimizer: Any) -> Optimizer:
 
 
 def unwrapped(optimizers: Any) -> list[Optimizer]:
-    """Returns the one optimizer, or those of a list or tuple, without wrappers.
+    """Returns one optimizer, or a list or tuple of them, as a list without wrappers.
 
     Raises:
         TypeError: If one is not an optimizer.
@@ -47,26 +45,29 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
-    """Returns the prepared optimizer behind wrappers, or the first that is an optimizer at all."""
-    if isinstance(optimizer, Optimizer) and prepared_state(optimizer) is not None:
-        return optimizer
-    inner = None
-    for name in ("optim", "_optimizer", "optimizer"):
-        held = getattr(optimizer, name, None)
-        if inner is None and isinstance(held, Optimizer):
-            inner = _inside(held)
-    if not isinstance(optimizer, Optimizer):
-        return inner
-    # accelerate's wrapper is an optimizer, too: the one inside counts if amp has prepared it.
-    is_prepared = inner is not None and prepared_state(inner) is not None
-    return inner if is_prepared else optimizer
+    """Returns the prepared optimizer behind wrappers, or else the outermost ``Optimizer``.
+
+    accelerate's wrapper is an ``Optimizer``, too: the one inside counts if amp has prepared it.
+    """
+    outermost = None
+    layer = optimizer
+    while layer is not None:
+        if isinstance(layer, Optimizer):
+            if prepared_state(layer) is not None:
+                return layer
+            if outermost is None:
+                outermost = layer
+        held = [getattr(layer, name, None) for name in ("optim", "_optimizer", "optimizer")]
+        layer = next((inner for inner in held if isinstance(inner, Optimizer)), None)
+    return outermost
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yields the parameters that the optimizer steps, which include any fp32 masters.
 
-    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Masters
-    also receive the gradients of a plain ``loss.backward()``. Accepts unprepared optimizers, too.
+    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Without a
+    loss scale, masters also receive the gradients of a plain ``loss.backward()``. Also accepts
+    optimizers that amp has not prepared.
 
     Raises:
         TypeError: If ``optimizer`` is not an optimizer.
@@ -87,7 +88,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _warn_of_scaled_grads(prepared: PreparedOptimizer, consumer: str) -> None:
-    """Warns of masters whose gradients are read before the model's are unscaled.
+    """Warns if masters' gradients are read before the model's gradients are unscaled.
 
     ``consumer`` is the file of the code that iterates over the masters.
     """
@@ -143,31 +144,6 @@ class AmpStash:
     def all_fp32_params(self) -> list[Tensor]:
         """All parameters that the optimizer steps."""
         return [*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """Model parameters with masters, by group; AttributeError at levels without masters."""
-        return [[pair.model for pair in pairs] for pairs in self._groups()]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters, by group; AttributeError as for ``fp16_groups``."""
-        return [[pair.master for pair in pairs] for pairs in self._groups()]
-
-    def _groups(self) -> list[list[MasterPair]]:
-        """Returns the pairs of each group."""
-        prepared = self._prepared
-        # NVIDIA's FusedSGD steps its groups, whose masters it then finds here, by kernels for fp16.
-        if not prepared.master_weights or is_from(prepared.optimizer, "apex.optimizers.fused_sgd"):
-            raise AttributeError(
-                "optimizer._amp_stash has groups only if the optimizer steps masters (O2, O5)."
-            )
-        by_master = {id(pair.master): pair for pair in prepared.pairs}
-        groups = []
-        for group in prepared.optimizer.param_groups:
-            ids = map(id, group["params"])
-            groups.append([by_master[master] for master in ids if master in by_master])
-        return groups
 
     @property
     def params_have_scaled_gradients(self) -> bool:

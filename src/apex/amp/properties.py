@@ -17,7 +17,7 @@ from apex._core.scale import checked_static
 class Properties:
     """The options of an ``initialize`` call, readable and settable as attributes.
 
-    Without an argument, those of apex before a level has set them.
+    Without an argument, the options have apex's values from before a level sets them.
 
     Attributes:
         options: Values by name.
@@ -80,7 +80,7 @@ class Level:
 
 
 class O0(Level):
-    """A baseline."""
+    """All of fp32: a baseline."""
 
     description = "the whole training in fp32."
     cast_model_type = torch.float32
@@ -99,7 +99,7 @@ class O1(Level):
 
 
 class O2(Level):
-    """The fastest in fp16."""
+    """Fp16 weights with fp32 masters."""
 
     description = "fp16 model, fp32 batch norm and fp32 master weights."
     cast_model_type = torch.float16
@@ -110,7 +110,7 @@ class O2(Level):
 
 
 class O3(Level):
-    """A speed limit."""
+    """All of fp16: an upper bound on fp16 speed."""
 
     description = "the whole training in fp16."
     cast_model_type = torch.float16
@@ -130,7 +130,7 @@ class O4(Level):
 
 
 class O5(Level):
-    """The fastest in bf16."""
+    """Bf16 weights with fp32 masters."""
 
     description = "bf16 model, fp32 batch norm and fp32 master weights."
     cast_model_type = torch.bfloat16
@@ -152,21 +152,17 @@ opt_levels: Mapping[str, Level] = {
 
 
 def level_defaults(opt_level: object, **overrides: Any) -> Properties:
-    """Returns the defaults of a level, with ``overrides`` that are known to fit.
+    """Returns the defaults of a level, with ``overrides`` that need no check.
 
     Raises:
-        RuntimeError: If there is no such level; the message lists the levels and suggests one.
+        RuntimeError: If there is no such level; the message lists the levels.
     """
     if isinstance(opt_level, str) and opt_level in opt_levels:
         properties = opt_levels[opt_level](Properties())
         properties.options.update(overrides)
         return properties
-    text = str(opt_level).strip().upper()
-    if text.isdigit():
-        text = f"O{int(text)}"
-    meant = f" Did you mean {text!r}?" if text in opt_levels else ""
     raise RuntimeError(
-        f"Unexpected optimization level {opt_level!r}.{meant} The levels are "
+        f"Unexpected optimization level {opt_level!r}. The levels are "
         f"{', '.join(map(repr, sorted(opt_levels)))}. "
         'Note that the prefix O in "O0", "O1" and so on is the letter O, not the number zero.'
     )
@@ -217,29 +213,29 @@ def to_policy(properties: Properties) -> Policy:
     )
 
 
-_NOT_WITH_CASTS = {
-    "keep_batchnorm_fp32": "parameters stay fp32 and batch norm follows its input",
-    "master_weights": "the model's own parameters are fp32",
-    "cast_model_type": "operators cast and the model stays fp32",
-}
-"""Why an override has no meaning at O1 and O4."""
+_MODEL_OPTIONS = ["cast_model_type", "keep_batchnorm_fp32", "master_weights"]
+"""Overrides that have no meaning at O1 and O4."""
+
+_OPERATOR_OPTIONS = ["patch_torch_functions", "patch_torch_functions_type"]
+"""Overrides that have no meaning at the other levels."""
 
 _HARMLESS = {"cast_model_type": torch.float32, "patch_torch_functions": False}
-"""Values of overrides that change nothing where others have no meaning."""
+"""Values of these overrides that change nothing, and are accepted at every level."""
 
 
 def _meaningless(defaults: Properties, values: Mapping[str, Any]) -> dict[str, str]:
     """Returns the overrides that have no meaning at the level, each with the error message."""
     level = defaults.opt_level
     if defaults.patch_torch_functions:
-        reasons = _NOT_WITH_CASTS
+        names = _MODEL_OPTIONS
+        reason = "operators cast and the model stays fp32"
         remedy = "'O2'" if level == "O1" else "'O5'"
     else:
+        names = _OPERATOR_OPTIONS
         reason = f"the whole model runs in {defaults.cast_model_type}"
-        reasons = dict.fromkeys(("patch_torch_functions", "patch_torch_functions_type"), reason)
         remedy = "'O1' (fp16) or 'O4' (bf16), which cast around operators"
     problems = {}
-    for name, reason in reasons.items():
+    for name in names:
         if name in values and values[name] != _HARMLESS.get(name):
             problems[name] = (
                 f"{name}={values[name]} has no meaning at {level}, where {reason}. Leave it None, "

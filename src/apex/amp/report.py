@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from apex._core import finite
 from apex._core.param_groups import params_of
+from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.subclass import prepared_state
-from apex._engine.scaler import PassEnd, ScaleUpdate
+from apex._engine.scaler import ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex.amp._amp_state import maybe_print
@@ -29,14 +30,14 @@ _NAMED = 3
 """Gradients that a warning names."""
 
 _UNREPORTED = "cast_model_outputs"
-"""An option that the start-up report, whose lines are apex's, leaves out."""
+"""An option that apex's start-up report does not print, so ours does not either."""
 
 
 def _emits(record: logging.LogRecord) -> bool:
     return ranks.rank() == 0 or getattr(record, "any_rank", False)
 
 
-# Every rank logs the same messages, so only rank 0 emits them, except those of one rank alone.
+# Every rank logs the same messages, so only rank 0 emits them, except messages about one rank.
 _log.addFilter(_emits)
 
 
@@ -62,26 +63,27 @@ def _lines(properties: Properties) -> list[str]:
     return [f"{name:26} : {value}" for name, value in options if name != _UNREPORTED]
 
 
-def end_of_pass(session: Session, end: PassEnd) -> None:
+def end_of_pass(ended: BackwardPass) -> None:
     """Reports each overflow with one line per optimizer; warns after 50 consecutive skips."""
-    for update in end.updates:
+    for update in ended.updates:
         if update.overflow:
-            _overflow(session, update)
+            _overflow(ended, update)
 
 
-def _overflow(session: Session, update: ScaleUpdate) -> None:
+def _overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
+    loss_id = ended.scaler.loss_id
     for _ in range(update.optimizers):
         maybe_print(
-            f"Gradient overflow.  Skipping step, loss scaler {update.loss_id} "
+            f"Gradient overflow.  Skipping step, loss scaler {loss_id} "
             f"reducing loss scale to {update.loss_scale}",
             rank0=True,
         )
     if update.skipped_in_row == SKIPS_BEFORE_WARNING:
         warnings.warn(
-            f"amp has skipped {update.skipped_in_row} steps in a row for loss {update.loss_id}; "
+            f"amp has skipped {update.skipped_in_row} steps in a row for loss {loss_id}; "
             f"its scale is down to {update.loss_scale:g} and the model is not training. "
-            f"{_summary(session)} No scale mends a NaN; an inf exceeds the range at any scale. "
-            f"{_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
+            f"{_summary(ended.session)} No scale mends a NaN; an inf exceeds the range at any "
+            f"scale. {_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
             stacklevel=7,
         )

@@ -25,8 +25,6 @@ __getattr__ = _unavailable.names_instead(
 _VIEW = "_apex_view"
 """Attribute of a scaler that holds its view: the two refer to each other, and live as long."""
 
-_OF_RULE = "_scale_seq_len", "_min_loss_scale", "_max_loss_scale"
-
 
 def _of_rule(name: str) -> Any:
     """Returns a property that reads and sets one value of the scaler's rule."""
@@ -50,7 +48,7 @@ class LossScaler:
         dynamic: Whether the scale follows the gradients.
         has_fused_kernel: Always True, as in apex built with its extensions.
         warned_no_fused_kernel: Always False: this package has no such warning.
-        warned_unscaling_non_fp32_grad: Likewise.
+        warned_unscaling_non_fp32_grad: Always False: this package has no such warning.
     """
 
     has_fused_kernel = True
@@ -95,16 +93,24 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the values under apex's names, for an independent copy; waits for the device."""
-        names = ("dynamic", "_loss_scale", "_unskipped", *_OF_RULE)
-        state = {name: getattr(self, name) for name in names}
-        state["scale_factor"] = self._scaler.rule.growth_factor
-        return state
+        return {
+            "dynamic": self.dynamic,
+            "_loss_scale": self._loss_scale,
+            "_unskipped": self._unskipped,
+            "scale_factor": self._scaler.rule.growth_factor,
+            "_scale_seq_len": self._scale_seq_len,
+            "_min_loss_scale": self._min_loss_scale,
+            "_max_loss_scale": self._max_loss_scale,
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Takes the values of a file, also of apex's own scaler."""
-        interval, least, most = (state[name] for name in _OF_RULE)
-        factor = state.get("scale_factor", 2.0)
-        rule = ScaleRule.symmetric(factor, interval, min_scale=least, max_scale=most)
+        rule = ScaleRule.symmetric(
+            state.get("scale_factor", 2.0),
+            state["_scale_seq_len"],
+            min_scale=state["_min_loss_scale"],
+            max_scale=state["_max_loss_scale"],
+        )
         scale = state["_loss_scale"]
         self._view(scaler_for("dynamic" if state["dynamic"] else scale, rule, initial=scale))
         self._unskipped = state["_unskipped"]
@@ -131,7 +137,7 @@ class LossScaler:
     _max_loss_scale = _of_rule("max_scale")
 
     _has_overflow = property(
-        lambda self: self._scaler.read_found_inf(),
+        lambda self: bool(self._scaler.found_inf),  # sync: for a host number
         lambda self, value: self._scaler.found_inf.fill_(float(value)),
     )
 
@@ -140,9 +146,7 @@ class LossScaler:
         return self._scaler.found_inf.reshape(1)
 
     @_overflow_buf.setter
-    def _overflow_buf(self, flag: Any) -> None:
-        if not isinstance(flag, Tensor) or flag.numel() != 1:
-            raise TypeError(f"_overflow_buf is {flag!r}; it must be a tensor with one element.")
+    def _overflow_buf(self, flag: Tensor) -> None:
         self._scaler.found_inf.copy_(flag.reshape(()))
 
     def clear_overflow_state(self) -> None:
@@ -187,7 +191,7 @@ class LossScaler:
         Args:
             model_grads: Scaled gradients.
             stashed_master_grads: Earlier gradients to add.
-            master_grads: Tensors to write to; may be those of either list.
+            master_grads: Tensors to write to; may be the tensors of either list.
             scale_override: The scales of the first, of the second and of the result, instead of
                 the scale, 1 and 1.
         """
@@ -218,12 +222,11 @@ class LossScaler:
     def update_scale(self) -> bool:
         """Updates the scale by the overflow flag; returns whether to skip the step.
 
-        The flag is that of the last pass, or what the script wrote to ``_overflow_buf``. Waits for
-        the device if the scale is dynamic.
+        The flag comes from the last pass, or from a script that wrote to ``_overflow_buf``. Waits
+        for the device if the scale is dynamic.
         """
-        overflow = self.dynamic and self._scaler.read_found_inf()
-        self._scaler.update(0)
-        self._scaler.read_updates()
+        overflow = self.dynamic and bool(self._scaler.found_inf)  # sync: for a host number
+        self._scaler.update()
         return overflow
 
 
@@ -231,11 +234,11 @@ _REPLACEABLE = {name: getattr(LossScaler, name) for name in ("unscale", "update_
 
 
 def own_update(scaler: Scaler) -> Callable[[], object] | None:
-    """Returns what a script put in place of ``update_scale`` or ``unscale``, ``None`` without it.
+    """Returns an update that calls a script's ``update_scale`` or ``unscale``; None without one.
 
-    Scripts replace them on the class, in a subclass or on one object, to share the overflow flag
-    over ranks that hold different parts of a model. The gradients are unscaled by then, so
-    ``unscale`` gets empty lists.
+    Scripts replace these methods on the class, in a subclass or on one object, to share the
+    overflow flag between ranks that hold different parts of a model. The gradients are unscaled by
+    then, so ``unscale`` gets empty lists.
     """
     replaced = []
     view: Any = vars(scaler).get(_VIEW, LossScaler)

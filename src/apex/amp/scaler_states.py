@@ -2,15 +2,16 @@
 
 Note [Versioned key]: an entry holds apex's two keys, ``loss_scale`` and ``unskipped``. This package
 stores its additions beside them under ``apex_amp_v1``, which apex does not read. A later format
-will use a key with another number, which this release refuses; it ignores other keys. Static scales
-have ``{"dynamic": False}`` there. Without it, a checkpoint of O4 (static, 1.0) would start the
-dynamic scale of O2 at 1.0, and fp16 gradients would underflow until the scale had grown.
+will use a key with another number, which this release rejects; it ignores other keys. Static scales
+have ``{"dynamic": False}`` there. Otherwise a checkpoint of O4 (static, 1.0) would start the
+dynamic scale of O2 at 1.0. Then fp16 gradients would underflow until the scale had grown.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,12 +58,20 @@ def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
-    """Sets the scalers from the states, in order; ignores extra scalers and states.
+    """Sets the scalers from the states, in order; warns of extra scalers and states.
 
     A static scale of 1 scales nothing: it takes no other scale, and no other scaler takes it. Skips
     and logs any other static state for a dynamic scaler, and the reverse. A state of unknown kind
     (of apex) is accepted by a dynamic scaler, or by a static one with the same scale.
     """
+    if len(states) != len(scalers):
+        warnings.warn(
+            f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
+            f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
+            "amp.initialize to load all. (A state without any was saved with amp disabled.)",
+            UserWarning,
+            stacklevel=3,
+        )
     for scaler, state in zip(scalers, states, strict=False):
         scale = scaler.read_scale()
         scales_nothing = 1.0 in (state.loss_scale, scale)
@@ -81,18 +90,6 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
                 f"scale, pass loss_scale={state.loss_scale:g} or loss_scale='dynamic' to "
                 "amp.initialize."
             )
-
-
-def apply_pending(scalers: Sequence[Scaler], pending: Sequence[State]) -> list[State]:
-    """Sets the scalers of a new session from pending states; returns the remaining states."""
-    set_scalers(scalers, pending)
-    if pending and len(pending) != len(scalers):
-        _log.warning(
-            f"amp.initialize made {len(scalers)} loss scalers; the checkpoint has {len(pending)}. "
-            "Scalers without a state start at the default; the next amp.initialize call takes the "
-            "remaining states."
-        )
-    return list(pending[len(scalers) :])
 
 
 def parsed(state_dict: Any) -> list[State]:

@@ -50,7 +50,7 @@ def start_init_session(
 ) -> Session:
     """Starts the session of ``amp.init``, which has no models and casts in this thread.
 
-    As in the original, ``binary_cross_entropy`` refuses bf16, too, and ``x.cpu()`` is fp32.
+    As in the original, ``binary_cross_entropy`` also rejects bf16, and ``x.cpu()`` is fp32.
     """
     scale = as_loss_scale("loss_scale", loss_scale)
     level = "O1" if dtype is torch.float16 else "O4"
@@ -65,7 +65,7 @@ def start_init_session(
 
 
 def warn_if_emulated(policy: Policy, models: Sequence[nn.Module] = ()) -> None:
-    """Warns the caller's caller's caller of a level whose fp16 the CPU emulates."""
+    """Warns, at the line that called amp, if the level computes in fp16 and the CPU emulates it."""
     emulated = policy.low_precision is torch.float16 and emulates_fp16()
     if emulated and "cpu" in device_types(models):
         warnings.warn(

@@ -66,8 +66,9 @@ def clip_grad_norm_(
 def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
     """Returns whether an overflow skipped the optimizer's last ``step()``; never waits.
 
-    The answer holds until the next ``step()``. It is False before the first step, with static loss
-    scales (which skip nothing), and for an optimizer that amp has not prepared or that is disabled.
+    The answer is valid until the next ``step()``. It is False before the first step, and with a
+    static loss scale, which skips nothing. It is also False for an optimizer that amp has not
+    prepared, or that is disabled.
 
     Args:
         optimizer: An optimizer, or ``LARC`` around one.

@@ -38,8 +38,8 @@ def trace_rounding(*models: nn.Module) -> RoundingTrace:
     the error entered, too. Gradients in fp16 that are 0 where fp32's are not are counted.
 
     Works with and without ``amp.initialize``: under ``torch.autocast``, on 16-bit models. Random
-    operators draw once, and decisions (the sign in a relu's gradient, the index of a maximum) are
-    those of the run, on both sides. The run computes the same numbers as without the trace.
+    operators draw once. The fp32 computation reuses the run's decisions, such as the sign in a
+    ReLU's gradient or the index of a maximum. The trace does not change the run's results.
     Operators without a verdict, such as one whose kernel does not run in fp32, are listed in
     ``skipped``.
 

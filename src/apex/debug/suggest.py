@@ -57,8 +57,8 @@ def suggest_fp32(
 
     Runs copies of a plain fp32 model at O5, forward and backward, and compares their gradients
     with those in fp32. A module is suggested if the model does not run at O5 without it in fp32. So
-    is one where :func:`trace_rounding` finds that digits are lost, if the gradients' error is larger
-    by a tenth without it in fp32. A healthy model gets an empty list, although its gradients at a
+    is one where :func:`trace_rounding` finds that digits are lost, if the gradients' error is a
+    tenth larger without it in fp32. A healthy model gets an empty list, although its gradients at a
     16-bit level are off by some percent.
 
     Changes nothing: the model, its gradients, buffers and hooks, the inputs and the random number

@@ -126,7 +126,7 @@ class Call(NamedTuple):
         def other(value: Any) -> Any:
             return kinds.get(value, value) if kinds and isinstance(value, torch.dtype) else value
 
-        args, kwargs = tree.map_arguments(values_of, self.args, self.kwargs)
+        args, kwargs = tree.map_tensors(values_of, (self.args, self.kwargs))
         named = {name: other(value) for name, value in kwargs.items()}
         return self._replace(args=tuple(map(other, args)), kwargs=named)
 

@@ -19,8 +19,9 @@ from apex._core import finite
 from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._core.param_groups import params_of
+from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.subclass import prepared_state
-from apex._engine.scaler import PassEnd, Readback
+from apex._engine.scaler import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
@@ -52,17 +53,17 @@ def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], N
     """
     known, owner = weakref.ref(optimizer), weakref.ref(session)
 
-    def listener(session: Session, end: PassEnd) -> None:
+    def listener(ended: BackwardPass) -> None:
         own = known()
-        if own is not None and prepared_state(own) in end.prepared_optimizers:
-            tool._end_of_pass(session, end, own)
+        if own is not None and prepared_state(own) in ended.prepared_optimizers:
+            tool._end_of_pass(ended, own)
 
     def stop() -> None:
         session = owner()
-        if session is not None:
-            session.remove_listener(listener)
+        if session is not None and listener in session.listeners:
+            session.listeners.remove(listener)
 
-    session.add_listener(listener)
+    session.listeners.append(listener)
     return stop
 
 
@@ -129,7 +130,7 @@ class History:
 
     def __init__(self, optimizer: Any, *, limit: int | None = None) -> None:
         if limit is not None:
-            integer("limit", limit, least=1, others=", or None")
+            integer("limit", limit, least=1)
         own = inner(optimizer)
         session = _session_of("History", own)
         self._readback: Readback[int] = Readback()
@@ -220,14 +221,13 @@ class History:
 
     @torch.no_grad()
     @suspend_modes()
-    def _end_of_pass(self, session: Session, end: PassEnd, optimizer: Optimizer) -> None:
-        if end.failed:
+    def _end_of_pass(self, ended: BackwardPass, optimizer: Optimizer) -> None:
+        if ended.failed:
             return
         norm = _norm(params_of(optimizer))
-        scaler = session.scalers[end.loss_id]
-        scale = scaler.loss_scale
-        numbers = [scale, scaler.found_inf, norm.to(scale.device, torch.float32)]
-        self._readback.send(end.loss_id, torch.stack(numbers))
+        scale = ended.scaler.loss_scale
+        numbers = [scale, ended.scaler.found_inf, norm.to(scale.device, torch.float32)]
+        self._readback.send(ended.scaler.loss_id, torch.stack(numbers))
         self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
@@ -243,8 +243,11 @@ def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
     grads = [finite.summed_values(grad) for param in params if (grad := param.grad) is not None]
-    norm = norms.global_norm(grads) if grads else torch.zeros(())
-    return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
+    if dtensor.any_dtensor(grads):
+        norm = torch.nn.utils.get_total_norm(grads)
+        return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
+    # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
+    return norms.global_norm(grads)
 
 
 # -- arm -------------------------------------------------------------------------------------------
@@ -315,13 +318,14 @@ class AutoTrace:
         self._stop_listening()
         self._stop()
 
-    def _end_of_pass(self, session: Session, end: PassEnd, _: Optimizer) -> None:
+    def _end_of_pass(self, ended: BackwardPass, _: Optimizer) -> None:
+        loss_id = ended.scaler.loss_id
         if self._traced_loss is None:
-            for update in end.updates:
+            for update in ended.updates:
                 skips = update.skipped_in_row
                 if skips and skips % self._after_skips == 0 and self._traced_loss is None:
-                    self._start(session, update.loss_id)
-        elif end.loss_id == self._traced_loss and threading.get_ident() == self._thread:
+                    self._start(ended.session, loss_id)
+        elif loss_id == self._traced_loss and threading.get_ident() == self._thread:
             self._stop()
             self._report()
 

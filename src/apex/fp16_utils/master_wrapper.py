@@ -58,9 +58,9 @@ class MasterWrapper:
     """
 
     _with_frozen = True
-    """Whether frozen parameters have masters, too."""
+    """Whether frozen parameters also have masters."""
     _checks_static = True
-    """Whether gradients are checked at a static scale, too."""
+    """Whether gradients are also checked at a static scale."""
     _masters_key = "fp32_groups_flat"
     _keys: tuple[str, ...] = (*_SCALE, "optimizer_state_dict")
     """Keys that a saved state must have, beside ``_masters_key``."""

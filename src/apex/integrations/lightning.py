@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -27,28 +27,24 @@ from apex.integrations.submodule_calls import SubmoduleCalls
 
 __all__ = ["ApexPrecision"]
 
-# The packages define separate classes, and a script may use either; the last two hold Fabric only.
+# The packages define separate classes, and a script may use either. Python's method order requires
+# subclasses first: the Trainer's plugins inherit from Fabric's.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
 
 _BASES: dict[str, Any] = {}
 """The precision plugin of each installed package."""
 
-_WHY = ""
 for _name in _PACKAGES:
-    try:
+    with suppress(ImportError, AttributeError):  # Lightning 1 lacks the name
         _BASES[_name] = importlib.import_module(f"{_name}.plugins.precision").Precision
-    except (ImportError, AttributeError) as error:  # noqa: PERF203 - Lightning 1 lacks the name
-        _WHY = _WHY or str(error)
 if not _BASES:
     raise ImportError(
-        "apex.integrations.lightning needs Lightning 2, which could not be imported: "
-        f"{_WHY}. Install it: pip install lightning."
+        "apex.integrations.lightning needs Lightning 2, which could not be imported. Install it: "
+        "pip install lightning."
     )
 _FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
-# Python's method order requires subclasses first: the Trainer's plugins inherit from Fabric's.
-_ORDERED = sorted(_BASES.values(), key=lambda base: len(base.__mro__), reverse=True)
-_Precision: Any = type("_Precision", tuple(_ORDERED), {})
+_Precision: Any = type("_Precision", tuple(_BASES.values()), {})
 
 
 class ApexPrecision(_Precision):

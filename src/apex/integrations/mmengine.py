@@ -64,7 +64,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
       ``accumulative_counts`` iterations.
 
-    The arguments and their defaults are those of MMEngine's class. Therefore ``loss_scale`` is
+    The arguments and their defaults equal those of MMEngine's class. Therefore ``loss_scale`` is
     dynamic even at levels whose default is 1.0; None selects the level's default. :meth:`backward`
     uses the first loss scale.
     """
@@ -138,16 +138,13 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         self._stays_local = not self.should_sync() and "no_sync" in dir(model)
         with OptimWrapper.optim_context(self, model):
             if self.enabled and not scales.is_prepared(self.optimizer):
-                self._initialize(model)
+                module: Any = model.module if is_model_wrapper(model) else model
+                options = {name: getattr(self, name) for name in _OPTIONS}
+                _, self.optimizer = amp.initialize(module, self.optimizer, **options)
+                ddp.rebuild_reducer(model)
+                scales.load_state_dict(self.optimizer, self._loaded_scales or {})
+                self._loaded_scales = None
             yield
-
-    def _initialize(self, model: Any) -> None:
-        module = model.module if is_model_wrapper(model) else model
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        _, self.optimizer = amp.initialize(module, self.optimizer, **options)
-        ddp.rebuild_reducer(model)
-        scales.load_state_dict(self.optimizer, self._loaded_scales or {})
-        self._loaded_scales = None
 
 
 # All arguments except the last one, **kwargs, which OptimWrapper receives.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ def is_prepared(optimizer: Any) -> bool:
 def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:
     """Returns the scales of the ``initialize`` call that prepared ``optimizer``.
 
-    The format is that of ``amp.state_dict()`` with a single ``initialize`` call; empty if amp has
+    The format equals ``amp.state_dict()`` with a single ``initialize`` call; empty if amp has
     not prepared the optimizer.
 
     Example:
@@ -46,16 +45,10 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: If a key is unexpected or a value is invalid; nothing changes in this case.
     """
-    scalers, states = _scalers(optimizer), scaler_states.parsed(state_dict)
-    if scalers and states and len(states) != len(scalers):
-        warnings.warn(
-            f"The checkpoint has {len(states)} loss scales, but this optimizer has "
-            f"{len(scalers)}; the first {min(len(states), len(scalers))} are loaded. Set the same "
-            "num_losses to load all.",
-            UserWarning,
-            stacklevel=2,
-        )
-    scaler_states.set_scalers(scalers, states)
+    scalers = _scalers(optimizer)
+    states = scaler_states.parsed(state_dict)
+    if scalers and states:
+        scaler_states.set_scalers(scalers, states)
 
 
 def _scalers(optimizer: Any) -> list[Scaler]:

@@ -38,7 +38,7 @@ class SubmoduleCalls(Region):
             wrapped: Whether DistributedDataParallel calls the model, replacing its forward by a
                 training step.
         """
-        self._model: Any = weakref.proxy(model)
+        self._model: Any = weakref.ref(model)
         self._state = state
         self._region = state.region
         self._depth = 0
@@ -88,7 +88,7 @@ class SubmoduleCalls(Region):
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        return begin_call(self._model, self._state, args, kwargs)
+        return begin_call(self._model(), self._state, args, kwargs)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._depth -= 1

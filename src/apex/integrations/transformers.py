@@ -70,29 +70,26 @@ class OverflowCallback(TrainerCallback):
         self.path: Path | None = None
         self._after_skips = after_skips
         self._consecutive_bad_steps = 0
-        self._watches = False
         # Arguments, keyword arguments and loss of each forward pass in this step.
         self._calls: list[tuple[Any, Any, Tensor | None]] = []
-        self._remove: Any = None  # the model's hook
+        self._remove: Any = None  # removes the model's hook
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
         """Starts to watch the model."""
         self._stop()
-        self._watches = True
         self._consecutive_bad_steps = 0
-        reference = weakref.ref(self)
+        calls = self._calls
 
         @untraced
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            callback = reference()
-            if callback and callback._watches and module.training and torch.is_grad_enabled():
+            if module.training and torch.is_grad_enabled():
                 loss = _loss_of(output)
-                callback._calls.append((args, kwargs, None if loss is None else loss.detach()))
+                calls.append((args, kwargs, None if loss is None else loss.detach()))
 
         handle = model.register_forward_hook(keep, with_kwargs=True)
-        # Removes the hook after an exception, too: the Trainer calls no callback then.
+        # Also removes the hook after an exception: the Trainer calls no callback then.
         self._remove = weakref.finalize(self, handle.remove)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -103,7 +100,7 @@ class OverflowCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
     ) -> None:
         """Checks the step's losses and gradients; traces and reports a bad one."""
-        if not self._watches:
+        if self._remove is None or not self._remove.alive:
             return
         losses = [loss for *_, loss in self._calls if loss is not None]
         finite_losses, finite_grads = _are_finite(losses, model)
@@ -112,8 +109,6 @@ class OverflowCallback(TrainerCallback):
             return
         self._consecutive_bad_steps += 1
         scaler = getattr(others.get("optimizer"), "scaler", None)
-        if scaler is not None and not scaler.is_enabled():
-            scaler = None
         adjusts = finite_losses and scaler is not None  # the loss scale may be backing off
         if adjusts and self._consecutive_bad_steps < self._after_skips:
             return
@@ -131,7 +126,6 @@ class OverflowCallback(TrainerCallback):
         self._stop()
 
     def _stop(self) -> None:
-        self._watches = False
         self._calls.clear()
         if self._remove is not None:
             self._remove()
@@ -143,9 +137,8 @@ class OverflowCallback(TrainerCallback):
             return trace
         params = [*model.parameters()]
         grads = [param.grad for param in params]
-        self._watches = False
         try:
-            for args, kwargs, _ in self._calls:
+            for args, kwargs, _ in [*self._calls]:  # the hook adds to them
                 for param in params:
                     param.grad = None
                 trace = trace_overflow(model, scaler=scaler)
@@ -157,7 +150,6 @@ class OverflowCallback(TrainerCallback):
                 if trace.first is not None:
                     break
         finally:
-            self._watches = True
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
         return trace
@@ -204,8 +196,10 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _loss_of(output: Any) -> Tensor | None:
     """Returns the loss in a model's output: its ``loss``, or the first item of a tuple."""
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple) and output:
+    loss = None
+    if isinstance(output, dict):
+        loss = output.get("loss")
+    elif isinstance(output, tuple) and output:
         loss = output[0]
     is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad
     return loss if is_loss else None

@@ -219,8 +219,15 @@ class _FusedNorm(nn.Module):
         return input.dtype
 
     def _normalized(self, input: Tensor, bias: Tensor | None, *, centered: bool) -> Tensor:
-        shape, out = self.normalized_shape, self._out_dtype(input)
-        return _norm(input, shape, self.weight, bias, self.eps, out=out, centered=centered)
+        return _norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            bias,
+            self.eps,
+            out=self._out_dtype(input),
+            centered=centered,
+        )
 
     def extra_repr(self) -> str:
         """Returns shape, eps and whether the norm has parameters."""
@@ -326,7 +333,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """RMS norm whose result has the weight's dtype, or autocast's under autocast.
 
-    Arguments and errors are those of `MixedFusedLayerNorm`.
+    Takes the arguments, and raises the errors, of `MixedFusedLayerNorm`.
     """
 
 

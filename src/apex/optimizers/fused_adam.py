@@ -15,9 +15,8 @@ from apex._core.arguments import flag, in_range
 from apex._core.dtypes import LOW_PRECISION
 from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.norms import global_norm
-from apex._core.foreach.scalars import as_tensor
 from apex._core.foreach.working import math_dtype, store
-from apex._torch.copies import moved
+from apex._torch.copies import as_tensor, moved
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 

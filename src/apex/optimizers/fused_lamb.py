@@ -10,8 +10,9 @@ import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.norms import global_norm
-from apex._core.foreach.scalars import Scalar, as_tensor
+from apex._core.foreach.scalars import Scalar
 from apex._core.foreach.working import store
+from apex._torch.copies import as_tensor
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
 
 
@@ -20,7 +21,7 @@ class FusedLAMB(FusedOptimizer):
 
     Attributes:
         adam_w_mode: 1 for decoupled weight decay, else 0.
-        use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+        use_nvlamb: Whether tensors without weight decay also get a trust ratio.
     """
 
     steps_dtensors = True
@@ -59,7 +60,7 @@ class FusedLAMB(FusedOptimizer):
                 instead of 1.
             set_grad_none: Whether ``zero_grad`` sets gradients to None.
             max_grad_norm: Greatest global gradient norm; 0 for no clipping.
-            use_nvlamb: Whether tensors without weight decay get a trust ratio, too.
+            use_nvlamb: Whether tensors without weight decay also get a trust ratio.
 
         Raises:
             RuntimeError: If ``amsgrad`` is set.

@@ -21,7 +21,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     capturable = True
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
-    # apex's name; the arguments differ from those of the base class's function.
+    # apex's name; its arguments differ from the arguments of the base class's function.
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)  # type: ignore[assignment]
 
     def __init__(

@@ -17,10 +17,10 @@ from apex._core import arguments
 from apex._core.arguments import flag, in_range
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.scalars import Scalar, as_scalar, as_tensor, skip_flag
+from apex._core.foreach.scalars import Scalar, skip_flag
 from apex._core.foreach.working import math_dtype, scale_
 from apex._core.param_groups import params_of, states_in
-from apex._torch.copies import capturing, moved
+from apex._torch.copies import as_scalar, as_tensor, capturing, moved
 from apex._torch.grad_scaler import signals
 
 MASTER = "master_param"
@@ -29,8 +29,8 @@ MASTER = "master_param"
 _LARGE = 2**23
 """Elements from which on a batch of a rule in several kernels is full.
 
-Such a rule holds lists of intermediate values of the whole batch, FusedLAMB three, and copies of
-all that changes while a flag may skip the step.
+Such a rule needs lists of intermediate values for the whole batch (FusedLAMB needs three). While a
+flag may skip the step, it also needs copies of everything that changes.
 """
 
 
@@ -90,9 +90,10 @@ class Batch:
 class FusedOptimizer(Optimizer):
     """A torch optimizer that skips a step by a device flag, without a host sync.
 
-    Like torch's fused optimizers it reads ``self.found_inf`` (any value other than 0 leaves
-    parameters, gradients, state and step counts unchanged) and ``self.grad_scale`` (gradients are
-    divided by it in place), which ``amp`` and ``torch.amp.GradScaler`` set during a step.
+    As torch's fused optimizers do, it reads two attributes that ``amp`` and
+    ``torch.amp.GradScaler`` set during a step. If ``self.found_inf`` is not 0, parameters,
+    gradients, state and step counts do not change. Gradients are divided by ``self.grad_scale`` in
+    place.
 
     Attributes:
         set_grad_none: Whether ``zero_grad`` drops gradients instead of setting them to zero.
@@ -145,7 +146,7 @@ class FusedOptimizer(Optimizer):
     # -- the step ----------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; drops them only if ``set_grad_none`` is set, too."""
+        """Clears gradients; drops them only if ``set_grad_none`` is also set."""
         if not (set_to_none and self.set_grad_none):
             super().zero_grad(set_to_none=False)
             return

@@ -99,7 +99,7 @@ class FusedSGD(FusedOptimizer):
             **{name: batch.group[name] for name in _OPTIONS},
         )
         started = any(BUFFER in self.state[param] for param in batch.params)
-        # A start from zeros is that of a first run, unless it is dampened.
+        # Without dampening, a start from zeros equals a first run.
         first_run = bool(rule.momentum and rule.dampening) and not started
         # sync: dampening depends on whether a buffer has started; only until all have.
         if first_run and batch.skip is not None and bool(batch.skip):

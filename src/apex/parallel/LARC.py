@@ -19,6 +19,8 @@ from apex.fp16_utils.master_wrapper import forwarded
 class LARC:
     """Wraps an optimizer and scales every gradient by its layer's trust ratio before the step.
 
+    Other attributes, such as ``zero_grad`` and ``state_dict``, are the optimizer's.
+
     The local rate of a parameter ``w`` with gradient ``g`` is
     ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip``, the step uses the
     smaller of the local and the group's learning rate; without it, their product. Weight decay is
@@ -110,24 +112,8 @@ class LARC:
     param_groups = forwarded("optim", "param_groups")
     state = forwarded("optim", "state")
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients."""
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group to the optimizer."""
-        self.optim.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state dict."""
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizer's state dict."""
-        self.optim.load_state_dict(state_dict)
-
     def __getattr__(self, name: str) -> Any:
-        """Returns the optimizer's attribute ``name``, such as ``_amp_stash``."""
+        """Returns the optimizer's attribute ``name``, such as ``zero_grad`` or ``_amp_stash``."""
         if name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)

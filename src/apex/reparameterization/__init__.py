@@ -50,7 +50,7 @@ def remove_weight_norm(module: M, name: str = "", remove_all: bool = False) -> M
 
     Args:
         module: The module.
-        name: Parameter name, qualified for submodules; empty means all, including those of
+        name: Parameter name, qualified for submodules; empty means all, also in
             submodules.
         remove_all: Whether to remove all of ``module`` itself, regardless of ``name``.
 

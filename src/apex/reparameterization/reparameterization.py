@@ -15,8 +15,8 @@ class Reparameterization:
     """Base class of rules that compute a weight from several parameters.
 
     A subclass defines `reparameterize` and `compute_weight`. The parameters are attributes such as
-    ``module.weight_g``, and state dicts of apex or of torch's older weight norm, which use these
-    names, can be loaded. The weight is computed when it is read.
+    ``module.weight_g``. State dicts of apex, and of torch's older weight norm, use these names and
+    can be loaded. The weight is computed when it is read.
 
     Args:
         name: The weight's name, qualified if it belongs to a submodule of ``module``.
@@ -97,7 +97,7 @@ class Reparameterization:
             rule = reparameterization(own_name, dim, owner)
         else:
             rule = reparameterization(name, dim, module)
-        # torch calls this, too, but treats a NotImplementedError as "keep the weight".
+        # torch also calls this, but treats a NotImplementedError as "keep the weight".
         names, _ = rule.reparameterize(own_name, weight, dim)
         rule.reparameterization_names = list(names)
         _attach(owner, own_name, rule)

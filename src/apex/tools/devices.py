@@ -13,10 +13,11 @@ def describe(device: torch.device) -> str:
     """Returns the device's name, threads and 16-bit units."""
     if device.type != "cpu":
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    has = cpu_features()
-    units = [n for n in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if has.get(n)]
-    name = has.get("cpu_name") or "CPU"
-    return ", ".join([name, counted(torch.get_num_threads(), "thread"), *units])
+    features = cpu_features()
+    parts = [features.get("cpu_name") or "CPU", counted(torch.get_num_threads(), "thread")]
+    units = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+    parts += [unit for unit in units if features.get(unit)]
+    return ", ".join(parts)
 
 
 def parse_device(name: str | None) -> torch.device:

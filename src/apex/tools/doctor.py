@@ -7,26 +7,16 @@ import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
-import apex
 from apex._core import dtypes
 from apex._core.project import VERSION
 from apex.tools.compare.table import wrapped
-from apex.tools.compare.timing import Load, LoadMeter, least_ratio, operator_seconds
+from apex.tools.compare.timing import Load, current_load, least_ratio, operator_seconds
 from apex.tools.devices import describe
-
-MODULES = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
-"""Our top-level modules that in NVIDIA's apex are compiled extensions."""
-
-PARTS = ("amp", "parallel", "fp16_utils", "RNN", "reparameterization", "debug")
-"""Our subpackages that NVIDIA's apex lacks."""
-
-OURS = Path(__file__).parents[1]
-"""The folder of our ``apex``."""
+from apex.tools.migrate.definitions import ROOTS, SITE
 
 LEAST_GAIN = 1.2
 """Least speed-up over fp32 in single operators that still pays off in a whole model."""
@@ -47,7 +37,7 @@ class Health:
 
     Attributes:
         versions: Versions of apex-amp, torch, Python and the system, by name.
-        origins: The folder or file that each of our modules comes from.
+        origins: The file that each of our modules comes from.
         devices: Description of each device.
         speeds: Speed relative to fp32 by device, dtype and operator; 0 if it is not supported, None
             if it was not measured because the machine is busy.
@@ -67,12 +57,12 @@ class Health:
     def __str__(self) -> str:
         """Returns the text that ``apex doctor`` prints."""
         parts = [
-            [", ".join(f"{name} {version}" for name, version in self.versions.items())],
-            [whose(self.origins)],
-            [*_speed_lines(self)],
-            [wrapped(f"{self.advice} `apex compare` measures the gain on your model.")],
+            ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+            whose(self.origins),
+            "\n".join(_speed_lines(self)),
+            wrapped(f"{self.advice} `apex compare` measures the gain on your model."),
         ]
-        return "\n\n".join("\n".join(part) for part in parts)
+        return "\n\n".join(parts)
 
 
 def examine(device: torch.device) -> Health:
@@ -82,9 +72,8 @@ def examine(device: torch.device) -> Health:
         device: Device to advise on; the CPU is measured, too.
     """
     names = [*dict.fromkeys([str(device), "cpu"])]
-    meter = LoadMeter()
     speeds = {name: _measured(torch.device(name)) for name in names}
-    load = meter.load
+    load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
     return Health(
         versions={
@@ -107,31 +96,23 @@ def examine(device: torch.device) -> Health:
 
 def origins() -> dict[str, str]:
     """Returns where Python finds apex and the modules that NVIDIA's apex has, too."""
-    places = {"apex": str(Path(apex.__file__).parent)}
-    for name in MODULES:
+    places = {}
+    for name in ROOTS:
         spec = importlib.util.find_spec(name)
-        places[name] = "nowhere" if spec is None or spec.origin is None else spec.origin
+        origin = None if spec is None else spec.origin
+        places[name] = origin or "nowhere"
     return places
 
 
 def whose(places: dict[str, str]) -> str:
-    """Returns one line on which package provides apex."""
-    kernels = [name for name in MODULES if OURS.parent not in Path(places[name]).parents]
-    theirs = "".join(f", {name} from {places[name]}" for name in kernels)
-    if Path(places["apex"]) == OURS:
-        return f"apex is provided by apex-amp, from {OURS}{theirs}"
-    parts = [name for name in PARTS if not (Path(places["apex"]) / name).exists()]
-    return (
-        f"apex is provided by another package, {_version()}from {places['apex']}{theirs}; "
-        f"apex-amp adds {', '.join(parts)}"
-    )
-
-
-def _version() -> str:
-    try:
-        return f"version {metadata.version('apex')}, "
-    except metadata.PackageNotFoundError:
-        return ""
+    """Returns a line on which package provides apex, and one for each module of another."""
+    theirs = [name for name, place in places.items() if SITE not in Path(place).parents]
+    lines = [f"{name} is from {places[name]}" for name in theirs]
+    if "apex" in theirs:
+        lines.append("apex is provided by another package; apex-amp adds what it lacks, as amp")
+    else:
+        lines.insert(0, f"apex is provided by apex-amp, from {SITE}")
+    return "\n".join(lines)
 
 
 # -- speeds ----------------------------------------------------------------------------------------
@@ -146,7 +127,8 @@ def advise(
     measured = [speed for by_work in speeds.values() for speed in by_work.values()]
     if None in measured:
         return None, "No level suggested: other programs disturbed the measurement. Run again."
-    fp16, bf16 = _mean(speeds["float16"]), _mean(speeds["bfloat16"])
+    fp16 = _mean(speeds["float16"])
+    bf16 = _mean(speeds["bfloat16"])
     if fp16 >= LEAST_GAIN and fp16 > bf16 * MUCH_FASTER:
         return "O1", (
             f"Start with O1: fp16 is {fp16:.2g} times as fast as fp32 on {device} and bf16 only "
@@ -173,8 +155,9 @@ def _mean(by_work: Mapping[str, float | None]) -> float:
 def _measured(device: torch.device) -> dict[str, dict[str, float | None]]:
     speeds = {}
     for dtype in (torch.float16, torch.bfloat16):
-        times = operator_seconds(dtype, device)
-        speeds[dtypes.name(dtype)] = {work: speed_of(pairs) for work, pairs in times.items()}
+        seconds = operator_seconds(dtype, device)
+        by_work = {work: speed_of(times) for work, times in seconds.items()}
+        speeds[dtypes.name(dtype)] = by_work
     return speeds
 
 
@@ -187,10 +170,11 @@ def speed_of(times: Sequence[tuple[float, float]]) -> float | None:
     if not times:
         return 0.0
     speed = least_ratio(times)
-    halves = [least_ratio(times[start::2]) for start in (0, 1)]
-    if max(halves) > MOST_SPREAD * min(halves) or not LEAST_SPEED <= speed <= MOST_SPEED:
+    even = least_ratio(times[::2])
+    odd = least_ratio(times[1::2])
+    if not LEAST_SPEED <= speed <= MOST_SPEED:
         return None
-    return speed
+    return speed if 1 / MOST_SPREAD <= even / odd <= MOST_SPREAD else None
 
 
 def _speed_lines(health: Health) -> Iterator[str]:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
-import importlib.machinery
-import importlib.util
-import io
 import os
 import runpy
 import sys
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import TracebackType
 
 from apex.tools.errors import InputError, format_error, is_relative_import
 from apex.tools.source import check_no_notebook, python_2
@@ -51,26 +46,31 @@ class Script:
     is_module: bool = False
 
     def check(self) -> None:
-        """Raises ``InputError`` if there is nothing to run; imports parent packages."""
+        """Raises ``InputError`` if there is no such file, or if it is a notebook."""
         check_no_notebook(self.name)
-        with self._as_arguments():
-            why = _why_no_module(self.name) if self.is_module else _why_no_file(self.name)
-        if why:
-            raise InputError(why)
+        if not self.is_module and not os.path.exists(self.name):
+            raise InputError(f"there is no file {self.name}.")
 
     def run(self, *, stop: type[BaseException]) -> Ending:
         """Runs the script as ``__main__``; an uncaught error is printed as Python prints it.
 
-        The exception ``stop`` ends the script without an error.
+        The exception ``stop`` ends the script without an error. A process that the script forks
+        ends here, too, with the script's exit status.
         """
+        process = os.getpid()
+        ending = self._run(stop)
+        if os.getpid() != process:
+            sys.exit(ending.status)
+        return ending
+
+    def _run(self, stop: type[BaseException]) -> Ending:
         try:
-            with self._as_arguments():
+            with self._as_python():
                 if self.is_module:
                     runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-                elif _is_source(self.name):
-                    _run_source(os.path.abspath(self.name))
                 else:
-                    runpy.run_path(self.name, run_name="__main__")
+                    # Absolute, as __file__ is under Python, for scripts that change the folder.
+                    runpy.run_path(os.path.abspath(self.name), run_name="__main__")
         except stop:
             return Ending(stopped=True)
         except SystemExit as left:
@@ -93,41 +93,24 @@ class Script:
         return f"\n  {hint}" if hint else ""
 
     @contextmanager
-    def _as_arguments(self) -> Iterator[None]:
-        """Sets ``sys.argv``, and the entry of ``sys.path`` that Python derives from the script."""
-        argv, path = sys.argv, list(sys.path)
+    def _as_python(self) -> Iterator[None]:
+        """Sets ``sys.argv`` and the script's entry of ``sys.path``; undoes changes of ``sys``."""
+        argv = sys.argv
+        path = list(sys.path)
+        out = sys.stdout
+        err = sys.stderr
         sys.argv = [self.name, *self.arguments]
-        if not getattr(sys.flags, "safe_path", False):  # Python 3.11
-            sys.path[:1] = [os.getcwd() if self.is_module else _folder(self.name)]
+        if self.is_module:
+            sys.path.insert(0, os.getcwd())
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
         try:
             yield
         finally:
             sys.argv = argv
             sys.path[:] = path
-
-
-def _run_source(path: str) -> None:
-    # Unlike runpy.run_path, this keeps a relative sys.argv[0] beside an absolute __file__.
-    module = ModuleType("__main__")
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    names = {"__file__": path, "__loader__": loader, "__builtins__": builtins, "__cached__": None}
-    vars(module).update(names)
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    before = sys.modules["__main__"]
-    sys.modules["__main__"] = module  # where pickles and spawned processes look for it
-    try:
-        exec(code, vars(module))
-    finally:
-        sys.modules["__main__"] = before
-
-
-def _is_source(path: str) -> bool:
-    return not (os.path.isdir(path) or path.endswith(".pyc") or zipfile.is_zipfile(path))
-
-
-def _folder(path: str) -> str:
-    return path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
+            sys.stdout = out
+            sys.stderr = err
 
 
 def _as_module(path: str) -> tuple[str, str]:
@@ -140,28 +123,6 @@ def _as_module(path: str) -> tuple[str, str]:
         name = f"{package}.{name}"
         is_package = os.path.exists(os.path.join(folder, "__init__.py"))
     return folder, name
-
-
-def _why_no_file(path: str) -> str:
-    if not os.path.exists(path):
-        return f"there is no file {path}."
-    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
-        return f"{path} is a folder without a __main__.py. Name the script itself."
-    if not os.access(path, os.R_OK):
-        return f"{path} cannot be read: permission denied."
-    return ""
-
-
-def _why_no_module(name: str) -> str:
-    hint = " A file is named without -m." if name.endswith(".py") else ""
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name = f"{name}.__main__"  # a package
-            spec = importlib.util.find_spec(name)
-    except Exception as error:  # noqa: BLE001 - importing a parent package runs its code
-        return f"the module {name} was not found: {format_error(error)}.{hint}"
-    return "" if spec is not None else f"there is no module {name}.{hint}"
 
 
 def _status(code: object) -> int:

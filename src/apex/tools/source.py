@@ -7,6 +7,7 @@ import difflib
 import io
 import re
 import tokenize
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,23 @@ def read(path: Path) -> str:
     except (SyntaxError, LookupError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path} cannot be decoded: {reason}.") from error
+
+
+def parse(text: str, path: Path) -> ast.Module:
+    """Returns the syntax tree of a file's source.
+
+    Raises:
+        InputError: If it is not valid in the running version of Python.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes are the script's concern
+            return ast.parse(text)
+    except SyntaxError as error:
+        why = f"{error.msg}, line {error.lineno}. {python_2(error)}".strip()
+        raise InputError(f"{path} is not valid Python 3: {why}") from error
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise InputError(f"{path} is not valid Python 3: {error}.") from error
 
 
 def check_no_notebook(path: str) -> None:

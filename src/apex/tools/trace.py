@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted, json_types
 from apex.debug.overflow import ScriptTrace, Seen, headed, hit_lines
-from apex.debug.place import Finding
 from apex.debug.rounding import RoundingTrace
 from apex.tools.script import Ending, Script
 
@@ -46,12 +45,11 @@ _STEPS = 10
 """Optimizer steps after which ``--digits`` and ``--updates`` have seen enough."""
 
 
-def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing | None:
+def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
     """Runs a script's first steps, and says which operators lose digits, or which weights stay.
 
-    With ``keep_going``, the script runs to its end. Returns None in a forked copy of the process.
+    With ``keep_going``, the script runs to its end.
     """
-    process = os.getpid()
     importlib.import_module("torch._dynamo")  # now: what is compiled later runs eagerly, too
     steps = 0
 
@@ -70,32 +68,30 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing | None
             ending = script.run(stop=FaultFound)
         finally:
             hook.remove()
-    if os.getpid() != process:
-        return None
     lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
     data = json.loads(measuring.to_json())
     return _tracing(script, ending, lines, data, found=measuring.worst is not None)
 
 
-def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tracing | None:
-    """Runs a script under a trace; returns what it found, or None in a forked copy of the process.
+def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tracing:
+    """Runs a script under a trace and returns what it found.
 
     ``notify`` is called with a line about the first fault once it is certain, and the script runs
     on; without it, the script stops there.
     """
-    process = os.getpid()
 
     def on_fault() -> None:
         if notify is None:
             raise FaultFound
-        notify(_marked(f"apex trace: {_brief(running.first)}; the report follows at the end."))
+        if running.first is not None:
+            fault, _, _ = headed(running.first).partition("\n")
+            notify(_marked(f"{fault}; the report follows at the end."))
 
     with ScriptTrace(on_fault=on_fault) as running:
         ending = script.run(stop=FaultFound)
-    if os.getpid() != process:  # the script called os.fork, and the child returned here
-        return None
     seen = running.seen()
-    lines = [*_verdict(script.name, seen, ending), *_remarks(script.name, seen, ending)]
+    lines = _verdict(script.name, seen, ending)
+    lines += _remarks(script.name, seen, ending)
     return _tracing(script, ending, lines, json_types(seen), found=seen.first is not None)
 
 
@@ -108,11 +104,9 @@ def _tracing(
 
 def rank() -> int | None:
     """Returns the rank that ``torchrun`` gave this process; None in a run of one process."""
-    variables = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
-    if not all(map(str.isdecimal, variables)):
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
-    number, size = map(int, variables)
-    return number if size > 1 else None
+    return int(os.environ.get("RANK", "0"))
 
 
 def rank_file(name: str) -> str:
@@ -124,7 +118,9 @@ def rank_file(name: str) -> str:
 
 def _marked(text: str) -> str:
     number = rank()
-    return text if number is None else textwrap.indent(text, f"[rank {number}] ", lambda _: True)
+    if number is None:
+        return text
+    return textwrap.indent(text, f"[rank {number}] ", lambda _: True)
 
 
 _MADE = {
@@ -158,12 +154,11 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
             f"{state}: {seen.healed} of {counted(seen.passes, 'backward pass', 'es')} "
             "overflowed. This makes a dynamic loss scale back off, and the step is skipped."
         )
-    if not seen.operators:
-        none = (
+    if not seen.operators and not ending.status:
+        lines.append(
             "No operator was traced, because the script ran none in its own process. "
             "Trace the program that its processes run."
         )
-        return lines if ending.status else [*lines, none]
     if seen.first is None and seen.steps:
         lines.append(
             "If the loss stands still, or is higher than in fp32: `apex trace --digits "
@@ -186,10 +181,3 @@ def _ended(ending: Ending) -> list[str]:
 
 def _steps(count: int) -> str:
     return counted(count, "optimizer step")
-
-
-def _brief(fault: Finding | None) -> str:
-    if fault is None:
-        return ""
-    where = f" at {fault.location}" if fault.location else ""
-    return f"{fault.op} {_MADE[fault.kind]}{where}"

@@ -33,7 +33,8 @@ def test_the_other_packages_are_shown_whole(module):
 
 
 def test_every_subcommand_has_its_help_on_the_page():
-    from apex.cli import SUBCOMMANDS
+    from apex.cli import build_parser
 
+    (commands,) = [a.choices for a in build_parser()._actions if getattr(a, "choices", None)]
     text = (REFERENCE / "command_line.md").read_text("utf-8")
-    assert re.findall(r"^\.\. command-help:: (\w+)$", text, re.M) == list(SUBCOMMANDS)
+    assert re.findall(r"^\.\. command-help:: (\w+)$", text, re.M) == [*commands]

@@ -36,11 +36,9 @@ def make_gan(example):
     return make
 
 
-def batch(bad=False):
+def batch():
     real = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
     noise = torch.randn(4, 4, 1, 1, generator=torch.Generator().manual_seed(2))
-    if bad:
-        real[0, 0, 0, 0] = float("inf")
     return real, noise
 
 
@@ -58,18 +56,6 @@ def test_a_step_trains_both_nets(make_gan, level):
     assert all(torch.isfinite(loss) for loss in (losses.real, losses.fake, losses.generator))
     for model, old in zip(gan.models, before, strict=True):
         assert not any(map(torch.equal, old, params(model)))
-
-
-def test_an_overflow_of_one_loss_lowers_its_own_scale_and_stops_its_own_optimizer(make_gan):
-    gan = make_gan("O2")
-    discriminator, _ = gan.models
-    gan.step(*batch())
-    scales = [scaler["loss_scale"] for scaler in amp.state_dict().values()]
-    before = params(discriminator)
-    gan.step(*batch(bad=True))
-    after = [scaler["loss_scale"] for scaler in amp.state_dict().values()]
-    assert after == [scales[0] / 2, *scales[1:]]
-    assert all(map(torch.equal, before, params(discriminator)))
 
 
 @pytest.mark.parametrize("source", ["digits", "folder"])

@@ -36,7 +36,7 @@ def test_one_level_runs_from_the_command_line(load, monkeypatch, capsys):
     assert re.fullmatch(r"final loss \d\.\d{4}, test accuracy \d+\.\d\d%", last)
 
 
-@pytest.mark.usefixtures("every_dtype_is_fast")
+@pytest.mark.usefixtures("ideal_machine")
 def test_the_digits_are_a_target_that_learns_and_is_evaluated():
     from tests.tools.cases import by_name, compared
 

@@ -35,9 +35,6 @@ def replace(device):
             "_cuda_setDevice": lambda index: device.set_device(index) and None,
             "_cuda_get_sync_debug_mode": get_sync_debug_mode,
             "_cuda_set_sync_debug_mode": lambda mode: device.set_sync_mode(mode) and None,
-            "_scatter": scatter,
-            "_gather": gather,
-            "_broadcast_coalesced": broadcast_coalesced,
         },
         torch.cuda: {
             "_lazy_init": lambda: None,
@@ -64,7 +61,6 @@ def replace(device):
             "empty_cache": lambda: None,
         },
         torch.cuda.graphs: {"graph_pool_handle": lambda: (0, 0)},
-        torch.cuda.nccl: {"is_available": lambda tensors: False},
         # For nn.RNN, which lays its weights out for cuDNN.
         torch.backends.cudnn: {"is_acceptable": torch.cudnn_is_acceptable},
         torch.backends.cudnn.rnn: {"get_cudnn_mode": lambda mode: 0},
@@ -117,23 +113,6 @@ def capture(graph, pool=None, stream=None, capture_error_mode="global"):
         yield
     finally:
         graph.capture_end()
-
-
-# -- what nn.DataParallel asks --------------------------------------------------------------------
-
-
-def scatter(tensor, devices, chunk_sizes, dim, streams):
-    pieces = tensor.split(chunk_sizes, dim) if chunk_sizes else tensor.chunk(len(devices), dim)
-    return [p.to(torch.device("cuda", index)) for p, index in zip(pieces, devices, strict=False)]
-
-
-def gather(tensors, dim, destination):
-    place = torch.device("cpu" if destination == -1 else f"cuda:{destination or 0}")
-    return torch.cat([tensor.to(place) for tensor in tensors], dim)
-
-
-def broadcast_coalesced(tensors, devices, buffer_size):
-    return [[tensor.to(torch.device("cuda", index)) for tensor in tensors] for index in devices]
 
 
 # -- what nn.RNN asks -----------------------------------------------------------------------------

@@ -7,9 +7,6 @@ import torch
 
 from apex import amp
 from apex._core import finite
-from apex._core.scale import ScaleRule
-from apex._engine.scaler import DynamicScaler, ScaleUpdate
-from tests.support.emulated_cuda import device
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -27,48 +24,6 @@ def test_gradients_of_another_device_than_the_flag_are_unscaled_and_checked(othe
         for grad in grads:
             assert torch.equal(grad.cpu(), torch.full((3,), 2.0, dtype=grad.dtype))
         assert found_inf.item() == (bad is not None)
-
-
-def run_pass(scaler, place, value):
-    _, scale = scaler.scale(torch.ones((), device=place))
-    scaler.begin_pass()
-    scaler.unscale_([torch.tensor([value], device=place)], scale)
-    scaler.update(1)
-
-
-def test_a_scale_keeps_its_state_on_its_way_through_devices():
-    scaler = DynamicScaler(ScaleRule(growth_interval=2))
-    for place, value, scale in (
-        ("cpu", 1.0, 2.0**16),
-        ("cuda:0", math.inf, 2.0**15),
-        ("cuda:1", 1.0, 2.0**15),
-        ("cuda:0", 1.0, 2.0**16),
-        ("cpu", math.nan, 2.0**15),
-    ):
-        run_pass(scaler, place, value)
-        assert scaler.loss_scale.device == torch.device(place)
-        assert scaler.loss_scale.item() == scale
-    scales = [update.loss_scale for update in scaler.read_updates()]
-    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**15]
-
-
-@pytest.mark.emulated
-def test_a_pass_on_a_device_waits_for_nothing():
-    scaler = DynamicScaler(ScaleRule())
-    grad = torch.tensor([math.inf], device="cuda:1")
-    device.waits()
-    device.set_events_pass(False)
-    try:
-        _, scale = scaler.scale(torch.ones((), device="cuda:1"))
-        scaler.begin_pass()
-        scaler.unscale_([grad], scale)
-        scaler.update(1)
-        found = scaler.read_updates()
-    finally:
-        device.set_events_pass(True)
-    update = ScaleUpdate(0, 2.0**15, True, 1, 1)
-    assert found == device.waits() == []
-    assert scaler.read_updates() == [update]
 
 
 def test_numerics_of_a_model_on_two_devices_are_right():

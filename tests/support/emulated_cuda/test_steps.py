@@ -9,6 +9,7 @@ import torch
 from apex import amp
 from tests.support import loops, optimizers
 from tests.support.emulated_cuda import device
+from tests.support.host_reads import waits_are_errors
 
 pytestmark = pytest.mark.gpu(devices=2)
 
@@ -23,14 +24,11 @@ def trained(level, place):
         level, loops.fused_adamw_of, loops.net().to(place), loss_scale="dynamic", growth_interval=3
     )
     batches, skipped = on(place, loops.batches(4, overflow_at={1})), []
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for x, y in batches:
             loops.train_step(model, optimizer, x, y)
             skipped.append(amp.step_was_skipped(optimizer))
             assert amp.step_was_skipped(optimizer, on_host=True) in (None, True, False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert {flag.device for flag in skipped} == {torch.device(place)}
     return (
         [master.cpu() for master in loops.masters(optimizer)],
@@ -49,12 +47,9 @@ def test_loops_have_the_numbers_of_the_cpu_and_wait_for_nothing(level):
 
 
 def test_what_waits_is_an_error_here():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-            torch.ones((), device="cuda").item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    words = "synchronizing CUDA operation"
+    with waits_are_errors(), pytest.raises(RuntimeError, match=words):
+        torch.ones((), device="cuda").item()
 
 
 @pytest.mark.parametrize("name", optimizers.MAKERS)

@@ -10,9 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex._core.foreach.scalars import Scalar, as_tensor, decay_, descend_
+from apex._core.foreach.scalars import (
+    Scalar,
+    Tensors,
+    decay_,
+    decayed,
+    descend_,
+)
 from apex._core.foreach.working import working
 from apex._torch import foreach
+from apex._torch.copies import as_tensor
 
 
 def adagrad_(
@@ -47,36 +54,35 @@ def adagrad_(
         if not fused:
             _plain(*wide, lr=lr, eps=eps, weight_decay=weight_decay)
             return
+        grads, params, sums = wide
         first_step = as_tensor(1.0, device)  # read for a decay of the rate, of which there is none
-        for (same_grads, same_params, same_sums), _ in foreach.group(wide).values():
-            foreach.fused_adagrad_(
-                same_params,
-                same_grads,
-                same_sums,
-                [first_step] * len(same_params),
-                lr=lr,
-                lr_decay=0.0,
-                weight_decay=weight_decay,
-                eps=eps,
-                maximize=False,
-                grad_scale=None,
-                found_inf=skip,
-            )
+        foreach.fused_adagrad_(
+            params,
+            grads,
+            sums,
+            [first_step] * len(params),
+            lr=lr,
+            lr_decay=0.0,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+            grad_scale=None,
+            found_inf=skip,
+        )
 
 
 def _plain(
-    grads: list[Tensor],
-    params: list[Tensor],
-    sums: list[Tensor],
+    grads: Tensors,
+    params: Tensors,
+    sums: Tensors,
     *,
     lr: Scalar,
     eps: float,
     weight_decay: float,
 ) -> None:
     """The same step on foreach kernels."""
-    if weight_decay:
-        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
-    torch._foreach_addcmul_(sums, grads, grads)
-    denominators = list(torch._foreach_sqrt(sums))
+    updates = decayed(grads, params, weight_decay)
+    torch._foreach_addcmul_(sums, updates, updates)
+    denominators = torch._foreach_sqrt(sums)
     torch._foreach_add_(denominators, eps)
-    descend_(params, list(torch._foreach_div(grads, denominators)), lr)
+    descend_(params, torch._foreach_div(updates, denominators), lr)

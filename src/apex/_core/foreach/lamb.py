@@ -7,13 +7,14 @@ ICLR 2020.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from apex._core.foreach.adam import AdamRule, directions_
-from apex._core.foreach.norms import l2_norms, stacked
-from apex._core.foreach.scalars import Scalar, descend_, descend_each_
+from apex._core.foreach.adam import AdamRule, adam_
+from apex._core.foreach.norms import l2_norms
+from apex._core.foreach.scalars import Scalar, Tensors, decayed, descend_, descend_each_
 from apex._core.foreach.working import working
 
 
@@ -40,21 +41,40 @@ def lamb_(
     ``divisor``, but not in place. A tensor's rate is scaled by its trust ratio, without weight
     decay only with ``nvlamb``.
     """
-    copies_skip, kernel_skip = skip, None
-    if rule.is_fused(grads[0].device):
-        copies_skip, kernel_skip = None, skip
-    with working(grads, params, exp_avgs, exp_avg_sqs, skip=copies_skip) as wide:
-        wide_grads, weights, *averages = wide
-        clipped = list(torch._foreach_div(wide_grads, divisor))
-        updates = directions_(clipped, weights, *averages, rule=rule, step=step, skip=kernel_skip)
+    with working(grads, params, exp_avgs, exp_avg_sqs) as (wide_grads, weights, *averages):
+        clipped = torch._foreach_div(wide_grads, divisor)
+        updates = directions(clipped, weights, *averages, rule=rule, step=step, skip=skip)
         if nvlamb or rule.weight_decay != 0.0:
             device = weights[0].device
-            param_norms = stacked(l2_norms(weights), device)
-            update_norms = stacked(l2_norms(updates), device)
-            rates = rule.lr * trust_ratios(param_norms, update_norms)
-            descend_each_(weights, updates, rates, kernel_skip)
+            ratios = trust_ratios(l2_norms(weights, device), l2_norms(updates, device))
+            descend_each_(weights, updates, rule.lr * ratios, skip)
         else:
             descend_(weights, updates, rule.lr)  # by zeros in a skipped step
+
+
+def directions(
+    grads: Tensors,
+    params: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    rule: AdamRule,
+    step: Scalar,
+    skip: Tensor | None = None,
+) -> Tensors:
+    """Updates the averages and returns the directions that ``lr`` multiplies, as new tensors.
+
+    A direction is ``m / (sqrt(v) + eps)`` with corrected averages, plus decoupled weight decay.
+    Where 0-d ``skip`` is set, the averages stay, and the directions hold weight decay alone.
+    """
+    if not rule.decoupled:
+        grads = decayed(grads, params, rule.weight_decay)
+    # Adam steps from 0 at a rate of -1: on a GPU one launch, where plain operators take eight.
+    updates: Tensors = [torch.empty_like(param) for param in params]
+    torch._foreach_zero_(updates)
+    undecayed = replace(rule, lr=-1.0, weight_decay=0.0)
+    adam_(grads, updates, exp_avgs, exp_avg_sqs, undecayed, step, skip)
+    return decayed(updates, params, rule.weight_decay) if rule.decoupled else updates
 
 
 def trust_ratios(param_norms: Tensor, update_norms: Tensor) -> Tensor:

@@ -18,39 +18,34 @@ _PIECE = 2**16
 _ONE_CALL = (torch.float32, *LOW_PRECISION)
 
 
-def l2_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the 2-norm of every tensor: 0-d, fp32 (fp64 for fp64 and complex128 tensors)."""
+def l2_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the 2-norm of every tensor: ``[N]`` on ``device``, fp32 (fp64 if a norm is)."""
     # One call takes one dtype, and refuses one narrower than a tensor's own. For DTensors torch
     # 2.14 takes the dtype for a dimension: https://github.com/pytorch/pytorch/pull/194033. On a CPU
     # it would hold fp32 copies of all 16-bit tensors at once.
     one_call = all(tensor.dtype in _ONE_CALL and not tensor.is_cpu for tensor in tensors)
     if tensors and one_call and not dtensor.any_dtensor(tensors):
-        return list(torch._foreach_norm([*tensors], 2, dtype=torch.float32))
-    return [_norm(tensor, 2.0) for tensor in tensors]
+        return stacked(torch._foreach_norm([*tensors], 2, dtype=torch.float32), device)
+    return stacked([_l2_norm(tensor) for tensor in tensors], device)
+
+
+def _l2_norm(tensor: Tensor) -> Tensor:
+    if not tensor.is_cpu or tensor.numel() <= _PIECE or dtensor.is_dtensor(tensor):
+        return _norm(tensor, 2.0)
+    pieces = torch.split(tensor.reshape(-1), _PIECE)
+    return _norm(torch.stack([_norm(piece, 2.0) for piece in pieces]), 2.0)
 
 
 def _norm(tensor: Tensor, norm_type: float) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    if not tensor.is_cpu or tensor.numel() <= _PIECE or dtensor.is_dtensor(tensor):
-        norm: Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
-        return norm
-    pieces = torch.split(tensor.reshape(-1), _PIECE)
-    norms = [torch.linalg.vector_norm(piece, norm_type, dtype=dtype) for piece in pieces]
-    return _combined(torch.stack(norms), norm_type)
-
-
-def _combined(norms: Tensor, norm_type: float) -> Tensor:
-    if norm_type == 0.0:
-        return norms.sum()
-    norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
     return norm
 
 
-def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the largest absolute value of every tensor, 0 if empty: 0-d, in its dtype."""
-    full = [tensor for tensor in tensors if tensor.numel()]
-    norms = iter(torch._foreach_norm(full, float("inf")) if full else ())
-    return [next(norms) if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
+def max_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the largest absolute value of every tensor, 0 if empty: ``[N]`` on ``device``."""
+    values = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    return stacked(torch._foreach_norm(values, float("inf")) if values else (), device)
 
 
 def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -62,20 +57,17 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([moved(norm, device, dtype) for norm in norms])
 
 
-def total(norms: Tensor) -> Tensor:
-    """Returns the 2-norm over all tensors (0-d) from their norms (``[N]``); 0 for none."""
-    return _combined(norms, 2.0)
-
-
 def global_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Returns the norm over all of at least one tensor: 0-d, on the first's device."""
+    """Returns the norm over all tensors: 0-d, on the first's device; 0 of none."""
+    device = tensors[0].device if tensors else torch.device("cpu")
     if norm_type == 2.0:
-        norms = l2_norms(tensors)
+        norms = l2_norms(tensors, device)
     else:
-        norms = [_norm(tensor, norm_type) for tensor in tensors]
-    return _combined(stacked(norms, tensors[0].device), norm_type)
+        norms = stacked([_norm(tensor, norm_type) for tensor in tensors], device)
+    norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return norm
 
 
 def any_non_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns a 0-d bool: whether any value is inf or NaN. No host sync."""
-    return ~stacked(max_norms(tensors), device).isfinite().all()
+    return ~max_norms(tensors, device).isfinite().all()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.norms import l2_norms, max_norms, stacked
-from apex._core.foreach.scalars import Scalar, decay_, descend_each_
+from apex._core.foreach.norms import l2_norms, max_norms
+from apex._core.foreach.scalars import Scalar, decay_, decayed, descend_each_
 from apex._core.foreach.sgd import SGDRule, sgd_
 from apex._core.foreach.working import store, working
 
@@ -40,14 +40,14 @@ def novograd_(
         grads: Gradients; at least one.
         params: Their parameters.
         exp_avgs: The averages of the gradients.
-        norms: The running norms of the gradients, ``[N]`` fp32; updated, too.
+        norms: The running norms of the gradients, ``[N]`` fp32; also updated.
         rule: The hyperparameters. Without decoupled weight decay, the gradient is also normalized
             before it is averaged.
         step: Count of this step, from 1.
         skip: 0-d flag, 1 to change nothing.
         norm_type: A key of ``NORMS``.
     """
-    fresh = stacked(NORMS[norm_type](grads), norms.device)
+    fresh = NORMS[norm_type](grads, norms.device)
     started = torch.where(norms == NOT_STARTED, fresh, norms)
     blended = _blended(started, fresh, rule.betas[1], norm_type)
     first, second = rule.corrections(step)
@@ -59,9 +59,9 @@ def novograd_(
             decay_(weights, rule.lr, rule.weight_decay, skip)
             descend_each_(weights, averages, rule.lr / (first * denominators), skip)
         else:
-            normalized = list(torch._foreach_div(wide_grads, list(denominators.unbind())))
-            decayed = rule.decayed(normalized, weights)
-            sgd_(decayed, weights, averages, _momentum(rule, rule.lr / first), skip)
+            normalized = torch._foreach_div(wide_grads, denominators.unbind())
+            updates = decayed(normalized, weights, rule.weight_decay)
+            sgd_(updates, weights, averages, _momentum(rule, rule.lr / first), skip)
     store([norms], [blended], skip)
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from apex._torch.copies import moved
+from apex._torch.copies import as_tensor
 
 Scalar = float | Tensor
 """A host number, or a 0-d tensor on the device of the parameters."""
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
+"""What foreach kernels take and return."""
+
 
 def skip_flag(flag: Tensor | None, device: torch.device) -> Tensor | None:
     """Returns a one-element tensor of any device as 0-d fp32 there: 1 to skip, 0 to step."""
-    return None if flag is None else (moved(flag, device).reshape(()) != 0).to(torch.float32)
+    return None if flag is None else (as_tensor(flag, device) != 0).to(torch.float32)
 
 
 def bias_correction(beta: float, step: Scalar) -> Scalar:
@@ -31,29 +33,14 @@ def bias_correction(beta: float, step: Scalar) -> Scalar:
     return -torch.expm1(step.reshape(()).to(torch.float32) * math.log(beta))
 
 
-def descend_(params: list[Tensor], updates: list[Tensor], rate: Scalar) -> None:
-    """Subtracts ``rate`` times the updates from the parameters, in place."""
-    if isinstance(rate, Tensor):
-        torch._foreach_sub_(params, torch._foreach_mul(updates, rate))
-    else:
-        torch._foreach_add_(params, updates, alpha=-rate)  # allocates nothing
+def decayed(updates: Tensors, params: Tensors, weight_decay: float) -> Tensors:
+    """Returns gradients or updates with weight decay added, as new tensors if there is any."""
+    if not weight_decay:
+        return updates
+    return torch._foreach_add(updates, params, alpha=weight_decay)
 
 
-def descend_each_(
-    params: list[Tensor], updates: list[Tensor], rates: Tensor, skip: Tensor | None = None
-) -> None:
-    """Subtracts from each parameter its update, finite, times its rate, in place.
-
-    ``rates`` are ``[N]``. Where ``skip``, 0-d, is set, the parameters stay.
-    """
-    if skip is not None:
-        rates = torch.where(skip != 0, 0.0, rates)
-    torch._foreach_addcmul_(params, updates, list(rates.unbind()), value=-1.0)
-
-
-def decay_(
-    params: list[Tensor], rate: Scalar, weight_decay: float, skip: Tensor | None = None
-) -> None:
+def decay_(params: Tensors, rate: Scalar, weight_decay: float, skip: Tensor | None = None) -> None:
     """Multiplies parameters by ``1 - rate * weight_decay`` in place, unless 0-d ``skip`` is set."""
     if not weight_decay:
         return
@@ -63,30 +50,21 @@ def decay_(
     torch._foreach_mul_(params, factor)
 
 
-def multiply_(tensors: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
-    """Multiplies fp32 tensors by their 0-d factors, where there are some, in place.
+def descend_(params: Tensors, updates: Tensors, rate: Scalar) -> None:
+    """Subtracts ``rate`` times the updates from the parameters, in place."""
+    if isinstance(rate, Tensor):
+        torch._foreach_sub_(params, torch._foreach_mul(updates, rate))
+    else:
+        torch._foreach_add_(params, updates, alpha=-rate)  # allocates nothing
 
-    One call serves all tensors of one factor.
+
+def descend_each_(
+    params: Tensors, updates: Tensors, rates: Tensor, skip: Tensor | None = None
+) -> None:
+    """Subtracts from each parameter its update, finite, times its rate, in place.
+
+    ``rates`` are ``[N]``. Where ``skip``, 0-d, is set, the parameters stay.
     """
-    by_factor: dict[tuple[Tensor, torch.device], list[Tensor]] = {}
-    for tensor, factor in zip(tensors, factors, strict=True):
-        if factor is not None:
-            by_factor.setdefault((factor, tensor.device), []).append(tensor)
-    for (factor, device), multiplied in by_factor.items():
-        torch._foreach_mul_(multiplied, moved(factor, device))
-
-
-def as_tensor(value: Scalar, device: torch.device) -> Tensor:
-    """Returns a number or a one-element tensor as 0-d fp32 on ``device``.
-
-    Waits only where :func:`moved` does.
-    """
-    if isinstance(value, Tensor):
-        return moved(value, device, torch.float32).reshape(())
-    # torch.as_tensor would copy from the host and wait for the copy.
-    return torch.full((), value, dtype=torch.float32, device=device)
-
-
-def as_scalar(value: Scalar, device: torch.device) -> Scalar:
-    """Returns a host number unchanged, a one-element tensor as 0-d on ``device``."""
-    return moved(value, device).reshape(()) if isinstance(value, Tensor) else value
+    if skip is not None:
+        rates = torch.where(skip != 0, 0.0, rates)
+    torch._foreach_addcmul_(params, updates, rates.unbind(), value=-1.0)

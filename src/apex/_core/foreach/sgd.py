@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apex._core.dtypes import is_low_precision
-from apex._core.foreach.scalars import Scalar, descend_
+from apex._core.foreach.scalars import Scalar, Tensors, decayed, descend_
 from apex._core.foreach.working import store, working
 from apex._torch import foreach
 
@@ -60,47 +60,45 @@ def sgd_(
         skip: 0-d flag, 1 to change nothing.
         first_run: Whether buffers become the undamped gradients.
     """
-    changed = [params, buffers] if buffers else [params]
-    late = rule.decay_after_momentum and rule.weight_decay
+    decays_late = rule.decay_after_momentum and rule.weight_decay
     has_kernel = foreach.has_fused("fused_sgd_", grads[0].device)
-    fused = has_kernel and not late and not any(map(is_low_precision, buffers))
-    with working(grads, *changed, skip=None if fused else skip) as wide:
+    fused = has_kernel and not decays_late and not any(map(is_low_precision, buffers))
+    stored = [buffer.dtype for buffer in buffers]
+    changed = [params, buffers] if buffers else [params]
+    with working(grads, *changed, skip=None if fused else skip) as (grads, params, *momenta):
+        buffers = momenta[0] if momenta else []
         if not fused:
-            stored = [buffer.dtype for buffer in buffers]
-            _plain(*wide, rule=rule, first_run=first_run, stored=stored)
+            _plain(grads, params, buffers, rule=rule, first_run=first_run, stored=stored)
             return
-        for (same_grads, same_params, *momentum), _ in foreach.group(wide).values():
-            foreach.fused_sgd_(
-                same_params,
-                same_grads,
-                momentum[0] if momentum else [],
-                weight_decay=rule.weight_decay,
-                momentum=rule.momentum,
-                lr=rule.lr,
-                dampening=rule.dampening,
-                nesterov=rule.nesterov,
-                maximize=False,
-                is_first_step=first_run,
-                grad_scale=None,
-                found_inf=skip,
-            )
+        foreach.fused_sgd_(
+            params,
+            grads,
+            buffers,
+            weight_decay=rule.weight_decay,
+            momentum=rule.momentum,
+            lr=rule.lr,
+            dampening=rule.dampening,
+            nesterov=rule.nesterov,
+            maximize=False,
+            is_first_step=first_run,
+            grad_scale=None,
+            found_inf=skip,
+        )
 
 
 def _plain(
-    grads: list[Tensor],
-    params: list[Tensor],
-    buffers: Sequence[Tensor] = (),
+    grads: Tensors,
+    params: Tensors,
+    buffers: Tensors,
     *,
     rule: SGDRule,
     first_run: bool,
-    stored: list[torch.dtype],
+    stored: Sequence[torch.dtype],
 ) -> None:
     """The same step on foreach kernels; ``stored`` are the dtypes that buffers are kept in."""
-    updates = grads
-    if rule.weight_decay and not rule.decay_after_momentum:
-        updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
+    decays_late = rule.decay_after_momentum
+    updates = grads if decays_late else decayed(grads, params, rule.weight_decay)
     if buffers:
-        buffers = list(buffers)
         if first_run:
             foreach.copy_(buffers, updates)
         else:
@@ -108,9 +106,9 @@ def _plain(
             torch._foreach_add_(buffers, updates, alpha=1.0 - rule.dampening)
         store(buffers, [buffer.to(dtype) for buffer, dtype in zip(buffers, stored, strict=True)])
         if rule.nesterov:
-            updates = list(torch._foreach_add(updates, buffers, alpha=rule.momentum))
+            updates = torch._foreach_add(updates, buffers, alpha=rule.momentum)
         else:
             updates = buffers
-    if rule.weight_decay and rule.decay_after_momentum:
-        updates = list(torch._foreach_add(updates, params, alpha=rule.weight_decay))
+    if decays_late:
+        updates = decayed(updates, params, rule.weight_decay)
     descend_(params, updates, rule.lr)

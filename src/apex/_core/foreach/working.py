@@ -1,7 +1,7 @@
 """Copies tensors to the dtype and layout that a rule computes in, and writes results back.
 
 Note [Precision of the rules]
-Every rule computes in fp32 (fp64 if a tensor of the same position is fp64), whatever dtype the
+Every rule computes in fp32 (fp64 if one of its tensors is), whatever dtype the
 tensors are stored in: 16-bit ones are cast up first and rounded once at the end, as apex's kernels
 do in registers. This also makes a skipped step exact, as 16-bit values survive the round trip.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from apex._torch.dtensor import local
 _WIDE = {torch.float32}, {torch.float64}
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = operator.methodcaller("is_contiguous")
+_LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def math_dtype(*tensors: Tensor) -> torch.dtype:
@@ -48,14 +50,15 @@ def working(
     flag that skips the step, all that changes is a copy.
     """
     results = [list(grads), *map(list, changed)]
+    dtypes = {*map(_dtype, chain(*results))}
+    if skip is None and dtypes in _WIDE and all(map(_is_contiguous, chain(*results))):
+        yield results  # of most lists, nothing is copied
+        return
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     sources: list[Tensor] = []
     copies: list[Tensor] = []
     for index, position in enumerate(zip(grads, *changed, strict=True)):
-        is_plain = {*map(_dtype, position)} in _WIDE and all(map(_is_contiguous, position))
-        if is_plain and skip is None:
-            continue
-        dtype = math_dtype(*position)
-        layout = _shared_layout(position)
+        layout = shared_layout(position)
         for tensor, result in zip(position, results, strict=True):
             is_kept = skip is None or result is results[0]
             if is_kept and layout is not None and tensor.dtype is dtype:
@@ -102,9 +105,9 @@ def scale_(grads: Sequence[Tensor], factor: Tensor, skip: Tensor | None = None) 
     return wide
 
 
-def _shared_layout(position: Sequence[Tensor]) -> torch.memory_format | None:
-    """Returns the layout that all tensors share; ``None`` if there is none."""
-    for layout in (torch.contiguous_format, torch.channels_last):
-        if all(tensor.is_contiguous(memory_format=layout) for tensor in position):
+def shared_layout(tensors: Sequence[Tensor]) -> torch.memory_format | None:
+    """Returns the layout that all tensors share, without gaps; ``None`` if there is none."""
+    for layout in _LAYOUTS:
+        if all(tensor.is_contiguous(memory_format=layout) for tensor in tensors):
             return layout
     return None

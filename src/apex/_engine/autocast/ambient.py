@@ -1,14 +1,13 @@
-"""The autocast switches of a thread, casts of sessions that began in it, and steps without them.
+"""The autocast switches of a thread: casts of sessions that began in it, and steps without them.
 
 Note [Ambient casts]
-    A session turns autocast on in the thread that called ``initialize``. At each depth of
-    ``torch.autocast`` blocks, the switch is that of the newest live session that began there;
-    without one, it is as before the first of them. The end of a block restores the switch, so the
-    casts that began in the block end with it. A block of another device type leaves the switch on:
-    then they continue outside.
+    A session turns autocast on in the thread that called ``initialize``. Outside of
+    ``torch.autocast`` blocks, the switch is that of the newest live session that began in the
+    thread; without one, it is as before the first of them. Inside a block, the block decides: a
+    session that begins there casts in its models' forward passes only.
 
     A session may end inside a block, or in another thread, which cannot set the switch. So the next
-    forward or amp call of the thread does.
+    forward or amp call of the thread does, outside of blocks.
 
 Note [Steps that raise]
     Casts of sessions are off in steps of optimizers that amp has not prepared, too. torch calls no
@@ -18,7 +17,6 @@ Note [Steps that raise]
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -45,8 +43,6 @@ autograd's threads, or that dynamo traces, for all of which torch carries the dt
 State = tuple[bool, torch.dtype]
 """Whether autocast is on for a device type, and its dtype."""
 
-_DEVICE_TYPES = tuple(AUTOCAST_KEYS)
-
 
 def is_off() -> bool:
     """Returns whether this thread is in a ``casts_off`` block."""
@@ -55,11 +51,11 @@ def is_off() -> bool:
 
 def devices_on() -> list[str]:
     """Returns the device types whose autocast is on in this thread."""
-    return [*filter(torch.is_autocast_enabled, _DEVICE_TYPES)]
+    return [*filter(torch.is_autocast_enabled, AUTOCAST_KEYS)]
 
 
 class UncastBlock:
-    """Turns casts off in this thread, without a trace of dynamo's. Its exit is idempotent."""
+    """Turns casts off in this thread, without a trace of dynamo's."""
 
     devices = staticmethod(devices_on)
     """Returns the device types whose casts are turned off."""
@@ -74,115 +70,117 @@ class UncastBlock:
 
     @untraced
     def __exit__(self, *error: object) -> None:
-        on, self._on = self._on, ()
-        for device in on:
+        for device in self._on:
             torch.set_autocast_enabled(device, True)
 
 
-class Ambient:
-    """Casts of a session that are on in this thread until their end.
+class _Thread(threading.local):
+    depth = 0
+    """The depth of blocks at which the casts that are on are a session's.
 
-    In a ``casts_off`` block they do not begin.
-
-    Attributes:
-        alive: Whether they go on; any thread may set it to False.
+    Deeper, they are of a block of the script.
     """
 
-    def __init__(self, spec: AutocastSpec) -> None:
-        _end_in_forks()
-        end_stale_casts()
-        self.alive = True
-        self.spec = spec
-        if is_off():
-            return
-        depth = autocast_depth()
-        _leave_blocks(depth)
-        level = _here.levels.get(depth)
-        if level is None or not any(map(level.applies, level.bases)):  # one of an earlier block
-            level = _Level()
-        level.begin(self)
-        _here.levels[depth] = level
-
-    def end(self) -> None:
-        """Ends them as soon as their thread can; idempotent, and safe in any thread."""
-        self.alive = False
-        end_stale_casts()
-
-
-class _Level:
-    """The casts that began at one depth of blocks."""
+    cache = True
+    """Whether autocast cached weights before the first session."""
 
     def __init__(self) -> None:
-        self.ambients: list[Ambient] = []  # oldest first
-        self.bases: dict[str, State] = {}  # before the first of each device type
-        self.cache = torch.is_autocast_cache_enabled()
-
-    def begin(self, ambient: Ambient) -> None:
-        self.ambients.append(ambient)
-        for device in ambient.spec.device_types:
-            self.bases.setdefault(device, _state(device))
-            _switch(device, self.state(device))
-        # No weight cache outside of regions, where changes of weights go unnoticed.
-        torch.set_autocast_cache_enabled(False)
-
-    def state(self, device: str) -> State:
-        """Returns the state of a device type: by the newest casts, or as before them."""
-        for ambient in reversed(self.ambients):
-            if device in ambient.spec.device_types:
-                return True, ambient.spec.dtype
-        return self.bases[device]
-
-    def applies(self, device: str) -> bool:
-        """Returns whether the state is as these casts set it."""
-        return device in self.bases and _state(device) == self.state(device)
-
-    def end_stale(self) -> None:
-        """Removes casts that have ended, and sets the switches that nobody else has set."""
-        set_here = [device for device in self.bases if self.applies(device)]
-        self.ambients = [ambient for ambient in self.ambients if ambient.alive]
-        for device in set_here:
-            _switch(device, self.state(device))
-        live = {device for ambient in self.ambients for device in ambient.spec.device_types}
-        self.bases = {device: base for device, base in self.bases.items() if device in live}
-        if not live:
-            torch.set_autocast_cache_enabled(self.cache)
-
-
-class _Thread(threading.local):
-    run_depth = -1
-    """The depth of blocks in the innermost run of a region."""
-
-    def __init__(self) -> None:
-        self.levels: dict[int, _Level] = {}  # by depth of blocks
+        self.sessions: dict[int, AutocastSpec] = {}  # by the number of their spec, oldest first
+        self.before: dict[str, State] = {}  # by device type, before the first session
         self.steps: list[_UncastStep] = []  # outermost first
+
+    def switches(self) -> dict[str, State]:
+        """Returns the state of each device type: by the newest session, or as before the first."""
+        switches = dict(self.before)
+        for spec in self.sessions.values():
+            switches.update(dict.fromkeys(spec.device_types, (True, spec.dtype)))
+        return switches
+
+    def set_switches(self) -> None:
+        """Sets autocast's state by the sessions, outside of blocks."""
+        for device, (enabled, dtype) in self.switches().items():
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        # No weight cache outside of regions, where changes of weights go unnoticed.
+        torch.set_autocast_cache_enabled(self.cache and not self.sessions)
 
 
 _here = _Thread()
 
 
+def _states() -> dict[str, State]:
+    """Returns autocast's state in this thread."""
+    states = {}
+    for device in AUTOCAST_KEYS:
+        states[device] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return states
+
+
+def begin_casts(number: int, spec: AutocastSpec) -> None:
+    """Turns casts by a live spec on in this thread, until it ends; see Note [Ambient casts]."""
+    end_stale_casts()
+    if autocast_depth() > 0:
+        return
+    if not _here.sessions:
+        _here.before = _states()
+        _here.cache = torch.is_autocast_cache_enabled()
+    _here.sessions[number] = spec
+    _here.set_switches()
+
+
+def end_casts(number: int) -> None:
+    """Ends a spec, and its casts as soon as their thread can; safe in finalizers and any thread."""
+    kernels.deactivate_spec(number)
+    end_stale_casts()
+
+
+@untraced
+def end_stale_casts() -> None:
+    """Ends this thread's casts of sessions that have ended, and steps that raised."""
+    while _here.steps:
+        _here.steps[-1].__exit__()
+    if _here.sessions.keys() <= kernels.live.keys():
+        return
+    kernels.tag_caches()
+    # A block, a pass and dynamo restore the switch at their end.
+    if autocast_depth() > 0 or backward_id() != -1 or is_compiling_here():
+        return
+    # An operator or a step has turned it off for a while.
+    if _here.switches() != _states():
+        return
+    for number in [*_here.sessions]:
+        if number not in kernels.live:
+            del _here.sessions[number]
+    _here.set_switches()
+
+
+def _end_in_fork() -> None:
+    """Ends casts in a forked process: a data loader's results must not depend on its start."""
+    if _here.sessions:
+        _here.sessions.clear()
+        _here.set_switches()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_end_in_fork)
+
+
 def begin_run(until: ExitStack) -> None:
     """Notes that a region has opened its blocks, until ``until`` closes."""
-    until.callback(setattr, _here, "run_depth", _here.run_depth)
-    _here.run_depth = autocast_depth()
+    until.callback(setattr, _here, "depth", _here.depth)
+    _here.depth = autocast_depth()
 
 
 def devices_of_sessions() -> list[str]:
     """Returns the device types whose autocast is on as sessions set it, not a user's own block."""
-    return [device for device in devices_on() if _is_of_session(device)]
+    return devices_on() if autocast_depth() == _here.depth else []
 
 
-def _is_of_session(device: str) -> bool:
-    depth = autocast_depth()
-    if depth == _here.run_depth:
-        return True
-    if depth in _here.levels:
-        return _here.levels[depth].applies(device)
-    # torch.utils.checkpoint recomputes in a block of its own, with the state of the forward.
-    return backward_id() != -1 and not torch.is_autocast_cache_enabled()
+# -- steps of optimizers that amp has not prepared -------------------------------------------------
 
 
 class _UncastStep(UncastBlock):
-    """A step, without its closure, of an optimizer that amp has not prepared."""
+    """A step, without its closure."""
 
     devices = staticmethod(devices_of_sessions)
 
@@ -234,67 +232,3 @@ def end_step(optimizer: Optimizer) -> None:
         step = _here.steps[-1]
         step.__exit__()
         ended = step.optimizer
-
-
-@untraced
-def end_stale_casts() -> None:
-    """Ends this thread's casts of sessions that have ended, and steps that raised."""
-    while _here.steps:
-        _here.steps[-1].__exit__()
-    stale = False
-    for level in _here.levels.values():
-        for ambient in level.ambients:
-            stale = stale or not ambient.alive
-    if not stale:
-        return
-    kernels.tag_caches()
-    # A pass and dynamo restore the switch at their end.
-    if backward_id() != -1 or is_compiling_here():
-        return
-    depth = autocast_depth()
-    _leave_blocks(depth)
-    # An operator turns the switch off for its inside.
-    if depth in _here.levels and all(map(torch.is_autocast_enabled, _here.levels[depth].bases)):
-        _here.levels[depth].end_stale()
-        if not _here.levels[depth].ambients:
-            del _here.levels[depth]
-
-
-def _leave_blocks(depth: int) -> None:
-    """Forgets casts that ended with their block; continues those that the block left on."""
-    for deeper in [inside for inside in _here.levels if inside > depth]:
-        left = _here.levels.pop(deeper)
-        outer = _here.levels.get(depth)
-        for device in left.bases:
-            goes_on = depth == 0 and left.applies(device)
-            if goes_on and not (outer is not None and outer.applies(device)):
-                if outer is None:
-                    _here.levels[depth] = left
-                else:
-                    outer.ambients += left.ambients
-                    outer.bases = {**left.bases, **outer.bases}
-                break
-
-
-def _state(device: str) -> State:
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-def _switch(device: str, state: State) -> None:
-    enabled, dtype = state
-    torch.set_autocast_enabled(device, enabled)
-    torch.set_autocast_dtype(device, dtype)
-
-
-@functools.cache
-def _end_in_forks() -> None:
-    """Ends casts in forked processes: a data loader's results must not depend on its start."""
-    if sys.platform != "win32":
-        os.register_at_fork(after_in_child=_end_all)
-
-
-def _end_all() -> None:
-    for level in _here.levels.values():
-        for ambient in level.ambients:
-            ambient.alive = False
-    end_stale_casts()

@@ -41,8 +41,7 @@ class BackwardAutocast(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
-            func = torch.autograd.backward
+            return self._run_pass(func, "gradient", *args, **kwargs)
         if func is torch.autograd.backward:
             return self._run_pass(func, "grad_tensors", *args, **kwargs)
         if func is torch.autograd.grad:
@@ -51,7 +50,7 @@ class BackwardAutocast(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and widest(tensors_in(args, kwargs)) is None:
             return func(*args, **kwargs)
-        return under(self._spec.device_types, self._spec.dtype, func, *args, **kwargs)
+        return under(self._spec.device_types, self._spec.dtype, func, args, kwargs)
 
     @untraced_frame
     def _run_pass(self, run: Any, name: str, tensors: Any, *inputs: Any, **options: Any) -> Any:
@@ -59,16 +58,15 @@ class BackwardAutocast(TorchFunctionMode):
 
         ``name`` is that of the argument with the gradients to begin with.
         """
-        outputs = [*tensors] if isinstance(tensors, (list, tuple)) else [tensors]
         gradients = options.pop(name, None)
         if gradients is None:
-            gradients = [None] * len(outputs)
+            gradients = [None] * (len(tensors) if isinstance(tensors, (list, tuple)) else 1)
         elif isinstance(gradients, Tensor):
             gradients = [gradients]
         self._start = threading.get_ident(), autocast_depth()
         with UncastBlock(), ExitStack() as until:
             options[name] = _EnteringMode(self, until, gradients)
-            return run(outputs, *inputs, **options)
+            return run(tensors, *inputs, **options)
 
 
 class _EnteringMode:

@@ -9,7 +9,6 @@ Note [Kernels stay]
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import op_rows
-from apex._core.op_casts import OperatorCasts, tensors_in, widest
+from apex._core.op_casts import cast_operands, tensors_in, widest
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
@@ -34,7 +33,9 @@ _PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
 _MODULES = (__name__, dynamo.__name__, "torch._ops")
 """Those whose functions are between the caller of an operator and :func:`_is_left_alone`."""
 
-_live: dict[int, AutocastSpec] = {}  # oldest first
+live: dict[int, AutocastSpec] = {}
+"""The specs of sessions, oldest first, each under a number of its own."""
+
 _numbers = itertools.count()
 _registered: set[tuple[str, str]] = set()
 _lock = threading.Lock()
@@ -57,14 +58,14 @@ def activate_spec(spec: AutocastSpec) -> int:
     for device in spec.device_types:
         _register(device, _not_as_in_torch(spec.table, device))
     number = next(_numbers)
-    _live[number] = spec
+    live[number] = spec
     tag_caches()
     return number
 
 
 def deactivate_spec(number: int) -> None:
     """Ends what :func:`activate_spec` began; idempotent, and safe in finalizers and any thread."""
-    _live.pop(number, None)
+    live.pop(number, None)
     tag_caches()
 
 
@@ -74,22 +75,20 @@ def accept_float64(spec: AutocastSpec) -> None:
     Their kernels of ours would cost each call some 5 us, so they wait for the first such data.
     """
     for device in spec.device_types:
-        _register(device, spec.categories[device])
+        _register(device, spec.table.rows)
 
 
 def _register(device: str, ops: Iterable[str]) -> None:
     with _lock:
-        known = filter(lambda op: dispatcher.has_operator(f"aten::{op}"), ops)
-        new = [op for op in dict.fromkeys(known) if (device, op) not in _registered]
-        if new:
-            kernels = {op: _build(op, device) for op in new}
-            dispatcher.register(kernels, AUTOCAST_KEYS[device])
-        _registered.update((device, op) for op in new)
+        for op in ops:
+            if (device, op) not in _registered:
+                dispatcher.register(op, _build(op, device), AUTOCAST_KEYS[device])
+                _registered.add((device, op))
 
 
 def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     """Returns the newest live spec of a device type and dtype."""
-    for spec in reversed([*_live.values()]):
+    for spec in reversed([*live.values()]):
         if spec.dtype is dtype and device in spec.device_types:
             return spec
     return None
@@ -100,21 +99,13 @@ def _guard(device: str, dtype: torch.dtype, spec: AutocastSpec | None) -> Callab
     """Returns a function that raises once other rows apply than in compiled code."""
 
     def check() -> None:
-        now = newest(device, dtype)
-        if now is not spec and now != spec:
+        if newest(device, dtype) != spec:
             raise RuntimeError("other rows apply now")
 
     return check
 
 
 _TAG = "-apex-"
-
-
-@functools.cache
-def digest(spec: AutocastSpec) -> str:
-    """Returns a digest of the rows of a spec."""
-    rules = repr(sorted(spec.table.rows.items()))
-    return hashlib.sha256(rules.encode()).hexdigest()[:16]
 
 
 def tag_caches() -> None:
@@ -126,7 +117,7 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    rules = "-".join(sorted({digest(spec) for spec in _live.values()}))
+    rules = "-".join(sorted({spec.digest for spec in live.values()}))
     others_tag, _, _ = config.cache_key_tag.partition(_TAG)
     config.cache_key_tag = others_tag + _TAG + rules if rules else others_tag
 
@@ -134,31 +125,33 @@ def tag_caches() -> None:
 def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
     """Yields the operators that torch does not cast as the table says."""
     default = OpTable.default().rows
-    for op in sorted({*default, *table.rows, *op_rows.NATIVE_DIFFERENCES[device]}):
-        if dispatcher.has_operator(f"aten::{op}"):
-            differs = table.row(op, device) != native_category(op, device)
-            if differs or op in op_rows.SPARSE_OPERANDS:
-                yield op
+    for op in {*default, *table.rows, *op_rows.NATIVE_DIFFERENCES[device]}:
+        native = native_category(op, device)
+        if native is None and op in op_rows.COVERED_INSIDE:
+            native = default[op]
+        if table.rows.get(op) != native or op in op_rows.SPARSE_OPERANDS:
+            yield op
 
 
 @functools.cache  # as it was before our kernels were there
 def native_category(op: str, device: str) -> str | None:
     """Returns the category of torch's own autocast for an operator; None if it has no kernel."""
-    row = OpTable.default().row(op, device)
-    if dispatcher.has_autocast(op, device):
-        return op_rows.NATIVE_DIFFERENCES[device].get(op, row)
-    return row if op in op_rows.COVERED_INSIDE else None
+    if not dispatcher.has_autocast(op, device):
+        return None
+    return op_rows.NATIVE_DIFFERENCES[device].get(op, OpTable.default().rows.get(op))
 
 
 def _build(op: str, device: str) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type."""
     call = dispatcher.direct_call(op)
-    casts = OperatorCasts(op, dispatcher.schema(op))
     fall_through = _fall_through(op, device)
     uncast = dispatcher.without_autocast(device)
     native_kernel = dispatcher.native_kernel(op, device)
     native = native_category(op, device)
-    sessionless = native if dispatcher.has_autocast(op, device) else None
+
+    # cuDNN's inner row casts a whole RNN's weights into one piece; it knows fp16 only.
+    has_inner_row = device == "cuda" and torch.version.hip is None
+    inner_dtype = torch.float16 if has_inner_row else None
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,20 +162,22 @@ def _build(op: str, device: str) -> Kernel:
         tensors = tensors_in(args, kwargs)
         wide = widest(tensors)
         if spec is None:
-            category = sessionless
+            category = native
         elif wide is None and backward_id() != -1 and _is_left_alone():
             return fall_through(keyset, *args, **kwargs)
         else:
-            category = spec.categories[device].get(op)
+            category = spec.table.rows.get(op)
             if category == "low_precision" and any(map(_is_sparse, tensors)):
                 category = "fp32"
             elif category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
                 category = None  # torch's own kernels work in place on memory of their own
+            elif category == "recurrent" and low is inner_dtype:
+                category = None
         if native_kernel is not None and category == native and wide is not torch.float64:
             return native_kernel(keyset, *args, **kwargs)
         if category is None or category == "refuses":
             return fall_through(keyset, *args, **kwargs)
-        cast_args, cast_kwargs = casts.apply(category, args, kwargs, low, wide)
+        cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, wide)
         with uncast():
             return call(*cast_args, **cast_kwargs)
 

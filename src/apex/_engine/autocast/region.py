@@ -1,47 +1,69 @@
-"""Cast regions: functions that run with op casts on, or off."""
+"""Cast regions: functions that run with op casts on, or off.
+
+Note [Accurate operators]
+    A 16-bit model (O2, O3, O5) has no op casts, but a few operators have 16-bit kernels that lose
+    accuracy, or return garbage. A function mode finds the functions of
+    :data:`apex._core.op_rows.INACCURATE` in the model's first forward passes and runs them in fp32.
+    If there was one, it does so in all later ones: a mode costs each call of torch some
+    microseconds.
+"""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from apex._core import tree
+from apex._core import op_rows, tree
+from apex._core.dtypes import is_low_precision
+from apex._core.op_casts import tensors_in
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Kwargs
 from apex._engine.autocast import kernels
 from apex._engine.autocast.ambient import (
     OFF,
-    Ambient,
+    begin_casts,
     begin_run,
     devices_of_sessions,
     devices_on,
+    end_casts,
     end_stale_casts,
     is_off,
 )
+from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, inlined
+from apex._torch.dynamo import at_tracing, inlined, traces_function_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_ACCURATE_FORWARDS = 32
+"""How many forward passes of a 16-bit model are searched for inaccurate operators."""
+
+_log = logging.getLogger("apex")
 
 _is_compiling = torch.compiler.is_compiling
 
 
 def under(
-    devices: Sequence[str], dtype: torch.dtype | None, fn: Callable[P, R], /, *args: P.args,
-    **kwargs: P.kwargs,
-) -> R:  # fmt: skip
+    devices: Sequence[str],
+    dtype: torch.dtype | None,
+    fn: Callable[..., R],
+    args: Args,
+    kwargs: Kwargs,
+) -> R:
     """Calls ``fn`` under autocast to ``dtype``; ``None`` turns it off. Dynamo can trace it."""
     if not devices:
         return fn(*args, **kwargs)
     with torch.autocast(
         devices[0], dtype, enabled=dtype is not None, cache_enabled=weight_cache_is_safe
     ):
-        return under(devices[1:], dtype, fn, *args, **kwargs)
+        return under(devices[1:], dtype, fn, args, kwargs)
 
 
 class Region:
@@ -54,12 +76,12 @@ class Region:
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns ``fn(*args, **kwargs)``, called inside the region; dynamo can trace it."""
         if _is_compiling():
-            return self.run_traced(fn, *args, **kwargs)
+            return self.run_traced(fn, args, kwargs)
         with ExitStack() as until:
             self.enter(until, args, kwargs)
             return fn(*args, **kwargs)
 
-    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
         """Does what :meth:`run` does, where dynamo traces it."""
         return fn(*args, **kwargs)
 
@@ -81,19 +103,21 @@ class AutocastRegion(Region):
 
     def __init__(self, spec: AutocastSpec) -> None:
         self.spec = spec
-        self._digest = kernels.digest(spec)
-        self._ambients: list[Ambient] = []
-        weakref.finalize(self, _end, kernels.activate_spec(spec), self._ambients).atexit = False
+        self._digest = spec.digest
+        self._number = kernels.activate_spec(spec)
+        self.end = weakref.finalize(self, end_casts, self._number)
+        """Ends the region: its rows no longer apply. Idempotent."""
+        self.end.atexit = False
 
     def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
         return AutocastRegion, (self.spec,)
 
-    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
         # The digest is a guard: code with other rows is compiled again.
         if not self._digest or is_off():
             return fn(*args, **kwargs)
         self._meet_float64(args, kwargs)
-        return under(self.spec.device_types, self.spec.dtype, fn, *args, **kwargs)
+        return under(self.spec.device_types, self.spec.dtype, fn, args, kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         end_stale_casts()
@@ -107,43 +131,90 @@ class AutocastRegion(Region):
         begin_run(until)
 
     def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
-        dtypes = [tensor.dtype for tensor in tree.tensors([*args, *kwargs.values()])]
-        if torch.float64 in dtypes:
-            self._accept_float64()
+        for tensor in tensors_in(args, kwargs):
+            if tensor.dtype is torch.float64:
+                self._accept_float64()
+                break
 
     @at_tracing
     def _accept_float64(self) -> None:
         kernels.accept_float64(self.spec)
 
-    def enter_ambient(self) -> None:
-        """Turns casts on in this thread until ``leave_ambient``; of several, the newest apply."""
-        self._ambients.append(Ambient(self.spec))
-
-    def leave_ambient(self) -> None:
-        """Ends this region's ambient casts; see Note [Ambient casts]. Idempotent."""
-        while self._ambients:
-            self._ambients.pop().end()
-
-
-def _end(number: int, ambients: list[Ambient]) -> None:
-    kernels.deactivate_spec(number)
-    while ambients:
-        ambients.pop().end()
+    def begin_ambient(self) -> None:
+        """Turns casts on in this thread until the region ends; see Note [Ambient casts]."""
+        begin_casts(self._number, self.spec)
 
 
 class NoAutocastRegion(Region):
     """Runs functions with the casts of every region off; a user's own autocast stays.
 
-    Cast regions inside turn them back on.
+    Cast regions inside turn them back on. In a backward pass, where torch.utils.checkpoint opens
+    blocks of its own around a recompute, the same casts are off as in the last forward pass.
     """
 
-    def run_traced(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return under(devices_cast(), None, fn, *args, **kwargs)
+    _devices: Sequence[str] = ()
+    """The device types whose casts were turned off last."""
+
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        return under(devices_cast(), None, fn, args, kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         end_stale_casts()
-        for device in devices_of_sessions():
+        if backward_id() == -1:
+            self._devices = devices_of_sessions()
+        for device in self._devices:
             until.enter_context(torch.autocast(device, enabled=False))
+
+
+class LowPrecisionRegion(NoAutocastRegion):
+    """Runs 16-bit models: without casts of sessions, and with accurate operators.
+
+    See Note [Accurate operators].
+    """
+
+    def __init__(self) -> None:
+        self._left = _ACCURATE_FORWARDS
+        self._functions: set[str] = set()
+
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        # An export takes a mode for a side effect of the model.
+        if not traces_function_modes or torch.compiler.is_exporting():
+            return super().run_traced(fn, args, kwargs)
+        with _AccurateMode(self._functions):
+            return super().run_traced(fn, args, kwargs)
+
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
+        if self._left > 0 or self._functions:
+            self._left -= 1
+            until.enter_context(_AccurateMode(self._functions))
+        super().enter(until, args, kwargs)
+
+
+class _AccurateMode(TorchFunctionMode):
+    """Runs inaccurate functions on fp32 copies, and rounds the result; notes their names."""
+
+    def __init__(self, noted: set[str]) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in op_rows.INACCURATE:
+            return func(*args, **kwargs)
+        low = [tensor for tensor in tensors_in(args, kwargs) if is_low_precision(tensor)]
+        if not low or low[0].device.type not in op_rows.INACCURATE[name]:
+            return func(*args, **kwargs)
+        if name not in self._noted and not _is_compiling():
+            self._noted.add(name)
+            _log.warning(
+                "amp: %s runs in fp32 in this 16-bit model: its 16-bit kernel is not accurate.",
+                name,
+            )
+        args, kwargs = tree.cast_arguments(args, kwargs, torch.float32)
+        return tree.cast_tensors(func(*args, **kwargs), low[0].dtype)
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import inspect
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import CASTABLE, LOW_PRECISION, cast
-from apex._core.tree import map_arguments, tensors
+from apex._core.dtypes import cast, is_low_precision
+from apex._core.op_casts import widest
+from apex._core.tree import Call, map_tensors, tensors
 from apex._engine.autocast.ambient import devices_on
 from apex._engine.autocast.region import active_dtype, under
 
@@ -29,7 +30,6 @@ Kind = Literal["low_precision", "bfloat16", "float", "promote"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MARK = "_apex_cast_kind"
 _ABSENT = object()
 
 
@@ -39,102 +39,83 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
     With casts off, it calls ``fn`` directly.
 
     Works on functions, methods, ``autograd.Function.apply`` and custom operators, and under
-    ``torch.compile``. Casting a cast function again replaces its kind.
+    ``torch.compile``.
 
     Raises:
-        ValueError: If ``kind`` is unknown.
         TypeError: If ``fn`` is not callable.
     """
-    _check(kind)
     if not callable(fn):
         raise TypeError(f"amp can cast callables only; got {type(fn).__name__} {fn!r}.")
-    plain: Callable[P, R] = fn if _kind_of(fn) is None else getattr(fn, "__wrapped__", fn)
 
-    @functools.wraps(plain)
+    @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         dtype = active_dtype()
         if dtype is None:
-            return plain(*args, **kwargs)
-        cast_args, cast_kwargs = map_arguments(_rule(kind, dtype, args, kwargs), args, kwargs)
+            return fn(*args, **kwargs)
+        call: Call = args, kwargs
+        cast_args, cast_kwargs = map_tensors(_rule(kind, dtype, call), call)
         off = devices_on() if kind == "float" else ()
-        return under(off, None, plain, *cast_args, **cast_kwargs)
+        return under(off, None, fn, cast_args, cast_kwargs)
 
-    setattr(wrapper, _MARK, (kind, id(wrapper)))
     return wrapper
 
 
-def _kind_of(fn: Callable[..., Any]) -> Kind | None:
-    """Returns the kind of a cast function; None of others.
-
-    ``functools.wraps`` copies the mark to wrappers of one.
-    """
-    kind, marked = getattr(fn, _MARK, (None, None))
-    return kind if marked == id(fn) else None
-
-
-def _rule(kind: Kind, dtype: torch.dtype, args: Any, kwargs: Any) -> Callable[[Tensor], Tensor]:
+def _rule(kind: Kind, dtype: torch.dtype, call: Call) -> Callable[[Tensor], Tensor]:
     """Returns the function that casts one tensor of a call with these arguments."""
     if kind == "float":
-        return lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+        return lambda tensor: tensor.float() if is_low_precision(tensor) else tensor
     if kind == "bfloat16":
-        dtype = torch.bfloat16
-    elif kind == "promote":
-        dtypes = [t.dtype for t in tensors([*args, *kwargs.values()]) if t.dtype in CASTABLE]
-        if dtypes:
-            dtype = functools.reduce(torch.promote_types, dtypes)
-    return lambda tensor: cast(tensor, dtype)
+        return lambda tensor: cast(tensor, torch.bfloat16)
+    if kind == "low_precision":
+        return lambda tensor: cast(tensor, dtype)
+    wide = widest(tensors(call))
+    return lambda tensor: tensor if wide is None else cast(tensor, wide)
 
 
-def _check(kind: object) -> None:
-    if kind not in get_args(Kind):
-        raise ValueError(f"Unknown cast kind {kind!r}; use one of {', '.join(get_args(Kind))}.")
+_Function = tuple[Any, str, Kind]
+"""A function to be cast: the module that holds it, its name there, and the kind of the casts."""
 
 
 class UserRegistry:
     """Registered functions of other modules, replaced by cast versions while a session lives.
 
     Attributes:
-        listed: Module, name and kind of further functions that the next ``apply`` replaces.
+        listed: Further functions that the next ``apply`` replaces.
     """
 
     def __init__(self) -> None:
-        self.listed: list[tuple[Any, str, Kind]] = []
+        self.listed: list[_Function] = []
         self._lock = threading.RLock()  # a session may end in a garbage collection of this thread
-        self._registered: dict[tuple[int, str], tuple[Any, str, Kind]] = {}
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._registered: list[_Function] = []
+        # By id, as a namespace may have no hash: the module, its attribute before, and since.
+        self._replaced: dict[tuple[int, str, Kind], tuple[Any, Any, Any]] = {}
         self._sessions = 0
 
     def register(self, module: ModuleType | type, name: str, kind: Kind) -> None:
-        """Registers ``module.name`` to be cast while a session lives; the latest kind wins.
+        """Registers ``module.name`` to be cast while a session lives.
+
+        Another kind for a registered function casts around the first, as in apex.
 
         Raises:
-            ValueError: If the module has no such function, or the kind is unknown.
-            TypeError: If ``name`` is not a string.
+            ValueError: If the module has no such function.
         """
-        _check(kind)
-        call = "amp.register_half_function(torch, 'einsum')."
-        if not isinstance(name, str):
-            raise TypeError(
-                f"amp.register_*_function got {name!r}; it takes a module and the name of a "
-                f"function in it: {call}"
-            )
-        if not callable(getattr(module, name, None)):
+        if not callable(getattr(module, str(name), None)):
             where = getattr(module, "__name__", repr(module))
             raise ValueError(
                 f"No function {name!r} in {where}. Pass the module that holds the function and its "
-                f"name there: {call}"
+                "name there: amp.register_half_function(torch, 'einsum')."
             )
         with self._lock:
             if self._sessions:
                 self._replace(module, name, kind)
-            self._registered[id(module), name] = module, name, kind
+            self._registered.append((module, name, kind))
 
     def apply(self) -> None:
         """Replaces the registered and listed functions; pairs with one ``undo``."""
         with self._lock:
             self._sessions += 1
             try:
-                for module, name, kind in (*self._registered.values(), *self.listed):
+                for module, name, kind in (*self._registered, *self.listed):
                     self._replace(module, name, kind)
             except BaseException:
                 self.undo()
@@ -145,7 +126,7 @@ class UserRegistry:
         with self._lock:
             self._sessions -= 1
             while self._replaced and not self._sessions:
-                module, name, before, ours = self._replaced.pop()
+                (_, name, _), (module, before, ours) = self._replaced.popitem()
                 if vars(module).get(name) is not ours:
                     continue  # other code has replaced ours since
                 if before is _ABSENT:
@@ -154,14 +135,15 @@ class UserRegistry:
                     setattr(module, name, before)
 
     def _replace(self, module: Any, name: str, kind: Kind) -> None:
-        attribute = vars(module).get(name, _ABSENT)
-        function = getattr(module, name)
-        if _kind_of(function) == kind:
+        key = id(module), name, kind
+        if key in self._replaced:
             return
+        before = vars(module).get(name, _ABSENT)
+        function = getattr(module, name)
         value: Any = cast_function(function, kind)
         # A bound method read from a class is a class method; its replacement must not bind again.
-        bound = inspect.ismethod(function) or isinstance(attribute, staticmethod)
+        bound = inspect.ismethod(function) or isinstance(before, staticmethod)
         if inspect.isclass(module) and bound:
             value = staticmethod(value)
         setattr(module, name, value)
-        self._replaced.append((module, name, attribute, vars(module)[name]))
+        self._replaced[key] = module, before, vars(module)[name]

@@ -12,18 +12,16 @@ Note [The step block by block]
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from apex._core import tree
-from apex._core.foreach.scalars import multiply_
+from apex._core.foreach.working import shared_layout
 from apex._engine import masters
 from apex._engine.masters import MasterPair
 from apex._torch import dispatch_modes, foreach, parameters
@@ -52,9 +50,6 @@ A block costs three launches, each of a thread block for 65,536 elements (torch'
 measured on a GPU.
 """
 
-_numel = operator.methodcaller("numel")
-_place = operator.attrgetter("shape", "device")
-
 
 @untraced
 def begin(prepared: PreparedOptimizer) -> BlockStep | None:
@@ -80,114 +75,120 @@ class BlockStep(TorchDispatchMode):
         """Starts as soon as the optimizer's own pre-hooks have run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = prepared.pairs
-        self._lent: dict[int, tuple[MasterPair, Tensor, Tensor]] = {}  # by id of the stand-in
-        self._rounded: set[int] = set()
-        self._open = True
-        self._hook: RemovableHandle = prepared.optimizer.register_step_pre_hook(
-            lambda *_: self._arm()
-        )
+        self._hook = prepared.optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
-    def _arm(self) -> None:
-        """Gives masters stand-ins for their gradients, until the operator takes them."""
-        if not self._open:
-            return
+    def _show_stand_ins(self, *_: object) -> None:
+        """Shows stand-ins for pending gradients, until the operator takes them."""
         for pair in self._pairs:
             grad = pair.pending_grad
             if grad is None:
                 continue
-            plain = parameters.grad_of(pair.master) is None and not grad.requires_grad
-            if plain and _alike(pair.master, grad, pair.model):
-                pair.model.grad = None
-                shown = pair.master.detach()  # laid out like a gradient
-                parameters.set_grad(pair.master, shown)
-                self._lent[id(shown)] = pair, grad, shown
-            else:
+            is_sum = parameters.grad_of(pair.master) is not None
+            if is_sum or grad.requires_grad or not _alike(pair.master, grad, pair.model):
                 masters.move_grads_to_masters([pair])
+                continue
+            pair.show_stand_in()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
-    def end(self) -> set[int]:
-        """Ends the step, whatever came of it; gradients that no operator took go back.
+    def end(self) -> list[MasterPair]:
+        """Ends the step, whatever came of it; gradients that no operator took are still pending.
 
-        Returns the ids of the pairs whose masters are rounded into the model already.
+        Returns the pairs whose masters no block has rounded into the model.
         """
-        self._open = False
         self._hook.remove()
         dispatch_modes.exit_mode(self)
-        for pair, grad, shown in self._lent.values():
-            if parameters.grad_of(pair.master) is shown:
-                parameters.set_grad(pair.master, None)
-                pair.model.grad = grad
-        self._lent = {}
-        return self._rounded
+        unrounded: list[MasterPair] = []
+        for pair in self._pairs:
+            if pair.stand_in is None or pair.pending_grad is not None:
+                unrounded.append(pair)
+            pair.stand_in = None
+        return unrounded
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Runs the fused operators by blocks, and every other one as it is."""
         kwargs = kwargs or {}
-        if func in dispatch_modes.OPERANDS:
-            return self._run(func, args, kwargs)
+        # With a scale, the kernel writes unscaled gradients back.
+        if func in dispatch_modes.OPERANDS and kwargs.get("grad_scale") is None:
+            args = _run_by_blocks(func, args, kwargs)
+            if not args[0]:
+                return None
         if func not in _METADATA:
-            args = tree.map_arguments(self._real, args, {})[0]
+            args = tree.map_tensors(_real_gradient, args)
         return func(*args, **kwargs)
 
-    def _real(self, tensor: Tensor) -> Any:
-        """Returns the fp32 gradient in place of a stand-in, and other tensors as they are."""
-        lent = self._lent.get(id(tensor))
-        if lent is None:
-            return tensor
-        pair, grad, _ = lent
-        if self._is_lent(pair.master, tensor):
-            pair.model.grad = grad
-            parameters.set_grad(pair.master, None)
-            masters.move_grads_to_masters([pair])
-        return parameters.grad_of(pair.master)
 
-    def _is_lent(self, master: Tensor, shown: Tensor) -> bool:
-        """Returns whether a tensor stands for the gradient of ``master``, which nobody has read."""
-        return id(shown) in self._lent and parameters.grad_of(master) is shown
+def _pair_shown(tensor: Tensor) -> MasterPair | None:
+    """Returns the pair that shows a tensor in place of its gradient, if one does."""
+    pair = masters.pair_of_master(tensor)
+    return pair if pair is not None and pair.stand_in is tensor else None
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs a fused operator: by blocks where gradients are lent, as it is on the others."""
-        count = dispatch_modes.OPERANDS[func]
-        # With a scale, the kernel writes unscaled gradients back.
-        takes = kwargs.get("grad_scale") is None
-        taken = [
-            takes and self._is_lent(param, grad) and _alike(param, *states)
-            for param, grad, *states in zip(*filter(None, args[:count]), strict=True)
-        ]
-        lists = [[t for t, own in zip(each, taken, strict=False) if own] for each in args]
-        rest = [[t for t, own in zip(each, taken, strict=False) if not own] for each in args]
-        if lists[0]:
-            self._run_blocks(func, lists, kwargs)
-        if rest[0]:
-            rest[1] = [*map(self._real, rest[1])]
-            func(*rest, **kwargs)
 
-    def _run_blocks(self, func: Any, lists: list[list[Any]], kwargs: dict[str, Any]) -> None:
-        params = lists[0]
-        lent = [self._lent.pop(id(shown)) for shown in lists[1]]
-        pairs = [pair for pair, _, _ in lent]
-        lists[1] = [grad for _, grad, _ in lent]
-        factors = [masters.clip_factor(grad) for grad in lists[1]]
-        models = [pair.model.detach() for pair in pairs]
-        count, kernel = dispatch_modes.OPERANDS[func], dispatch_modes.function_of(func)
-        cuts = _cuts(tuple(map(_numel, params)), params[0].device.type)
-        size, device = max(map(_elements, cuts), default=0), params[0].device
-        buffer = torch.empty(size, dtype=torch.float32, device=device)
-        for block in cuts:
-            operands = [_pieces(each, block) if each else [] for each in lists[:count]]
-            operands[1] = _filled(buffer, operands[1], [factors[i] for i, _, _ in block])
-            steps = [[each[i] for i, _, _ in block] if each else [] for each in lists[count:]]
-            kernel(*operands, *steps, **kwargs)
-            foreach.copy_(_pieces(models, block), operands[0])
-        increment_version(models)
-        masters.mark_synced(pairs)
-        self._rounded.update(map(id, pairs))
-        for pair in pairs:
-            parameters.set_grad(pair.master, None)
+def _real_gradient(tensor: Tensor) -> Any:
+    """Returns the fp32 gradient in place of a stand-in, and other tensors as they are."""
+    pair = _pair_shown(tensor)
+    if pair is None:
+        return tensor
+    masters.move_grads_to_masters([pair])
+    return parameters.grad_of(pair.master)
+
+
+def _run_by_blocks(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Runs a fused operator on the tensors whose gradients have stand-ins.
+
+    Returns the arguments with the other tensors.
+    """
+    pairs: list[MasterPair] = []
+    taken: list[int] = []
+    rest: list[int] = []
+    count = dispatch_modes.OPERANDS[func]
+    operands = [tensors for tensors in args[:count] if tensors]
+    for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
+        pair = _pair_shown(grad)
+        if pair is not None and pair.pending_grad is not None and _alike(param, *states):
+            pairs.append(pair)
+            taken.append(index)
+        else:
+            rest.append(index)
+    if pairs:
+        lists = [_chosen(tensors, taken) for tensors in args]
+        _run_blocks(func, pairs, lists, kwargs)
+    return tuple(_chosen(tensors, rest) for tensors in args)
+
+
+def _chosen(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
+    """Returns the tensors at some places of a list, which may be empty: a state that is not."""
+    return [tensors[index] for index in indices] if tensors else []
+
+
+def _run_blocks(
+    func: Any, pairs: Sequence[MasterPair], lists: Sequence[list[Tensor]], kwargs: dict[str, Any]
+) -> None:
+    """Runs a fused operator block by block, and rounds the masters into the model."""
+    params = lists[0]
+    models = [pair.model.detach() for pair in pairs]
+    grads = [cast(Tensor, pair.model.grad) for pair in pairs]
+    factors = [masters.clip_factor(grad) for grad in grads]
+    device = params[0].device
+    cuts = _cuts(tuple(param.numel() for param in params), device.type)
+    largest = max((sum(size for _, _, size in block) for block in cuts), default=0)
+    buffer = torch.empty(largest, dtype=torch.float32, device=device)
+    count = dispatch_modes.OPERANDS[func]
+    kernel = dispatch_modes.function_of(func)
+    for block in cuts:
+        places = [place for place, _, _ in block]
+        operands = [_pieces(tensors, block) if tensors else [] for tensors in lists[:count]]
+        operands[1] = _filled(buffer, _pieces(grads, block), [factors[place] for place in places])
+        steps = [_chosen(tensors, places) for tensors in lists[count:]]
+        kernel(*operands, *steps, **kwargs)
+        foreach.copy_(_pieces(models, block), operands[0])
+    increment_version(models)
+    masters.mark_synced(pairs)
+    for pair in pairs:
+        pair.model.grad = None
 
 
 _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.default})
@@ -195,10 +196,6 @@ _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.
 
 _Block = Sequence[tuple[int, int, int]]
 """Pieces of a block: the position of a tensor, the first element, and the number of elements."""
-
-
-def _elements(block: _Block) -> int:
-    return sum(size for _, _, size in block)
 
 
 @functools.lru_cache(maxsize=32)  # an optimizer cuts the same tensors in each step
@@ -226,12 +223,13 @@ def _cuts(sizes: tuple[int, ...], device: str) -> list[_Block]:
 
 def _pieces(tensors: Sequence[Tensor], block: _Block) -> list[Tensor]:
     """Returns the pieces of dense tensors, in the order of memory: a whole one, or a 1-d view."""
-    return [
-        tensors[i]
-        if size == tensors[i].numel()
-        else tensors[i].as_strided((size,), (1,), tensors[i].storage_offset() + first)
-        for i, first, size in block
-    ]
+    pieces: list[Tensor] = []
+    for place, first, size in block:
+        piece = tensors[place]
+        if size < piece.numel():
+            piece = piece.as_strided((size,), (1,), piece.storage_offset() + first)
+        pieces.append(piece)
+    return pieces
 
 
 def _filled(
@@ -244,18 +242,14 @@ def _filled(
         values.append(buffer.as_strided(low.size(), low.stride(), offset))
         offset += low.numel()
     foreach.copy_(values, lows)
-    multiply_(values, factors)
+    foreach.multiply_(values, factors)
     return values
 
 
 def _alike(first: Tensor, *others: Tensor) -> bool:
     """Returns whether tensors lie in memory alike and without gaps, so that they can be cut."""
-    if {each.layout for each in (first, *others)} != {torch.strided}:
-        return False
-    if any(_place(each) != _place(first) for each in others):
-        return False
-    if all(each.is_contiguous() for each in (first, *others)):
-        return True
-    last = torch.channels_last if first.dim() == 4 else torch.channels_last_3d
-    dense = first.dim() in (4, 5) and first.is_contiguous(memory_format=last)
-    return dense and all(each.stride() == first.stride() for each in others)
+    for tensor in (first, *others):
+        is_like_first = tensor.shape == first.shape and tensor.device == first.device
+        if tensor.layout is not torch.strided or not is_like_first:
+            return False
+    return shared_layout((first, *others)) is not None

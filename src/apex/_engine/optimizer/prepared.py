@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes, finite
-from apex._core.param_groups import exchange, is_trained, move_state, params_in
+from apex._core.param_groups import exchange, is_trained, move_state
 from apex._engine import masters
-from apex._engine.masters import LazyMaster, MasterPair, MasterTable
+from apex._engine.masters import LazyMaster, MasterPair, MasterState, MasterTable
 from apex._engine.mistakes import Mistake
 from apex._pickle import empty
 from apex._torch import dtensor
@@ -118,6 +118,15 @@ class PreparedOptimizer:
         stepping: Whether the optimizer is in its step.
     """
 
+    inner_step: Callable[..., Any] | None = None
+    open_pass: BackwardPass | None = None
+    had_block = False
+    steps = 0
+    stepping = False
+    _captured: Sequence[tuple[Tensor, Tensor]] | None = None
+    """Gradients that each replay of a CUDA graph writes anew: those of its last block, of which no
+    step was captured. ``None`` without such a graph."""
+
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
         """Puts masters into the optimizer's groups and moves its state to them.
 
@@ -130,19 +139,8 @@ class PreparedOptimizer:
         self.master_weights = session.policy.master_weights
         self.session: Session | None = session
         self.masters = session.masters
-        self._start()
-        self.create_masters(optimizer.param_groups)
-
-    def _start(self) -> None:
-        self.inner_step: Callable[..., Any] | None = None
-        self.open_pass: BackwardPass | None = None
         self.overflow = OverflowFlag()
-        self.had_block = False
-        self.steps = 0
-        self.stepping = False
-        # Gradients that each replay of a CUDA graph writes anew: those of its last block, of which
-        # no step was captured. None without such a graph.
-        self._captured: list[tuple[Tensor, Tensor]] | None = None
+        self.create_missing_masters()
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -201,30 +199,25 @@ class PreparedOptimizer:
                 "first block with delay_unscale=True or after the last block of the step."
             )
 
-    def create_masters(self, groups: list[dict[str, Any]]) -> None:
-        """Puts masters in place of trained low-precision parameters in ``groups``, all or none.
+    @untraced
+    def create_missing_masters(self) -> None:
+        """Puts masters in place of trained low-precision parameters in the groups, all or none.
 
         A frozen parameter stays and gets its master when unfrozen.
         """
         if not self.master_weights:
             return
+        params = self.params()
+        with without_overrides():
+            if {*map(_dtype, params)}.isdisjoint(dtypes.LOW_PRECISION):
+                return
         created: dict[int, MasterPair] = {}
-        for param in params_in(groups):
+        for param in params:
             if dtypes.is_low_precision(param) and is_trained(param):
                 created[id(param)] = self.masters.create(param, self)
         known = {id(pair.model) for pair in self.pairs}
         self.pairs += [pair for key, pair in created.items() if key not in known]
         exchange(self.optimizer, {key: pair.master for key, pair in created.items()})
-
-    @untraced
-    def create_missing_masters(self) -> None:
-        """Gives masters to parameters that were unfrozen, or put into groups by a script."""
-        if not self.master_weights:
-            return
-        with without_overrides():
-            stepped_dtypes = {*map(_dtype, self.params())}
-        if not stepped_dtypes.isdisjoint(dtypes.LOW_PRECISION):
-            self.create_masters(self.optimizer.param_groups)
 
     def close(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
@@ -314,8 +307,8 @@ class PreparedOptimizer:
             if now is None or now != version:
                 cleared.append(param)
         masters = {*map(id, cleared)}
-        for pair in self.pairs:
-            if id(pair.master) in masters:
+        for pair in self.pairs:  # a lazy master clears the model's by itself
+            if not pair.lazy and id(pair.master) in masters:
                 pair.model.grad = None
         if self.session is not None:
             self.session.drop_cleared(cleared)
@@ -347,49 +340,47 @@ class PreparedOptimizer:
         self.stepping = True
 
     @untraced
-    def end_step(self, rounded: Collection[int] = (), *, failed: bool) -> None:
+    def end_step(self, *, failed: bool) -> None:
         """Rounds the masters into the model and drops their gradients, which end with the step.
 
-        Those with the ids ``rounded`` have been rounded already. A step that failed leaves
-        gradients and overflow for another try.
+        A step that failed leaves gradients and overflow for another try.
         """
         self.stepping = False
-        unrounded = self.pairs
-        if rounded:
-            unrounded = [
-                pair for pair in self.pairs if id(pair) not in rounded or pair.master_written
-            ]
-        if unrounded:
-            masters.update_model_from_masters(unrounded)
+        masters.update_model_from_masters(self.pairs)
         if failed:
             return
-        if self.pairs:
-            masters.end_step(self.pairs, shared=self.shared_pairs())
+        shared = self.shared_pairs()
+        with without_overrides():
+            for pair in self.pairs:
+                pair.state = MasterState.TRAINED
+                if pair not in shared:
+                    set_grad(pair.master, None)
         if self._captured is not None:
             for param, grad in self._captured:
                 set_grad(param, grad)
             self.overflow.await_replay()
 
-    def shared_pairs(self) -> set[int]:
-        """Returns the ids of pairs that other optimizers step, too."""
-        shared: set[int] = set()
-        if self.session is None:
+    def shared_pairs(self) -> set[MasterPair]:
+        """Returns the pairs that other optimizers step, too."""
+        shared: set[MasterPair] = set()
+        if self.session is None or not self.pairs:
             return shared
-        sharing, _ = self.session.with_sharers([self])
+        sharing = self.session.with_sharers([self])
         for other in sharing[1:]:
-            shared.update(map(id, other.pairs))
+            shared.update(other.pairs)
         return shared
 
     # -- CUDA graphs -------------------------------------------------------------------------
 
     def keep_captured(self) -> None:
         """Keeps the gradients of a block that a CUDA graph captures, for steps after replays."""
-        self._captured = []
+        captured: list[tuple[Tensor, Tensor]] = []
         for pair in self.pairs:
             param = pair.master if pair.pending_grad is None else pair.model
             grad = grad_of(param)
             if grad is not None:
-                self._captured.append((param, grad))
+                captured.append((param, grad))
+        self._captured = captured
 
     def _check_captured(self) -> None:
         """Checks, at a step, the gradients that a CUDA graph has captured; a captured step ends it.
@@ -442,7 +433,7 @@ class PreparedOptimizer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
-        masters.update_model_from_written_masters(self.pairs)
+        masters.update_model_from_masters(self.pairs)
         return {"pairs": self.pairs, "master_weights": self.master_weights}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -456,4 +447,4 @@ class PreparedOptimizer:
         lazy = any(isinstance(pair.master, LazyMaster) for pair in self.pairs)
         self.masters = MasterTable(lazy=lazy)
         self.masters.add(self.pairs, self)
-        self._start()
+        self.overflow = OverflowFlag()

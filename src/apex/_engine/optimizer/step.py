@@ -1,105 +1,127 @@
-"""A prepared optimizer's step, with a closure or without, skipped if a gradient overflowed."""
+"""Steps of prepared optimizers, which an overflow skips, and of all others.
+
+Note [A step with a closure]
+    The closure computes the gradients itself, perhaps several times. If those of any evaluation
+    overflow, the whole step is reverted, so values and state are kept until it ends.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
+from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine import masters
-from apex._engine.autocast.ambient import UncastBlock
-from apex._engine.mistakes import inspect_step
+from apex._engine.autocast import ambient
+from apex._engine.mistakes import Mistake, inspect_step
 from apex._engine.optimizer import block_step
+from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
+from apex._torch.modules import named_tensors
 from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
-    from apex._engine.optimizer.prepared import PreparedOptimizer
+    from apex._engine.session import Session
 
-Run = Callable[[], Any]
+Run = Callable[..., Any]
 Closure = Callable[[], Any]
 
 _OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master, masters.LazyMaster})
 """Classes of parameters that change nothing about torch's functions."""
 
-
 _FUSED_CLASSES = (SGD, Adagrad, AdamW, Adam)
 
 
 @untraced_frame
-def run_step(prepared: PreparedOptimizer, run: Run) -> Any:
-    """Runs the optimizer's own step ``run`` unless a gradient overflowed; then updates the model.
+def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> Any:
+    """Runs the optimizer's own step ``run`` unless a gradient overflows; then updates the model.
 
-    Returns its result; ``None`` for a skipped step. After an exception, gradients and overflow are
-    there for another try.
+    Returns its result; ``None`` for a skipped step, or with a closure its first result. After an
+    exception, gradients and overflow are there for another try.
     """
     session = prepared.session
-    if session is not None and session.mistakes.blocks_left:
+    if closure is None and session is not None and session.mistakes.blocks_left:
         inspect_step(prepared)
-    prepared.begin_step()
-    blocks: block_step.BlockStep | None = None
-    overrides: AbstractContextManager[Any] = nullcontext()
+    prepared.begin_step(has_closure=closure is not None)
+    uncast = ambient.UncastBlock()
     failed = True
     try:
-        with UncastBlock():
-            if prepared.pairs:
-                compiled = is_compiling_here()
-                if prepared.masters.lazy:
-                    if not compiled and _reads_gradients_in_kernels(prepared.optimizer):
-                        blocks = block_step.begin(prepared)
-                    if blocks is None:
-                        masters.move_grads_to_masters(prepared.pairs)
-                if not compiled and _sees_only_parameters(prepared):
-                    overrides = without_overrides()
-            with overrides:
-                result = _run_unless_overflow(prepared, run)
+        with uncast:
+            if closure is None:
+                result = _run_without_closure(prepared, run)
+            else:
+                result = _run_with_closure(prepared, run, closure, uncast)
         failed = False
         return result
     finally:
-        prepared.end_step(() if blocks is None else blocks.end(), failed=failed)
+        prepared.end_step(failed=failed)
+
+
+@untraced_frame
+def _run_without_closure(prepared: PreparedOptimizer, run: Run) -> Any:
+    """Runs a step over the masters' gradients, by blocks where that saves memory."""
+    blocks: block_step.BlockStep | None = None
+    overrides: AbstractContextManager[Any] = nullcontext()
+    if prepared.pairs:
+        compiled = is_compiling_here()
+        if prepared.masters.lazy:
+            if not compiled and _reads_gradients_in_kernels(prepared.optimizer):
+                blocks = block_step.begin(prepared)
+            if blocks is None:
+                masters.move_grads_to_masters(prepared.pairs)
+        if not compiled and _sees_only_parameters(prepared):
+            overrides = without_overrides()
+    try:
+        with overrides:
+            return _run_unless_overflow(prepared, run)
+    finally:
+        # Not only before the step: a hook may have run the model meanwhile.
+        masters.mark_written(prepared.pairs if blocks is None else blocks.end())
 
 
 @untraced_frame
 def _run_unless_overflow(prepared: PreparedOptimizer, run: Run) -> Any:
-    overflow = prepared.overflow
     optimizer: Any = prepared.optimizer
-    flag = overflow.pending
+    flag = prepared.overflow.pending
+    skipped: Tensor | bool = False
     if flag is None:
         result = run()
-        overflow.consume(skipped=False)
-        return result
-    if not _skips_in_kernel(optimizer, flag):
+    elif _skips_in_kernel(optimizer, flag):
+        skipped = flag
+        # A GradScaler around amp, of which amp warns, has set its own.
+        scalers_flag = vars(optimizer).get("found_inf")
+        if scalers_flag is not None:
+            flag = torch.maximum(flag, scalers_flag.to(flag.device))
+        optimizer.found_inf = flag
+        try:
+            result = run()
+        finally:
+            optimizer.found_inf = scalers_flag
+    else:
         skipped = prepared.must_skip()
         result = None if skipped else run()
-        overflow.consume(skipped)
-        return result
-    # A GradScaler around amp, of which amp warns, has set its own.
-    scalers_flag = vars(optimizer).get("found_inf")
-    if scalers_flag is None:
-        optimizer.found_inf = flag
-    else:
-        optimizer.found_inf = torch.maximum(flag, scalers_flag.to(flag.device))
-    try:
-        result = run()
-    finally:
-        if scalers_flag is None:
-            del optimizer.found_inf
-        else:
-            optimizer.found_inf = scalers_flag
-    overflow.consume(skipped=flag)
+    prepared.overflow.consume(skipped)
     return result
 
 
 def _sees_only_parameters(prepared: PreparedOptimizer) -> bool:
     """Returns whether an optimizer of torch or apex steps masters and plain parameters only."""
-    module = type(prepared.optimizer).__module__
+    module = prepared.optimizer.__class__.__module__
     known = module.startswith(("torch.optim.", "apex.optimizers."))
     return known and _OVERRIDE_NOTHING.issuperset(map(type, prepared.params()))
 
@@ -153,14 +175,14 @@ def _starts_momentum(optimizer: Optimizer) -> bool:
     # torch's fused SGD kernel leaves the momentum uninitialized if it skips the first step, and the
     # next step uses it (torch 2.13). So the host decides whether a group's first step is skipped.
     state = optimizer.state
-    return any(
-        group["momentum"] != 0
-        and not any("momentum_buffer" in state[p] for p in group["params"] if p in state)
-        for group in optimizer.param_groups
-    )
+    for group in optimizer.param_groups:
+        states = [state[param] for param in group["params"] if param in state]
+        if group["momentum"] != 0 and not any("momentum_buffer" in kept for kept in states):
+            return True
+    return False
 
 
-# -- with a closure, which computes the gradients itself, perhaps several times ------------------
+# -- with a closure ------------------------------------------------------------------------------
 
 
 class _SkipStep(BaseException):
@@ -171,93 +193,125 @@ class _SkipStep(BaseException):
 
 
 @untraced_frame
-def run_step_with_closure(
-    prepared: PreparedOptimizer, run: Callable[[Closure], Any], closure: Closure
+def _run_with_closure(
+    prepared: PreparedOptimizer, run: Run, closure: Closure, uncast: ambient.UncastBlock
 ) -> Any:
-    """Runs the optimizer's own step ``run``, whose evaluations have op casts as in training.
-
-    Reverts all of it if any evaluation overflows.
-    """
-    prepared.begin_step(has_closure=True)
-    uncast = UncastBlock()
-    failed = True
-    try:
-        with uncast:
-            evaluate = _evaluation(prepared, closure, uncast)
-            if prepared.session is not None and prepared.session.can_skip:
-                result = _run_unless_evaluation_overflows(prepared, run, evaluate)
-            else:
-                result = run(evaluate)
-                prepared.overflow.consume(skipped=False)
-        failed = False
-        return result
-    finally:
-        prepared.end_step(failed=failed)
-
-
-@untraced_frame
-def _run_unless_evaluation_overflows(
-    prepared: PreparedOptimizer, run: Callable[[Closure], Any], evaluate: Closure
-) -> Any:
-    before = _snapshot(prepared)
+    """Runs a step whose evaluations have op casts as in training."""
+    session = prepared.session
+    undo = _undo(prepared) if session is not None and session.can_skip else None
     losses: list[Any] = []
-
-    @untraced_frame
-    def evaluate_or_skip() -> Any:
-        losses.append(evaluate())
-        if prepared.must_skip():
-            raise _SkipStep
-        return losses[-1]
-
-    try:
-        result = run(evaluate_or_skip)
-    except BaseException as error:
-        _restore(prepared, before)
-        if not isinstance(error, _SkipStep):
-            raise
-        prepared.overflow.consume(skipped=True)
-        return losses[0]
-    prepared.overflow.consume(skipped=False)
-    return result
-
-
-@untraced_frame
-def _evaluation(prepared: PreparedOptimizer, closure: Closure, uncast: UncastBlock) -> Closure:
-    """Returns ``closure`` with the model updated before it and op casts as in training."""
 
     @untraced_frame
     def evaluate() -> Any:
         masters.update_model_from_masters(prepared.pairs)
         uncast.__exit__(None, None, None)
         try:
-            loss = closure()
+            losses.append(closure())
         finally:
             uncast.__enter__()
         prepared.update_masters_with_grads()
         inspect_step(prepared, in_closure=True)
         masters.mark_written(prepared.pairs)
-        return loss
+        if undo is not None and prepared.must_skip():
+            raise _SkipStep
+        return losses[-1]
 
-    return evaluate
-
-
-_Snapshot = tuple[list[Tensor], dict[Any, Any]]
-"""What an optimizer steps, and its state."""
+    skipped = False
+    try:
+        result = run(evaluate)
+    except BaseException as error:
+        if undo is not None:
+            undo()
+        if not isinstance(error, _SkipStep):
+            raise
+        skipped = True
+        result = losses[0]
+    prepared.overflow.consume(skipped)
+    return result
 
 
 @untraced
-def _snapshot(prepared: PreparedOptimizer) -> _Snapshot:
-    # An optimizer that evaluates several times in one step (LBFGS) must have its values and state
-    # restored if a later evaluation overflows, so both are kept until the step ends.
-    params = [param.detach().clone() for param in prepared.params()]
-    return params, {p: copy.deepcopy(kept) for p, kept in prepared.optimizer.state.items()}
+def _undo(prepared: PreparedOptimizer) -> Callable[[], None]:
+    """Returns a function that restores what the optimizer steps, and its state."""
+    state = prepared.optimizer.state
+    values = [(param, param.detach().clone()) for param in prepared.params()]
+    states = {param: copy.deepcopy(kept) for param, kept in state.items()}
+
+    @untraced
+    @torch.no_grad()
+    def undo() -> None:
+        for param, value in values:
+            param.copy_(value)
+        state.clear()
+        state.update(states)
+
+    return undo
 
 
-@untraced
-@torch.no_grad()
-def _restore(prepared: PreparedOptimizer, before: _Snapshot) -> None:
-    params, state = before
-    for param, value in zip(prepared.params(), params, strict=True):
-        param.copy_(value)
-    prepared.optimizer.state.clear()
-    prepared.optimizer.state.update(state)
+# -- optimizers that amp has not prepared --------------------------------------------------------
+
+
+def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]) -> None:
+    """Warns if an optimizer has stepped 16-bit weights of a session's models themselves.
+
+    ``versions`` are from before the step, by ``id`` of the parameter.
+    """
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    weights: set[int] = set()
+    for model in session.models:
+        weights.update(map(id, filter(dtypes.is_low_precision, named_tensors(model).values())))
+    for param in params_of(optimizer):
+        if id(param) not in weights:
+            continue
+        if is_fused or versions.get(id(param)) != param._version:
+            session.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
+        increment_version(param)
+
+
+class _Hooks:
+    """Hooks on the steps of all optimizers, while a session with masters or casts lives.
+
+    The end of the last removes them, but not beside hooks of others: torch may just iterate over
+    them, as sessions end wherever Python collects them. They then stay, idle, for the next session.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+        self._versions: Mapping[int, int] = {}  # before the step that began last
+
+    def add(self, session: Session) -> None:
+        """Looks after others' steps over the weights or masters of ``session``, while it lives."""
+        self._sessions.add(session)
+        if not self._handles:
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        weakref.finalize(session, self._end).atexit = False
+
+    @untraced
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if PREPARED in vars(optimizer):
+            return None
+        self._versions = {id(param): param._version for param in params_of(optimizer)}
+        return ambient.begin_step(optimizer, args, kwargs)
+
+    @untraced
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if PREPARED in vars(optimizer):
+            return
+        ambient.end_step(optimizer)
+        # Fused kernels do not count their writes to masters.
+        stepped = [*filter(None, map(masters.pair_of_master, params_of(optimizer)))]
+        masters.mark_written(stepped)
+        masters.update_model_from_masters(stepped)
+        for session in [*self._sessions]:
+            _inspect(session, optimizer, self._versions)
+
+    def _end(self) -> None:
+        beside: list[Any] = [handle.hooks_dict_ref() for handle in self._handles]
+        if not [*self._sessions] and all(len(hooks) == 1 for hooks in beside):
+            while self._handles:
+                self._handles.pop().remove()
+
+
+hooks = _Hooks()

@@ -18,7 +18,7 @@ from apex._engine import masters
 from apex._engine.backward import make_room, unscale_grads
 from apex._engine.mistakes import inspect_grad_scaler
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
-from apex._engine.optimizer.step import run_step, run_step_with_closure
+from apex._engine.optimizer.step import run_step
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 from apex._torch.parameters import without_overrides
@@ -33,6 +33,8 @@ class AmpOptimizer(Optimizer):
     optimizer's class.
     """
 
+    _apex_prepared: PreparedOptimizer
+
     _amp_stash: Any
     """apex's view of the state, which :mod:`apex.amp.optimizers` defines."""
 
@@ -43,11 +45,9 @@ class AmpOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps unless a gradient overflowed, then rounds the masters into the model."""
         prepared = prepared_state(self)
-        if prepared is None:
-            # Made by ``type(optimizer)(...)``, or an LR scheduler from before amp.restore calls.
-            plain_step = plain_class(type(self)).step
-            arguments = () if closure is None else (closure,)
-            return plain_step(self, *arguments, **kwargs)
+        arguments = () if closure is None else (closure,)
+        if prepared is None:  # an LR scheduler from before amp.restore calls
+            return plain_class(type(self)).step(self, *arguments, **kwargs)
         # LR schedulers read this to check that the optimizer stepped before them.
         self._opt_called = True
         run: Callable[..., Any] = super().step
@@ -56,10 +56,8 @@ class AmpOptimizer(Optimizer):
         if kwargs:
             run = functools.partial(run, **kwargs)
         if prepared.stepping:  # an optimizer inside another: the step has begun
-            return run() if closure is None else run(closure)
-        if closure is None:
-            return run_step(prepared, run)
-        return run_step_with_closure(prepared, run, closure)
+            return run(*arguments)
+        return run_step(prepared, run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
@@ -67,9 +65,8 @@ class AmpOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What the optimizer's own class says; GradScaler reads it before it steps or unscales."""
-        prepared = prepared_state(self)
-        if prepared is not None and not prepared.stepping:
-            inspect_grad_scaler(prepared)
+        if not self._apex_prepared.stepping:
+            inspect_grad_scaler(self._apex_prepared)
         declared: bool = getattr(super(), _SCALING, False)
         return bool(self.__dict__.get(_SCALING, declared))
 
@@ -84,10 +81,7 @@ class AmpOptimizer(Optimizer):
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
         own_method = super().zero_grad
-        prepared = prepared_state(self)
-        if prepared is None:
-            own_method(*args, **kwargs)
-            return
+        prepared = self._apex_prepared
         if getattr(own_method, "__func__", None) is not Optimizer.zero_grad:
             prepared.clear_grads_by(functools.partial(own_method, *args, **kwargs))
             return
@@ -102,10 +96,7 @@ class AmpOptimizer(Optimizer):
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with fp32 masters where the level keeps them."""
-        prepared = prepared_state(self)
-        if prepared is None:
-            super().add_param_group(param_group)
-            return
+        prepared = self._apex_prepared
         with ExitStack() as undo:
             undo.callback(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
             super().add_param_group(param_group)
@@ -113,7 +104,7 @@ class AmpOptimizer(Optimizer):
             prepared.check_new_params(group["params"])
             if prepared.session is not None:
                 prepared.session.convert_late(group["params"])
-            prepared.create_masters([group])
+            prepared.create_missing_masters()
             undo.pop_all()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -135,31 +126,28 @@ class AmpOptimizer(Optimizer):
 
     def _master_params_to_model_params(self) -> None:
         """Writes the rounded masters into the model."""
-        masters.update_model_from_masters(cast(PreparedOptimizer, prepared_state(self)).pairs)
+        masters.mark_written(self._apex_prepared.pairs)
+        masters.update_model_from_masters(self._apex_prepared.pairs)
 
     def _prepare_amp_backward(self) -> None:
         """Stashes existing gradients before a backward pass with a loss scale."""
-        prepared = cast(PreparedOptimizer, prepared_state(self))
-        prepared.create_missing_masters()
-        make_room([prepared], scaled=True)
+        self._apex_prepared.create_missing_masters()
+        make_room([self._apex_prepared], scaled=True)
 
     def _post_amp_backward(self, scaler: Any) -> None:
         """Unscales the gradients of the pass by apex's view of a scaler, and adds those stashed."""
-        prepared = cast(PreparedOptimizer, prepared_state(self))
-        unscale_grads([prepared], scaler._scaler, scaler._scaler.factor())
+        unscale_grads([self._apex_prepared], scaler._scaler, scaler._scaler.factor())
         if scaler.dynamic:
-            prepared.overflow.add(scaler._scaler.found_inf)
+            self._apex_prepared.overflow.add(scaler._scaler.found_inf)
 
     # -- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), PREPARED: prepared_state(self)}
+        return {**super().__getstate__(), PREPARED: self._apex_prepared}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        prepared = prepared_state(self)
-        if prepared is not None:
-            prepared.attach(self)
+        self._apex_prepared.attach(self)
 
 
 def _set_to_none(set_to_none: bool = True) -> bool:

@@ -17,7 +17,7 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):
     """Adam with decoupled weight decay, as in apex's first version.
 
     Bias correction applies to the step size, ``lr * sqrt(1 - beta2**t) / (1 - beta1**t)``, and thus
-    to weight decay, too.
+    also to weight decay.
     """
 
     def __init__(

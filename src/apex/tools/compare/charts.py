@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 from apex.tools.compare.results import BASELINE, Comparison
 from apex.tools.compare.soundness import LEAST_ERRORS, LEAST_WINDOW, MOST_EXCESS, excess
-
-_DECAY = 0.8
-"""Of a running mean, per step."""
+from apex.tools.compare.training import end_loss
 
 _MOST_SHOWN = 20.0
 """Largest difference from fp32's loss that a chart shows, in percent."""
@@ -48,10 +46,10 @@ def charts(comparison: Comparison) -> list[Chart]:
         if result.training is not None:
             losses[result.name] = result.training.losses
     fp32 = losses.get(BASELINE, ())
-    loss = {level: _running_mean(values) for level, values in losses.items()}
-    apart = {level: _apart(losses[level], fp32) for level in losses if level != BASELINE}
+    loss = {level: _loss(values) for level, values in losses.items()}
+    apart = {level: _apart(values, fp32) for level, values in losses.items() if level != BASELINE}
     found = [
-        _chart("Training loss", "Running mean of each level's loss.", loss),
+        _chart("Training loss", "Mean over the last steps until then.", loss),
         _chart(
             "Loss, difference from fp32 in %",
             "Mean difference on the same batches over the last third of the steps until then, and "
@@ -65,16 +63,13 @@ def charts(comparison: Comparison) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _running_mean(values: Sequence[float]) -> list[Point]:
-    """Returns the exponential moving average, unbiased at its start, while it is finite."""
-    mean = weight = 0.0
+def _loss(losses: Sequence[float]) -> list[Point]:
+    """Returns the mean loss, as the table has it at the end, while losses are finite."""
     points: list[Point] = []
-    for step, value in enumerate(values, start=1):
-        if not math.isfinite(value):
+    for step, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
             break
-        mean = _DECAY * mean + (1 - _DECAY) * value
-        weight = _DECAY * weight + (1 - _DECAY)
-        points.append(Point(step, mean / weight))
+        points.append(Point(step, end_loss(losses[:step])))
     return points
 
 
@@ -103,12 +98,15 @@ def _chart(
     curves = {level: points for level, points in curves.items() if len(points) > 1}
     if not curves:
         return None
-    values = [point.value for points in curves.values() for point in points]
-    values += [-2 * area, 2 * area] if area else []
-    low, high = max(min(values), -most), min(max(values), most)
+    points = [point for curve in curves.values() for point in curve]
+    steps = max(point.step for point in points)
+    values = [-2 * area, 2 * area] if area else []
+    values += [point.value for point in points]
+    low = max(min(values), -most)
+    high = min(max(values), most)
     margin = 0.05 * (high - low) or abs(high) or 1.0
-    low, high = low - margin, high + margin
-    steps = max(points[-1].step for points in curves.values())
+    low -= margin
+    high += margin
     x_ticks = [step for step in _round_values(1, steps) if step.is_integer()]
     y_ticks = _round_values(low, high)
     return Chart(title, caption, curves, steps, low, high, x_ticks, y_ticks, area)
@@ -116,9 +114,11 @@ def _chart(
 
 def _round_values(low: float, high: float) -> list[float]:
     """Returns three to seven values between two others, the same round gap apart."""
-    gap = 10.0 ** math.floor(math.log10(high - low))
+    power = 10.0 ** math.floor(math.log10(high - low))
     for factor in (0.2, 0.5, 1, 2):
-        first, last = math.ceil(low / (factor * gap)), math.floor(high / (factor * gap))
+        gap = factor * power
+        first = math.ceil(low / gap)
+        last = math.floor(high / gap)
         if last - first < 7:
             break
-    return [float(f"{index * factor * gap:.9g}") for index in range(first, last + 1)]
+    return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from apex.tools.compare.charts import charts
-from apex.tools.compare.columns import COLUMNS
-from apex.tools.compare.results import Comparison, Result
-from apex.tools.compare.table import NOTHING, Row, rows
-
-GAIN_COLUMNS = ("level", "time", "speed", "memory", "stored", "saved", "verdict")
-TRAINING_COLUMNS = ("level", "loss", "apart", "evaluation", "skipped", "frozen")
+from apex.tools.compare.results import Comparison
+from apex.tools.compare.table import tables
 
 
 def report(comparison: Comparison) -> str:
@@ -25,17 +18,6 @@ def report(comparison: Comparison) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    cells = rows(comparison)
     return environment.get_template("report.html.jinja").render(
-        comparison=comparison,
-        tables=[
-            ("Time and memory", _table(GAIN_COLUMNS, cells)),
-            ("Training", _table(TRAINING_COLUMNS, cells)),
-        ],
-        charts=charts(comparison),
+        comparison=comparison, tables=tables(comparison), charts=charts(comparison)
     )
-
-
-def _table(names: Sequence[str], cells: list[tuple[Result, Row]]) -> dict[str, Any]:
-    shown = [name for name in names if any(row[name] != NOTHING for _, row in cells)]
-    return {"columns": {name: COLUMNS[name] for name in shown}, "rows": cells}

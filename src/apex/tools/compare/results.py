@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, Literal
 
 import torch
 
 from apex._core import dtypes
 from apex.debug.common import json_types, short
-from apex.tools.compare.timing import Interval, Load, Timing, speed_of
+from apex.tools.compare.timing import Interval, Load, speed_of
 from apex.tools.errors import InputError
 from apex.tools.source import did_you_mean
 
@@ -75,15 +76,14 @@ def parse_levels(names: str | None) -> tuple[Level, ...]:
     """
     if names is None:
         return tuple(LEVELS.values())
-    wanted = {name.strip() for name in names.split(",") if name.strip()}
-    unknown = sorted(wanted - LEVELS.keys())
-    if unknown or not wanted:
-        similar = "".join(did_you_mean(name, LEVELS) for name in unknown)
+    wanted = {name.strip() for name in names.split(",")}
+    for name in sorted(wanted - LEVELS.keys()):
         raise InputError(
-            f"no level {', '.join(map(repr, unknown)) or repr(names)}; choose from "
-            f"{', '.join(LEVELS)}, separated by commas.{similar}"
+            f"no level {name!r}; choose from {', '.join(LEVELS)}, separated by commas."
+            f"{did_you_mean(name, LEVELS)}"
         )
-    return tuple(level for level in LEVELS.values() if level.name in wanted | {BASELINE})
+    wanted.add(BASELINE)
+    return tuple(level for level in LEVELS.values() if level.name in wanted)
 
 
 @dataclass(frozen=True)
@@ -132,32 +132,40 @@ class Training:
     @property
     def skipped(self) -> tuple[int, ...]:
         """Steps, counted from 1, that overflowed, as a fall of the loss scale shows."""
-        pairs = itertools.pairwise(self.loss_scales)
-        return tuple(step for step, (old, new) in enumerate(pairs, start=1) if new < old)
+        skipped = []
+        for step, (old, new) in enumerate(itertools.pairwise(self.loss_scales), start=1):
+            if new < old:
+                skipped.append(step)
+        return tuple(skipped)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The results of one level; a part is ``None`` if it failed.
+    """The results of one level; a part that failed is missing.
 
     Attributes:
         level: The level.
         skipped: Why the level was not trained, such as its dtype being emulated; empty if it was.
         training: Record of the training.
-        timing: Time per step.
+        times: Milliseconds of each timed step.
         errors: Messages of what failed.
     """
 
     level: Level
     skipped: str = ""
     training: Training | None = None
-    timing: Timing | None = None
+    times: tuple[float, ...] = ()
     errors: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The level's name."""
         return self.level.name
+
+    @property
+    def milliseconds(self) -> float:
+        """Median time per step; 0 if it was not timed."""
+        return median(self.times or [0.0])
 
     @property
     def memory(self) -> int:
@@ -194,13 +202,11 @@ class Recommendation:
     Attributes:
         level: The level; "O0" to stay in fp32, ``None`` without a verdict.
         text: The recommendation, the reason after a colon.
-        reasons: One sentence each, with measurements.
         verdicts: One for each level, in display order.
     """
 
     level: str | None
     text: str
-    reasons: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
 
 
@@ -234,16 +240,17 @@ class Comparison:
         return next(result for result in self.results if result.name == BASELINE)
 
     @property
-    def failed(self) -> tuple[Result, ...]:
-        """The levels in which something failed."""
-        return tuple(result for result in self.results if result.errors)
+    def failed(self) -> bool:
+        """Whether something failed at any level."""
+        return any(result.errors for result in self.results)
 
     def speed(self, result: Result, other: Result | None = None) -> Interval | None:
-        """Returns a speed relative to ``other``, by default fp32; ``None`` without enough times."""
-        ours, base = result.timing, (other or self.baseline).timing
-        if ours is None or base is None:
-            return None
-        return speed_of(ours, base)
+        """Returns a speed relative to ``other``, by default fp32.
+
+        ``None`` without enough times, or if the machine was busy.
+        """
+        base = other or self.baseline
+        return None if self.load.busy else speed_of(result.times, base.times)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -255,4 +262,4 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         speed = comparison.speed(result)
         values["speed"] = None if speed is None else asdict(speed)
         values.update(level=level.name, meaning=level.meaning, dtype=level.dtype)
-    return {"format": "apex-compare/4", **json_types(data), "levels": json_types(levels)}
+    return {"format": "apex-compare/5", **json_types(data), "levels": json_types(levels)}

@@ -18,19 +18,11 @@ from apex.tools.compare import training
 from apex.tools.compare.results import BASELINE, Comparison, Level, Result
 from apex.tools.compare.soundness import fault
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
-from apex.tools.compare.timing import (
-    EMULATION_RATIO,
-    LEAST_SECONDS,
-    Load,
-    LoadMeter,
-    current_load,
-    slowdown,
-    time_interleaved,
-)
+from apex.tools.compare.timing import EMULATION_RATIO, current_load, slowdown, time_interleaved
 from apex.tools.compare.training import Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
-from apex.tools.errors import TargetError, format_error
+from apex.tools.errors import InputError, format_error
 
 
 @dataclass(frozen=True)
@@ -68,16 +60,15 @@ def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Compariso
         warn: Told before the work if the machine is busy.
 
     Raises:
-        TargetError: If the target cannot be used at any level.
+        InputError: If the target cannot be used at any level.
     """
     with open_target(target, seed=options.seed) as build:
-        load = current_load(options.device)
-        if load.busy:
+        run = _Run(build, options, stage)
+        if run.load.busy:
             warn(
-                f"this machine is busy ({load}). The verdicts on training hold all the same; a "
+                f"this machine is busy ({run.load}). The verdicts on training hold all the same; a "
                 "verdict on speed needs an idle machine."
             )
-        run = _Run(build, options, stage)
         run.train()
         run.time()
     comparison = Comparison(
@@ -98,7 +89,7 @@ class _Run:
     def __init__(self, build: Build, options: Options, stage: Tell) -> None:
         """Draws the batches and checks which dtypes the machine emulates."""
         self.notes: list[str] = []
-        self.load = Load()
+        self.load = current_load()
         self._options, self._build, self._stage = options, build, stage
         self.batches = self._draw(build())
         self.results = {
@@ -129,18 +120,16 @@ class _Run:
     def time(self) -> None:
         """Times the levels, which take turns, as long as a verdict on speed can come."""
         baseline = self.results[BASELINE]
-        timed = [r for r in self.results.values() if r.training is not None]
-        if all(result is baseline or fault(result, baseline) for result in timed):
+        trained = [result for result in self.results.values() if result.training is not None]
+        if all(result is baseline or fault(result, baseline) for result in trained):
             return
-        meter = LoadMeter()
         try:
-            self._time(timed, meter)
+            self._time(trained)
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             text = f"Timing failed: {format_error(error)}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
-        self.load = meter.load
 
-    def _time(self, results: Sequence[Result], meter: LoadMeter) -> None:
+    def _time(self, results: Sequence[Result]) -> None:
         batch = training.to_device(self.batches[0], self._options.device)
 
         def step(trainer: Trainer) -> None:
@@ -151,26 +140,32 @@ class _Run:
         for result in results:
             _, trainer = self._fresh(result)
             steps[result.name] = functools.partial(step, trainer)
-        rounds = self._options.rounds
-        for turn, times in enumerate(time_interleaved(steps, rounds, self._options.device)):
-            for name, timing in times.items():
-                self._put(name, timing=timing)
-            is_known = turn > 0 and meter.seconds > LEAST_SECONDS  # the first turn warms up
-            if is_known and meter.load.busy:
+        times = time_interleaved(steps, self._turns(), self._options.device)
+        for name in times:
+            self._put(name, times=times[name])
+
+    def _turns(self) -> Iterator[None]:
+        """Yields once to warm up, and once for each round until the machine is busy."""
+        yield
+        for turn in range(self._options.rounds):
+            self.load = current_load()
+            if self.load.busy:
                 return
-            if turn < rounds and turn % max(1, rounds // 10) == 0:
-                self._stage(f"time all, interleaved: round {turn + 1} of {rounds}")
+            self._stage(f"time all, interleaved: round {turn + 1} of {self._options.rounds}")
+            yield
 
     # -- notes -----------------------------------------------------------------------------
 
     def _note_unmoved(self, model: nn.Module) -> None:
         """Adds a note if training in fp32 left every parameter as it was."""
-        pairs = zip(model.parameters(), self._build().model.parameters(), strict=True)
-        if all(torch.equal(after.cpu(), before) for after, before in pairs):
-            self.notes.append(
-                "Training in fp32 changed no parameter, so the losses compare nothing. Check that "
-                "the loss depends on the model and the learning rate is above 0."
-            )
+        untrained = self._build().model
+        for after, before in zip(model.parameters(), untrained.parameters(), strict=True):
+            if not torch.equal(after.cpu(), before):
+                return
+        self.notes.append(
+            "Training in fp32 changed no parameter, so the losses compare nothing. Check that the "
+            "loss depends on the model and the learning rate is above 0."
+        )
 
     # -- helpers of the phases -----------------------------------------------------------------
 
@@ -193,9 +188,9 @@ class _Run:
                 batches += drawn
                 has_more = bool(drawn)  # an iterable that can be iterated again starts over
         except Exception as error:
-            raise TargetError(f"Drawing the batches failed: {format_error(error)}") from error
+            raise InputError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
-            raise TargetError("The target gives no batches.")
+            raise InputError("The target gives no batches.")
         if len(batches) < wanted:
             self.notes.append(f"The batches ran out after {len(batches)} of {wanted} steps.")
         return batches
@@ -214,7 +209,7 @@ class _Run:
         except Exception as error:
             if (name, part) == (BASELINE, "training"):
                 text = f"Training in fp32 (O0) failed: {format_error(error)}"
-                raise TargetError(text) from error
+                raise InputError(text) from error
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
 

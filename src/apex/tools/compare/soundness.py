@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, linear_regression, stdev
 
 import torch
 
@@ -98,8 +98,7 @@ def excess(losses: Sequence[float], fp32: Sequence[float]) -> Excess | None:
         return None
     differences = [ours - theirs for ours, theirs in pairs]
     base = [theirs for _, theirs in pairs]
-    half = len(base) // 2
-    fall = (fmean(base[:half]) - fmean(base[-half:])) / (len(base) - half)
+    slope, _ = linear_regression(range(len(base)), base)
     return Excess(
         steps=len(pairs),
         worse=sum(difference > 0 for difference in differences),
@@ -107,7 +106,7 @@ def excess(losses: Sequence[float], fp32: Sequence[float]) -> Excess | None:
         error=stdev(differences) / math.sqrt(len(pairs)),
         fp32=fmean(base),
         size=fmean(map(abs, base)),
-        fall=max(fall, 0.0),
+        fall=max(-slope, 0.0),
     )
 
 
@@ -118,7 +117,7 @@ def fault(result: Result, baseline: Result) -> str:
     errors = [error for error in result.errors if error not in baseline.errors]
     record, base = result.training, baseline.training
     if errors or record is None or base is None:
-        return "; ".join(errors or result.errors)
+        return "; ".join(errors)
     return "; ".join(filter(None, _faults(result, record, base)))
 
 

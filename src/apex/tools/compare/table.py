@@ -1,63 +1,73 @@
-"""A comparison as table cells, and as text for the terminal."""
+"""A comparison as tables, and as text for the terminal."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from apex.debug.common import aligned
-from apex.tools.compare.columns import COLUMNS
+from apex.debug.common import aligned, percent, size
+from apex.tools.compare.columns import TABLES, Column
 from apex.tools.compare.results import Comparison, Result
 from apex.tools.compare.soundness import excess
 from apex.tools.compare.training import end_loss
-from apex.tools.compare.verdict import megabytes
 
-NOTHING = "-"
+NOTHING = "—"
 
 WIDTH = 100
 
-Row = dict[str, str]
-"""One level's cells, by the names of the columns."""
+
+class Table(NamedTuple):
+    """A table: its columns by name, and each level with its cells."""
+
+    title: str
+    columns: Mapping[str, Column]
+    rows: list[tuple[Result, dict[str, str]]]
 
 
-def rows(comparison: Comparison) -> list[tuple[Result, Row]]:
-    """Returns every level, but for those that were skipped, with its cells."""
-    return [(r, _row(r, comparison)) for r in comparison.results if not r.skipped]
+def tables(comparison: Comparison) -> list[Table]:
+    """Returns the tables without the levels that were skipped and without empty columns."""
+    rows = []
+    shown: set[str] = set()
+    for result in comparison.results:
+        if not result.skipped:
+            cells = _cells(result, comparison)
+            rows.append((result, cells))
+            shown.update(name for name, cell in cells.items() if cell != NOTHING)
+    found = []
+    for title, columns in TABLES.items():
+        filled = {name: column for name, column in columns.items() if name in shown}
+        found.append(Table(title, filled, rows))
+    return found
 
 
-def comparison_text(comparison: Comparison, *, wide: bool = False) -> str:
-    """Returns the table, failures, notes and the recommendation."""
+def comparison_text(comparison: Comparison) -> str:
+    """Returns the tables, the notes, the recommendation and a line for each verdict."""
     advice = comparison.recommendation
-    errors = []
-    for result in comparison.failed:
-        errors += [f"{result.name}: {error}" for error in result.errors]
+    levels: dict[str, list[str]] = {}
+    for verdict in advice.verdicts:
+        if verdict.why:
+            levels.setdefault(f"{verdict.word}, {verdict.why}.", []).append(verdict.level)
+    verdicts = []
+    for text, names in levels.items():
+        verdicts.append(wrapped(f"  {', '.join(names)}: {text}", "    "))
     parts = [
         wrapped(f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"),
-        text_table(comparison, wide=wide),
-        "\n".join(map(wrapped, errors)),
+        *map(table_text, tables(comparison)),
         "\n".join(map(wrapped, comparison.notes)),
-        "\n".join(
-            [wrapped(advice.text), *(wrapped(f"  - {reason}", "    ") for reason in advice.reasons)]
-        ),
+        "\n".join([wrapped(advice.text), *verdicts]),
     ]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(filter(None, parts))
 
 
-def text_table(comparison: Comparison, *, wide: bool = False) -> str:
-    """Returns the table of the main columns; with ``wide``, of every column that is not empty."""
-    cells = rows(comparison)
-    columns = {
-        name: column
-        for name, column in COLUMNS.items()
-        if column.is_compact or (wide and any(row[name] != NOTHING for _, row in cells))
-    }
-    lines = [[column.heading for column in columns.values()]]
-    lines += [[row[name] for name in columns] for _, row in cells]
-    table = aligned(lines, [column.is_left for column in columns.values()])
-    body = ["  ".join(line).rstrip() for line in table]
-    rule = "-" * max(map(len, body))
-    more = [] if wide else ["--wide shows all columns; --help explains them."]
-    return "\n".join([body[0], rule, *body[1:], rule, *more])
+def table_text(table: Table) -> str:
+    """Returns a table with a rule below its headings."""
+    lines = [[column.heading for column in table.columns.values()]]
+    lines += [[cells[name] for name in table.columns] for _, cells in table.rows]
+    columns = aligned(lines, [column.is_left for column in table.columns.values()])
+    heading, *body = ["  ".join(line).rstrip() for line in columns]
+    return "\n".join([heading, "-" * len(heading), *body])
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -67,30 +77,32 @@ def wrapped(text: str, indent: str = "") -> str:
     )
 
 
-def _row(result: Result, comparison: Comparison) -> Row:
-    timing, speed, memory = result.timing, comparison.speed(result), result.memory
+def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
+    """Returns a level's cells by the names of the columns."""
+    speed = comparison.speed(result)
     record = result.training
-    verdicts = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
-    row = {
-        **dict.fromkeys(COLUMNS, NOTHING),
+    words = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
+    columns = [name for table in TABLES.values() for name in table]
+    cells = {
+        **dict.fromkeys(columns, NOTHING),
         "level": result.name,
-        "time": NOTHING if timing is None else three_digits(timing.median),
-        "speed": NOTHING if speed is None or comparison.load.busy else f"{speed.median:.2f}x",
-        "memory": megabytes(memory) if memory else NOTHING,
-        "verdict": verdicts.get(result.name, NOTHING),
+        "time": f"{result.milliseconds:.4g}" if result.times else NOTHING,
+        "speed": NOTHING if speed is None else f"{speed.median:.2f}x",
+        "verdict": words.get(result.name, NOTHING),
     }
     if record is not None:
         loss = end_loss(record.losses)
-        row |= {
-            "saved": megabytes(record.saved_bytes),
+        cells |= {
+            "memory": size(result.memory),
+            "saved": size(record.saved_bytes),
             "stored": f"{record.stored.per_param:.1f}",
             "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
             "apart": _apart(result, comparison),
             "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
             "skipped": f"{len(record.skipped)} of {len(record.losses)}",
-            "frozen": NOTHING if record.frozen is None else _percent(record.frozen),
+            "frozen": percent(record.frozen),
         }
-    return row
+    return cells
 
 
 def _apart(result: Result, comparison: Comparison) -> str:
@@ -102,18 +114,3 @@ def _apart(result: Result, comparison: Comparison) -> str:
     if difference is None:
         return NOTHING
     return f"{100 * difference.share:+.2g} ± {100 * difference.share_error:.1g}"
-
-
-def three_digits(value: float) -> str:
-    """Returns three digits of a time, without an exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _percent(share: float) -> str:
-    if not math.isfinite(share):
-        return "inf"
-    if share == 0:
-        return "0 %"
-    if share < 1e-4:
-        return "<0.01 %"
-    return f"{share * 100:.3g} %" if share < 0.1 else f"{share * 100:.0f} %"

@@ -26,18 +26,18 @@ from torch.optim import Optimizer
 
 from apex.integrations import scales
 from apex.tools import source
-from apex.tools.errors import TargetError, format_error, is_relative_import
+from apex.tools.errors import InputError, format_error, is_relative_import
 
 FUNCTION = "setup"
 """Default function in a file or module."""
 
-PARTS: Mapping[str, tuple[Any, str]] = {
-    "model": (nn.Module, "a torch.nn.Module"),
-    "optimizer": (Optimizer, "a torch.optim.Optimizer"),
-    "batches": (Iterable, "an iterable"),
-    "loss": (Callable, "a function loss(model, batch)"),
+PARTS: Mapping[str, Any] = {
+    "model": nn.Module,
+    "optimizer": Optimizer,
+    "batches": Iterable,
+    "loss": Callable,
 }
-"""What a target provides, in the order of a tuple: names, types, and how errors call them."""
+"""What a target provides, in the order of a tuple, and the types."""
 
 _NAMES = "model, optimizer, batches and loss"
 _HELP = "See apex compare --help."
@@ -53,8 +53,7 @@ class Experiment:
         model: In fp32, not prepared by amp.
         optimizer: Over the model's parameters.
         batches: Batches of arbitrarily nested tensors.
-        loss: Returns the loss of the model on a batch; raises if it is not one number with a
-            gradient.
+        loss: Returns the loss of the model on a batch.
         evaluate: Returns a metric of the trained model; ``None`` if there is none.
     """
 
@@ -78,12 +77,12 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     ``sys.argv`` holds no arguments: those of the command are not the target's.
 
     Raises:
-        TargetError: If there is no such target, or it lacks a part. A file that does not define
+        InputError: If there is no such target, or it lacks a part. A file that does not define
             the parts is not executed.
     """
     name, _, function = target.partition(".py:")
     path = Path(f"{name}.py" if function else target)
-    _look_at(path, function)
+    _look_at(path, function or FUNCTION)
     before, argv = list(sys.path), sys.argv
     try:
         sys.argv = [str(path)]
@@ -111,7 +110,7 @@ def _copied(first: Experiment) -> Experiment:
     try:
         model, optimizer = copy.deepcopy((first.model, first.optimizer))
     except Exception as error:
-        raise TargetError(
+        raise InputError(
             f"The model cannot be deep-copied, as each level needs: {format_error(error)}"
         ) from error
     return replace(first, model=model, optimizer=optimizer)
@@ -123,31 +122,21 @@ def _copied(first: Experiment) -> Experiment:
 def _look_at(path: Path, function: str) -> None:
     """Raises unless a file defines a target and trains nothing itself; executes nothing."""
     if not path.exists():
-        raise TargetError(f"There is no file {path}.")
-    text = source.read(path)
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        why = f"{error.msg}, line {error.lineno}. {source.python_2(error)}".strip()
-        raise TargetError(f"{path} cannot be read as Python: {why}") from error
-    except ValueError as error:  # null bytes, before Python 3.12
-        raise TargetError(f"{path} cannot be read as Python: {error}.") from error
+        raise InputError(f"There is no file {path}.")
+    tree = source.parse(source.read(path), path)
     executed = [part for part in tree.body if not _is_main_block(part)]
     top = [*source.of_scope(ast.Module(executed, []))]
     names = {source.bound_by(node) for node in top}
-    if function and function not in names and "*" not in names:
-        similar = source.did_you_mean(function, filter(None, names))
-        raise TargetError(f"{path} has no function {function}().{similar} {_HELP}")
-    missing = [] if {function or FUNCTION, "*"} & names else [n for n in PARTS if n not in names]
+    missing: list[str] = []
+    if function not in names and "*" not in names:
+        missing = [name for name in PARTS if name not in names]
     if missing or _calls_backward(top):
         what = "a training script" if _calls_backward(ast.walk(tree)) else "not a compare target"
         lacks = f" Missing: {', '.join(missing)}." if missing else ""
-        raise TargetError(
+        raise InputError(
             f"{path} is {what}. apex compare needs a file that defines {_NAMES}, or a function "
-            f"{FUNCTION}() that returns them.{lacks} The file was not run. {_HELP}"
+            f"{function}() that returns them.{lacks} The file was not run. {_HELP}"
         )
-    if "amp.initialize(" in ast.unparse(tree):
-        raise TargetError(f"{path} {_INITIALIZE} The file was not run.")
 
 
 def _is_main_block(part: ast.stmt) -> bool:
@@ -158,19 +147,13 @@ def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
 
 
-_INITIALIZE = (
-    "calls amp.initialize. apex compare does so itself, once per level: return the plain model and "
-    "optimizer in fp32."
-)
-
-
 # -- the build -----------------------------------------------------------------------------------
 
 
 def _executed(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
-        raise TargetError(f"{path} is not a Python file that can be executed.")
+        raise InputError(f"{path} is not a Python file that can be executed.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # dataclasses and pickles look for it there
     try:
@@ -179,7 +162,7 @@ def _executed(path: Path) -> ModuleType:
         why = format_error(error)
         if is_relative_import(error):
             why += "\n  Its folder is on sys.path: import its neighbours without the dot."
-        raise TargetError(f"Executing {path} failed: {why}") from error
+        raise InputError(f"Executing {path} failed: {why}") from error
     return module
 
 
@@ -187,15 +170,13 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
     names = vars(module)
     if not function and all(name in names for name in PARTS):
         return _checked(target, names)
-    maker = names.get(function or FUNCTION)
-    if not callable(maker):
-        raise TargetError(f"{target} has no function {function or FUNCTION}(). {_HELP}")
+    function = function or FUNCTION
+    if not callable(names.get(function)):
+        raise InputError(f"{target} has no function {function}(). {_HELP}")
     try:
-        parts = maker()
+        parts = names[function]()
     except Exception as error:
-        raise TargetError(
-            f"{target}: {function or FUNCTION}() raised {format_error(error)}"
-        ) from error
+        raise InputError(f"{target}: {function}() raised {format_error(error)}") from error
     return _checked(target, parts)
 
 
@@ -203,39 +184,18 @@ def _checked(target: str, parts: Any) -> Experiment:
     if isinstance(parts, tuple | list) and len(parts) in (4, 5):
         parts = dict(zip((*PARTS, "evaluate"), parts, strict=False))
     if not isinstance(parts, Mapping) or any(name not in parts for name in PARTS):
-        raise TargetError(
+        raise InputError(
             f"{target} returned {type(parts).__name__}; it must return {_NAMES} in this order, or "
             "a dict with these names."
         )
-    wrong = [
-        f"{name} is {type(parts[name]).__name__}, not {what}"
-        for name, (accepted, what) in PARTS.items()
-        if not isinstance(parts[name], accepted)
-    ]
-    if wrong:
-        raise TargetError(f"{target}: {'; '.join(wrong)}.")
+    for name, accepted in PARTS.items():
+        if not isinstance(parts[name], accepted):
+            what = type(parts[name]).__name__
+            raise InputError(f"{target}: {name} is {what}; it must be {accepted.__name__}.")
     model, optimizer, batches, loss = (parts[name] for name in PARTS)
     if scales.is_prepared(optimizer):
-        raise TargetError(f"{target} {_INITIALIZE}")
-    return Experiment(model, optimizer, batches, _checked_loss(loss), parts.get("evaluate"))
-
-
-def _checked_loss(loss: Callable[..., Any]) -> Callable[[nn.Module, Any], Tensor]:
-    """Returns ``loss`` with a ``TargetError`` for a result without a single number or gradient."""
-
-    @functools.wraps(loss, assigned=(), updated=())
-    def checked(model: nn.Module, batch: Any) -> Tensor:
-        result = loss(model, batch)
-        if isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
-            return result
-        fault = type(result).__name__
-        if isinstance(result, Tensor):
-            fault = f"a tensor of shape {[*result.shape]}"
-            if not result.requires_grad:
-                fault += " without a gradient"
-        raise TargetError(
-            f"loss(model, batch) returned {fault}; it must return one number, a 0-d tensor that "
-            f"depends on the model's parameters."
+        raise InputError(
+            f"{target} calls amp.initialize. apex compare does so itself, once per level: return "
+            "the plain model and optimizer in fp32."
         )
-
-    return checked
+    return Experiment(model, optimizer, batches, loss, parts.get("evaluate"))

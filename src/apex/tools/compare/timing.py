@@ -13,9 +13,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -33,11 +32,8 @@ EMULATION_RATIO = 4.0
 BUSY = 1.5
 """Load per core above which the machine counts as busy; one program alone reaches 1."""
 
-MOST_WAITING = 0.1
-"""Share of the time that this process may wait for a core on a machine that is not busy."""
-
 LEAST_SECONDS = 0.3
-"""Seconds that are enough to measure the load, or an operator, among other programs."""
+"""Seconds that are enough to measure an operator among other programs."""
 
 LEAST_REPEATS = 8
 """Repeats of an operator, of which the fastest counts."""
@@ -46,18 +42,6 @@ _SHORT = 100.0
 """Milliseconds of a step that is short. Steps of 12 ms of O4 took 1.035 to 1.06 of autocast's time
 with four other levels' between them, and 1.006 to 1.035 after one of their own (two cores).
 """
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds per training step, one sample per round, at least one."""
-
-    samples: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Median."""
-        return median(self.samples)
 
 
 @dataclass(frozen=True)
@@ -78,89 +62,50 @@ class Load:
     """How busy the machine was.
 
     Attributes:
-        average: Processes that ran or waited, over the last minute; ``None`` if not reported.
-        cores: Cores that this process may use.
-        waiting: Share of the time that this process waited for a core; 0 if not reported.
+        average: Processes that ran or waited, over the last minute; 0 if not reported.
+        cores: Cores of the machine.
     """
 
-    average: float | None = None
+    average: float = 0.0
     cores: int = 1
-    waiting: float = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether other programs take time away from this one."""
-        return (self.average or 0.0) > BUSY * self.cores or self.waiting > MOST_WAITING
+        return self.average > BUSY * self.cores
 
     def __str__(self) -> str:
         """Returns, for instance, ``"load 17 on 2 cores"``."""
-        load = "" if self.average is None else f"load {self.average:.2g} on "
-        text = load + counted(self.cores, "core")
-        if self.waiting > MOST_WAITING:
-            text += f"; this process waited for a core {self.waiting:.0%} of the time"
-        return text
+        return f"load {self.average:.2g} on {counted(self.cores, 'core')}"
 
 
-def speed_of(ours: Timing, base: Timing) -> Interval | None:
-    """Returns how many times as fast ``ours`` is; ``None`` below ``LEAST_ROUNDS`` samples.
+def current_load() -> Load:
+    """Returns the load of the machine."""
+    average = 0.0
+    with contextlib.suppress(AttributeError, OSError):  # Windows; a container may hide it
+        average = os.getloadavg()[0]
+    return Load(average, os.cpu_count() or 1)
 
-    Samples are divided round by round, so that a load on a whole round cancels.
+
+def speed_of(ours: Sequence[float], base: Sequence[float]) -> Interval | None:
+    """Returns how many times as fast ``ours`` is; ``None`` below ``LEAST_ROUNDS`` times.
+
+    Times are divided round by round, so that a load on a whole round cancels.
     """
-    ratios = [b / o for b, o in zip(base.samples, ours.samples, strict=False)]
+    ratios = [b / o for b, o in zip(base, ours, strict=False)]
     return median_interval(ratios) if len(ratios) >= LEAST_ROUNDS else None
 
 
 def median_interval(values: Sequence[float]) -> Interval:
     """Returns the median of at least ``LEAST_ROUNDS`` positive values and its interval."""
     ordered = sorted(values)
-    tail, rank = 0.0, 0
-    while (tail := tail + math.comb(len(ordered), rank) / 2 ** len(ordered)) <= (
-        1 - CONFIDENCE
-    ) / 2:
+    count = len(ordered)
+    rank = 0
+    tail = 1 / 2**count  # the probability that at most ``rank`` values are below the true median
+    while tail <= (1 - CONFIDENCE) / 2:
         rank += 1
+        tail += math.comb(count, rank) / 2**count
     return Interval(median(ordered), ordered[rank - 1], ordered[-rank])
-
-
-class LoadMeter:
-    """Measures the load from its creation on."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._waited = _waited()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that it has measured."""
-        return time.perf_counter() - self._start
-
-    @property
-    def load(self) -> Load:
-        """The load until now."""
-        waits = [end - self._waited.get(thread, 0.0) for thread, end in _waited().items()]
-        average = None
-        with contextlib.suppress(AttributeError, OSError):  # Windows; a container may hide it
-            average = os.getloadavg()[0]
-        affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-        cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-        return Load(average, cores, max(waits, default=0.0) / self.seconds)
-
-
-def current_load(device: torch.device) -> Load:
-    """Returns the load while this process computes for a moment."""
-    meter = LoadMeter()
-    work = _matmul(torch.float32, device)
-    while meter.seconds < LEAST_SECONDS:
-        seconds(work, device)
-    return meter.load
-
-
-def _waited() -> dict[str, float]:
-    """Returns the seconds that each thread of this process has waited for a core; Linux only."""
-    waited = {}
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has ended
-            waited[file.parent.name] = int(file.read_text().split()[1]) / 1e9
-    return waited
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -173,23 +118,20 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def time_interleaved(
-    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
-) -> Iterator[dict[str, Timing]]:
-    """Yields the times of each step so far, after a warm-up and after each round of one step each.
+    steps: Mapping[str, Callable[[], object]], turns: Iterable[object], device: torch.device
+) -> dict[str, tuple[float, ...]]:
+    """Returns the milliseconds of each step in every turn but the first, which warms up.
 
     Before each short step another of the same level runs, as in training: the others' code is in
     the caches.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    latest = dict.fromkeys(steps, math.inf)
-    for turn in range(rounds + 1):
+    for _ in turns:
         for name, step in steps.items():
-            if latest[name] < _SHORT:
+            if times[name] and times[name][-1] < _SHORT:
                 step()
-            latest[name] = seconds(step, device) * 1e3
-            if turn > 0:  # the first one allocates the optimizer's state
-                times[name].append(latest[name])
-        yield {name: Timing(tuple(values)) for name, values in times.items() if values}
+            times[name].append(seconds(step, device) * 1e3)
+    return {name: tuple(values[1:]) for name, values in times.items()}
 
 
 # -- the speed of a dtype --------------------------------------------------------------------------
@@ -222,10 +164,11 @@ def operator_seconds(
     for name, make in (("matmul", _matmul), ("conv", _conv)):
         times: list[tuple[float, float]] = []
         with contextlib.suppress(RuntimeError, NotImplementedError):  # the device lacks the kernel
-            fp32, ours = make(torch.float32, device), make(dtype, device)
+            fp32 = make(torch.float32, device)
+            ours = make(dtype, device)
             ours()
-            meter = LoadMeter()
-            while len(times) < LEAST_REPEATS or meter.seconds < LEAST_SECONDS:
+            end = time.perf_counter() + LEAST_SECONDS
+            while len(times) < LEAST_REPEATS or time.perf_counter() < end:
                 times.append((seconds(fp32, device), seconds(ours, device)))
         operators[name] = times
     return operators
@@ -252,7 +195,13 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
 
 
 def _conv(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    batch, channels, side = (8, 16, 16) if device.type == "cpu" else (64, 256, 56)
-    image = torch.ones(batch, channels, side, side, dtype=dtype, device=device).requires_grad_()
-    weight = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device).requires_grad_()
-    return lambda: torch.autograd.grad(torch.conv2d(image, weight).sum(), (image, weight))
+    shape = (8, 16, 16, 16) if device.type == "cpu" else (64, 256, 56, 56)
+    channels = shape[1]
+    image = torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device, requires_grad=True)
+
+    def work() -> object:
+        loss = torch.conv2d(image, weight).sum()
+        return torch.autograd.grad(loss, (image, weight))
+
+    return work

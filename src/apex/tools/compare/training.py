@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,10 +23,10 @@ from apex.debug import frozen_updates
 from apex.integrations import scales
 from apex.tools.compare.results import Level, Stored, Training
 from apex.tools.compare.target import Experiment
-from apex.tools.errors import TargetError
+from apex.tools.errors import InputError
 
 FROZEN_SAMPLES = 8
-"""Number of steps at which frozen updates are counted."""
+"""Largest number of steps at which frozen updates are counted."""
 
 LAST_STEPS = 10
 """Number of steps that the final loss is averaged over."""
@@ -65,7 +66,7 @@ class Trainer:
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
         with self._casts(on=False):
-            loss: Tensor = self.run(self._loss, self.model, batch)
+            loss = _checked(self.run(self._loss, self.model, batch))
             self._scaling.backward(loss)
         return loss.detach()
 
@@ -74,6 +75,17 @@ class Trainer:
         with self._casts(on=False):
             self._scaling.step()
         self.optimizer.zero_grad()
+
+
+def _checked(loss: Any) -> Tensor:
+    """Returns what ``loss`` of the target returned; raises unless a model can learn from it."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else kind(loss)
+    raise InputError(
+        f"loss(model, batch) returned {what}; it must return one number that depends on the "
+        "model's parameters, a 0-d tensor with a gradient."
+    )
 
 
 class _Amp:
@@ -101,7 +113,8 @@ class _Amp:
 def _quiet() -> Iterator[None]:
     """Silences what amp says of a level, which the user did not choose."""
     logger = logging.getLogger("apex")
-    before, logger.disabled = logger.disabled, True
+    before = logger.disabled
+    logger.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -144,14 +157,13 @@ def train(trainer: Trainer, batches: Sequence[Any], device: torch.device) -> Tra
     losses: list[float] = []
     loss_scales = [trainer.loss_scale()]
     frozen: list[float] = []
-    count = min(FROZEN_SAMPLES, len(batches))
-    sampled = {round(len(batches) * at / count) for at in range(1, count + 1)}
+    every = math.ceil(len(batches) / FROZEN_SAMPLES)
     saved: dict[int, int] = {}
     for step, batch in enumerate(batches, start=1):
         with saved_for_backward(saved) if step == 1 else nullcontext():
             loss = trainer.backward(to_device(batch, device))
         losses.append(float(loss))  # sync: every loss is shown
-        if step in sampled:
+        if step % every == 0:
             frozen += _count_frozen(trainer)
         else:
             trainer.step()
@@ -170,7 +182,7 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
     """Returns the record with the result of the target's ``evaluate``, if it has one.
 
     Raises:
-        TargetError: If the result is not one number.
+        InputError: If the result is not one number.
     """
     if experiment.evaluate is None:
         return record
@@ -179,7 +191,7 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
         try:
             return replace(record, evaluation=float(result))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TargetError(
+            raise InputError(
                 f"evaluate(model) returned {kind(result)}; it must return one number"
             ) from error
 
@@ -191,8 +203,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     """Returns the bytes of parameters, masters and optimizer state; shared storage counts once."""
-    weights, masters = storages(model.parameters()), storages(amp.master_params(optimizer))
-    state = storages(t for entry in optimizer.state.values() for t in tree.tensors(entry))
+    weights = storages(model.parameters())
+    masters = storages(amp.master_params(optimizer))
+    state: dict[int, int] = {}
+    for entry in optimizer.state.values():
+        state |= storages(tree.tensors(entry))
     return Stored(
         params=sum(param.numel() for param in model.parameters()),
         model=sum(weights.values()),
@@ -203,8 +218,12 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Returns the bytes of the tensors' storages by address."""
-    used = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
-    return {storage.data_ptr(): storage.nbytes() for storage in used}
+    found = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
 
 
 def _new_bytes(used: Mapping[int, int], known: Mapping[int, int]) -> int:

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from apex.debug.common import counted
+from apex.debug.common import counted, size
 from apex.tools.compare.results import BASELINE, Comparison, Recommendation, Result, Verdict, Word
-from apex.tools.compare.soundness import LEAST_STEPS, excess, fault
+from apex.tools.compare.soundness import LEAST_STEPS, fault
 from apex.tools.compare.timing import LEAST_ROUNDS, Interval
-from apex.tools.compare.training import end_loss
 
 LEAST_GAIN = 1.05
 """Least speed-up that justifies a change of numerics."""
@@ -31,9 +30,6 @@ MOST_MISSED = 1.1
 
 LEAST_BYTES_SAVED = 32e6
 """Least saving of memory that justifies a change of numerics at the same speed."""
-
-LEAST_BYTES_MENTIONED = 1e6
-"""Savings below this do not count as less memory, whatever their share."""
 
 LEAST_MEMORY_GAIN = 0.9
 """Largest share of fp32's memory that counts as less."""
@@ -62,9 +58,7 @@ class _Timed:
     def saved(self) -> int:
         """The bytes that it saves if they are worth mentioning; otherwise 0."""
         ours, fp32 = self.result.memory, self.base.memory
-        if not 0 < ours <= LEAST_MEMORY_GAIN * fp32:
-            return 0
-        return fp32 - ours if fp32 - ours >= LEAST_BYTES_MENTIONED else 0
+        return fp32 - ours if ours <= LEAST_MEMORY_GAIN * fp32 else 0
 
     @property
     def gains(self) -> bool:
@@ -73,13 +67,12 @@ class _Timed:
         return bool(self.is_faster) or (no_slower and self.saved >= LEAST_BYTES_SAVED)
 
     @property
-    def facts(self) -> list[str]:
-        """Its speed and, such as ``"40 % less memory (1.2 GB)"``, what it saves if it does."""
-        facts = [str(self.speed)]
-        if self.saved:
-            share = self.saved / self.base.memory
-            facts.append(f"{share:.0%} less memory ({megabytes(self.saved)})")
-        return facts
+    def facts(self) -> str:
+        """Its speed and, such as ``"40% less memory (1.2 GiB)"``, what it saves if it does."""
+        if not self.saved:
+            return str(self.speed)
+        share = self.saved / self.base.memory
+        return f"{self.speed}, {share:.0%} less memory ({size(self.saved)})"
 
     @property
     def preference(self) -> tuple[bool, bool]:
@@ -87,52 +80,42 @@ class _Timed:
         return not self.result.level.casts, self.result.level.dtype is torch.float16
 
 
-def recommendation(comparison: Comparison) -> Recommendation:
-    """Returns the fastest level that trains as well as fp32, or fp32, or no verdict."""
-    base = comparison.baseline
-    if base.training is None:
-        return Recommendation(None, "No recommendation: the fp32 baseline failed.", base.errors)
-    if not math.isfinite(base.training.losses[-1]):
-        text = (
-            "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on "
-            "your training script: it names the operator."
-        )
-        return Recommendation(None, text, base.errors)
-    if len(comparison.results) == 1:
-        return Recommendation(None, "Nothing to compare: only fp32 was trained.")
-    refusals = {r.name: r.skipped or fault(r, base) for r in comparison.results}
-    timed = {}
-    for result in comparison.results:
-        speed = comparison.speed(result)
-        if speed is not None:
-            timed[result.name] = _Timed(result, speed, base)
-    judged = _judged(comparison, refusals, timed)
-    verdicts = []
-    for result in comparison.results:
-        refused = refusals[result.name]
-        word, why = _word(comparison, result, timed.get(result.name), judged, refused)
-        verdicts.append(Verdict(result.name, word, why))
-    reasons = _grouped(refusals)
-    if judged.alike:
-        reasons = [*_reasons(judged.alike[0].result, base), *reasons]
-    sound = [verdict.level for verdict in verdicts if verdict.word == "unclear"]
-    if judged.level is None and sound and comparison.steps >= LEAST_STEPS:
-        reasons.append(f"Trains as well as fp32: {', '.join(sound)}.")
-    return Recommendation(judged.level, judged.text, tuple(reasons), tuple(verdicts))
-
-
 @dataclass(frozen=True)
 class _Judged:
-    """The recommended level, its text, and the levels that gain most, the recommended one first."""
+    """The recommended level, its text, and the other levels that gain as much."""
 
     level: str | None
     text: str
-    alike: Sequence[_Timed] = ()
+    ties: Sequence[_Timed] = ()
+
+
+def recommendation(comparison: Comparison) -> Recommendation:
+    """Returns the fastest level that trains as well as fp32, or fp32, or no verdict."""
+    refusals = {}
+    timed = {}
+    for result in comparison.results:
+        refusals[result.name] = result.skipped or fault(result, comparison.baseline)
+        speed = comparison.speed(result)
+        if speed is not None:
+            timed[result.name] = _Timed(result, speed, comparison.baseline)
+    judged = _judged(comparison, refusals, timed)
+    verdicts = []
+    for result in comparison.results:
+        name = result.name
+        verdicts.append(_verdict(comparison, result, timed.get(name), judged, refusals[name]))
+    return Recommendation(judged.level, judged.text, tuple(verdicts))
 
 
 def _judged(
     comparison: Comparison, refusals: Mapping[str, str], timed: Mapping[str, _Timed]
 ) -> _Judged:
+    record = comparison.baseline.training
+    if record is not None and not math.isfinite(record.losses[-1]):
+        return _Judged(
+            None,
+            "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on "
+            "your training script: it names the operator.",
+        )
     usable = [r for r in comparison.results if r.level.advised and not refusals[r.name]]
     text = _undecidable(comparison) if usable else ""
     if text:
@@ -141,36 +124,46 @@ def _judged(
     gaining = [candidate for candidate in sound if candidate.gains]
     unclear = [candidate for candidate in sound if candidate.is_faster is None]
     if gaining:
-        alike = _fastest_and_ties(gaining, comparison)
-        best = min(alike, key=lambda candidate: candidate.preference)
-        alike.remove(best)
-        return _Judged(best.name, _use(best, alike), [best, *alike])
+        ties = _fastest_and_ties(gaining, comparison)
+        best = min(ties, key=lambda candidate: candidate.preference)
+        ties.remove(best)
+        text = (
+            f"Use {best.name} ({best.result.level.meaning}): {best.facts}, and a final loss within "
+            "the noise of fp32."
+        )
+        if ties:
+            names = [candidate.name for candidate in ties]
+            text += f" Equally fast within the spread: {', '.join(names)}."
+        return _Judged(best.name, text, ties)
     if unclear:
         best = _fastest(unclear)
-        rounds = len(best.result.timing.samples) if best.result.timing else 0
         return _Judged(
             None,
             f"No verdict on speed: the times vary too much ({comparison.load}). {best.name} looked "
-            f"{', '.join(best.facts)}. Run again with --rounds {4 * rounds}.",
+            f"{best.facts}. Run again with more --rounds.",
         )
-    return _Judged(BASELINE, _stay(sound))
+    if not sound:
+        return _Judged(BASELINE, "Stay in fp32: no other level is usable.")
+    best = _fastest(sound)
+    return _Judged(
+        BASELINE, f"Stay in fp32: {best.name}, the fastest usable level, is {best.facts}."
+    )
 
 
 def _undecidable(comparison: Comparison) -> str:
     """Returns why nothing measured can decide, and what to do; empty if it can."""
-    timing = comparison.baseline.timing
-    rounds = 0 if timing is None else len(timing.samples)
-    speed = "No verdict on speed"
+    rounds = len(comparison.baseline.times)
     if comparison.load.busy:
-        return f"{speed}: this machine is busy ({comparison.load}). Run again when it is idle."
-    if timing is None:
-        return f"{speed}: fp32 was not timed. Run again with fewer --levels."
+        return (
+            f"No verdict on speed: this machine is busy ({comparison.load}). Run again when it is "
+            "idle."
+        )
     if rounds < LEAST_ROUNDS:
-        few = f"{counted(rounds, 'timed step')} per level {'is' if rounds == 1 else 'are'} too few"
-        return f"{speed}: {few}. Run again with --rounds 20."
+        few = counted(rounds, "timed step")
+        return f"No verdict on speed from {few} per level. Run again with --rounds 20."
     if comparison.steps < LEAST_STEPS:
-        steps = counted(comparison.steps, "step")
-        return f"No verdict on training: {steps} cannot judge training. Run again with --steps 100."
+        few = counted(comparison.steps, "step")
+        return f"No verdict on training from {few}. Run again with --steps 100."
     return ""
 
 
@@ -189,84 +182,28 @@ def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> l
     return alike
 
 
-def _use(best: _Timed, ties: Sequence[_Timed]) -> str:
-    facts = best.facts if best.is_faster else best.facts[::-1]
-    gain = ", ".join([*facts, "and a final loss within the noise of fp32"])
-    text = f"Use {best.name} ({best.result.level.meaning}): {gain}."
-    if not ties:
-        return text
-    text += f" Equally fast within the spread: {', '.join(map(_prose, ties))}."
-    same = [candidate for candidate in ties if candidate.preference == best.preference]
-    return text + (f" A script that uses {_prose(same[0])} can keep it." if same else "")
-
-
-def _prose(candidate: _Timed) -> str:
-    level = candidate.result.level
-    if not level.autocast:
-        return level.name
-    return "torch.autocast" + " in fp16" * (level.dtype is torch.float16)
-
-
-def _stay(sound: Sequence[_Timed]) -> str:
-    """Returns the advice to stay in fp32, and why no level gains."""
-    if not sound:
-        return "Stay in fp32: no other level is usable on this machine."
-    best = _fastest(sound)
-    facts = ", ".join(best.facts)
-    return f"Stay in fp32: {best.name}, the fastest usable level, is {facts}."
-
-
-def _word(
+def _verdict(
     comparison: Comparison, result: Result, timed: _Timed | None, judged: _Judged, refused: str
-) -> tuple[Word, str]:
+) -> Verdict:
     """Returns the verdict on a level in one word, and the reason."""
-    if result.name == BASELINE:
-        stays = judged.level == BASELINE
-        return ("use", "no other level gains") if stays else ("baseline", "the others' baseline")
+    facts = "not timed" if timed is None else timed.facts
+    name = result.name
+    if name == BASELINE:
+        word: Word = "use" if judged.level == BASELINE else "baseline"
+        return Verdict(name, word, "; ".join(result.errors))
+    if result.skipped:
+        return Verdict(name, "skipped", refused)
     if refused:
-        return "skipped" if result.skipped else "no", refused
-    facts = "not timed" if timed is None else ", ".join(timed.facts)
+        return Verdict(name, "no", refused)
     if not result.level.advised:
-        return "no", f"{facts}; no fp32 masters, for comparison only"
+        return Verdict(name, "no", f"{facts}; no fp32 masters, for comparison only")
     if judged.level is None or timed is None:
-        if comparison.load.busy:
-            facts = "no speed, as the machine is busy"
         enough = comparison.steps >= LEAST_STEPS
-        return "unclear", f"trains as well as fp32; {facts}" if enough else facts
-    if result.name == judged.level:
-        return "use", facts
-    if timed in judged.alike:
-        return "ties", facts
+        return Verdict(name, "unclear", f"trains as well as fp32; {facts}" if enough else facts)
+    if name == judged.level:
+        return Verdict(name, "use", facts)
+    if timed in judged.ties:
+        return Verdict(name, "ties", facts)
     if timed.is_faster is None:
-        return "unclear", f"{facts}; the times do not tell"
-    more = f"{judged.level} gains more" if judged.alike else "no gain"
-    return "usable", f"{facts}; {more}"
-
-
-def _grouped(refusals: Mapping[str, str]) -> list[str]:
-    """Returns a line for each reason, with the names of the levels it applies to."""
-    names: dict[str, list[str]] = {}
-    for name, reason in refusals.items():
-        names.setdefault(reason, []).append(name)
-    return [f"{', '.join(who)}: {why.rstrip('.')}." for why, who in names.items() if why]
-
-
-def _reasons(best: Result, base: Result) -> list[str]:
-    if not (best.timing and base.timing and best.training and base.training):
-        return []
-    ours, fp32 = best.training, base.training
-    loss = f"{end_loss(ours.losses):.4g}, against {end_loss(fp32.losses):.4g} in fp32"
-    return [
-        f"Time: {best.timing.median:.3g} ms a step, against {base.timing.median:.3g} ms in fp32.",
-        f"Final loss: {loss}; {excess(ours.losses, fp32.losses)}.",
-        f"Stored: {ours.stored.per_param:.1f} bytes per parameter, against "
-        f"{fp32.stored.per_param:.1f}.",
-    ]
-
-
-def megabytes(count: int) -> str:
-    """Returns bytes as megabytes, or as kilobytes below 0.1 MB."""
-    value = count / 1e6
-    if value < 0.1:
-        return f"{count / 1e3:.1f} kB"
-    return f"{value:.0f} MB" if value >= 100 else f"{value:.1f} MB"
+        return Verdict(name, "unclear", f"{facts}; the times do not tell")
+    return Verdict(name, "usable", facts)

@@ -78,8 +78,10 @@ def bindings(module: str) -> Mapping[str, ast.AST | Imported]:
 
 def _file(module: str) -> Path | None:
     path = SITE.joinpath(*module.split("."))
-    files = (path / "__init__.py", path.with_suffix(".py"))
-    return next((file for file in files if file.is_file()), None)
+    for file in (path / "__init__.py", path.with_suffix(".py")):
+        if file.is_file():
+            return file
+    return None
 
 
 def parameters(definition: Definition) -> frozenset[str] | None:

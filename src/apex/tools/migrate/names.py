@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import warnings
+from collections import ChainMap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,68 +31,47 @@ class Name:
     keywords: tuple[str, ...] = ()
 
 
-def names(text: str) -> list[Name]:
-    """Returns the names of apex in a script, imports included, in the order of its lines.
-
-    Raises:
-        SyntaxError: If it is not valid in the running version of Python.
-    """
+def mentions_apex(text: str) -> bool:
+    """Returns whether a source may use apex, so that it is worth parsing."""
     words = [*ROOTS, *(name.removeprefix(OPTIMIZER) for name in OPTIMIZERS)]
-    if not any(word in text for word in words):  # not worth parsing
-        return []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes are the script's concern
-        tree = ast.parse(text)
+    return any(word in text for word in words)
+
+
+def names(tree: ast.Module) -> list[Name]:
+    """Returns the names of apex in a script, imports included, in the order of its lines."""
     visitor = _Visitor(tree)
     visitor.visit(tree)
-    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    if any(level in constants for level in MASTER_LEVELS):
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        visitor.found += [Name(CLIPPING, call.lineno) for call in calls if _clips_a_model(call)]
+    if visitor.has_masters:
+        visitor.found += visitor.clippings
     return sorted(visitor.found, key=lambda name: name.line)
 
 
 class _Visitor(ast.NodeVisitor):
-    """Visits a script, and knows what the scopes around a node bind to apex."""
+    """Visits a script, and knows which names mean apex where.
+
+    A name means apex if the script imports it from apex anywhere, except in functions that bind it
+    to something else.
+    """
 
     def __init__(self, tree: ast.Module) -> None:
         self.found: list[Name] = []
-        self._scopes: list[tuple[ast.AST, dict[str, str]]] = []
-        self._calls: dict[ast.expr, tuple[str, ...]] = {}
-        self._shared: dict[str, str] = {}  # names declared global or nonlocal anywhere
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Global | ast.Nonlocal):
-                self._shared |= dict.fromkeys(node.names, "")
+        self.clippings: list[Name] = []
+        self.has_masters = False
         everywhere = _bound_by(ast.walk(tree))
-        self._shared = {name: everywhere.get(name, "") for name in self._shared}
-
-    def _full_name(self, name: str) -> str:
-        """Returns what an import of apex binds a name to; empty if anything else binds it."""
-        innermost, _ = self._scopes[-1]
-        for scope, bound in reversed(self._scopes):
-            if isinstance(scope, ast.ClassDef) and scope is not innermost:
-                continue  # its names are not visible in its methods
-            if name in bound and name not in self._shared:
-                return bound[name]
-        return self._shared.get(name, "")
+        self._full_names = ChainMap({name: full for name, full in everywhere.items() if full})
+        self._keywords: dict[ast.expr, tuple[str, ...]] = {}  # by the function that is called
 
     def _add(self, name: str, node: ast.expr) -> None:
         if name not in ROOTS:  # `apex is None` adds nothing
-            self.found.append(Name(name, node.end_lineno or node.lineno, self._calls.get(node, ())))
+            line = node.end_lineno or node.lineno
+            self.found.append(Name(name, line, self._keywords.get(node, ())))
 
-    def _visit_scope(self, node: Any) -> None:
-        """Visits the body in its own scope, and the rest (defaults, bases) in the one around."""
-        body = [node.body] if isinstance(node.body, ast.AST) else node.body
-        for child in ast.iter_child_nodes(node):
-            if child not in body:
-                self.visit(child)
-        self._scopes.append((node, _bound_by(of_scope(node))))
-        for child in body:
-            self.visit(child)
-        self._scopes.pop()
+    def _visit_function(self, node: Any) -> None:
+        self._full_names = self._full_names.new_child(_bound_by(of_scope(node)))
+        self.generic_visit(node)
+        self._full_names = self._full_names.parents
 
-    visit_Module = visit_FunctionDef = visit_AsyncFunctionDef = _visit_scope  # noqa: N815
-    visit_ClassDef = visit_Lambda = _visit_scope  # noqa: N815
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function  # noqa: N815
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -107,8 +86,14 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         keywords = [keyword.arg for keyword in node.keywords]
-        self._calls[node.func] = tuple(filter(None, keywords))
+        self._keywords[node.func] = tuple(filter(None, keywords))
+        if _clips_a_model(node):
+            self.clippings.append(Name(CLIPPING, node.lineno))
         self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if node.value in MASTER_LEVELS:
+            self.has_masters = True
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         attributes: list[str] = []
@@ -116,7 +101,7 @@ class _Visitor(ast.NodeVisitor):
         while isinstance(root, ast.Attribute):
             attributes.insert(0, root.attr)
             root = root.value
-        full = self._full_name(root.id) if isinstance(root, ast.Name) else ""
+        full = self._full_names.get(root.id) if isinstance(root, ast.Name) else ""
         if full:
             self._add(".".join([full, *attributes]), node)
             return
@@ -126,7 +111,7 @@ class _Visitor(ast.NodeVisitor):
         self.visit(root)
 
     def visit_Name(self, node: ast.Name) -> None:
-        full = self._full_name(node.id)
+        full = self._full_names.get(node.id)
         if full and isinstance(node.ctx, ast.Load):
             self._add(full, node)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from apex.tools.errors import InputError
-from apex.tools.migrate.names import names
+from apex.tools.migrate.names import mentions_apex, names
 from apex.tools.migrate.verdicts import Kind, verdict_of
-from apex.tools.source import python_2, read
+from apex.tools.source import parse, read
 
 SKIPPED = frozenset({"site-packages", "dist-packages", "build", "__pycache__"})
 """Folders skipped as copies or third-party code; hidden folders are skipped too."""
@@ -69,29 +69,28 @@ class Migration:
         by_file: dict[str, list[Use]] = defaultdict(list)
         for use in self.uses:
             by_file[use.file].append(use)
-        parts = ["\n".join([file, *_rows(uses)]) for file, uses in by_file.items()]
-        parts += ["\n".join(f"{file}: {reason}" for file, reason in self.unread)]
+        parts = []
+        for file, uses in by_file.items():
+            parts.append("\n".join([file, *_rows(uses)]))
+        if self.unread:
+            parts.append("\n".join(f"{file}: {reason}" for file, reason in self.unread))
         works, note, fails = self.counts.values()
-        counts = f"{works} uses work unchanged, {note} with a note, {fails} unsupported."
         files = "1 file" if self.files == 1 else f"{self.files} files"
-        parts.append(f"{files}: {counts}" if self.uses else f"{files}: no use of apex.")
-        return "\n\n".join(filter(None, parts))
+        parts.append(
+            f"{files}: {works} uses work unchanged, {note} with a note, {fails} unsupported."
+        )
+        return "\n\n".join(parts)
 
 
 def _rows(uses: Sequence[Use]) -> Iterator[str]:
-    """Yields the names with the lines of their uses; those with the same remedy stand together."""
-    groups: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    """Yields a row for each name with the lines of its uses, and what to do below it."""
+    lines: dict[tuple[Kind, str, str], list[str]] = defaultdict(list)
     for use in uses:
-        shared = use.remedy or use.name  # without a remedy, each name is a group of its own
-        groups[use.verdict, shared][use.name].append(use.line)
-    for (verdict, shared), by_name in groups.items():
-        heading = verdict
-        for name, lines in by_name.items():
-            where = ", ".join(map(str, dict.fromkeys(lines)))
-            yield f"  {heading:<13}  {name}  (line {where})"
-            heading = ""
-        if shared not in by_name:
-            yield textwrap.fill(shared, 100, initial_indent=" " * 17, subsequent_indent=" " * 17)
+        lines[use.verdict, use.name, use.remedy].append(str(use.line))
+    for (verdict, name, remedy), numbers in lines.items():
+        yield f"  {verdict:<13}  {name}  (line {', '.join(dict.fromkeys(numbers))})"
+        if remedy:
+            yield textwrap.fill(remedy, 100, initial_indent=" " * 17, subsequent_indent=" " * 17)
 
 
 def migration_of(path: Path) -> Migration:
@@ -107,20 +106,15 @@ def migration_of(path: Path) -> Migration:
     uses: list[Use] = []
     for file in files:
         try:
-            script_names = names(read(file))
-            uses += [
-                Use(str(file), name.line, name.name, *verdict_of(name)) for name in script_names
-            ]
+            text = read(file)
+            found = names(parse(text, file)) if mentions_apex(text) else []
+            uses += [Use(str(file), name.line, name.name, *verdict_of(name)) for name in found]
         except InputError as error:  # noqa: PERF203 - one bad file must not end the search
             if file == path:
                 raise
             unread.append((str(file), str(error).removeprefix(f"{file} ")))
         except (RecursionError, MemoryError):  # the parser raises the second, too
             unread.append((str(file), "nested too deeply to be read."))
-        except (SyntaxError, ValueError) as error:  # ValueError: null bytes, before Python 3.12
-            line = error.lineno if isinstance(error, SyntaxError) else 1
-            reason = f"line {line or 1}: not valid Python 3 syntax. {python_2(error)}"
-            unread.append((str(file), reason.strip()))
     return Migration(tuple(uses), tuple(unread), len(files))
 
 
@@ -129,13 +123,14 @@ def _python_files(path: Path, unread: list[tuple[str, str]]) -> Iterator[Path]:
         unread.append((str(error.filename), f"cannot be read: {error.strerror}."))
 
     for folder, inside, files in os.walk(path, onerror=note):
-        inside[:] = sorted(name for name in inside if not _is_skipped(os.path.join(folder, name)))
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+        inside[:] = sorted(name for name in inside if not _is_skipped(Path(folder, name)))
+        for name in sorted(files):
+            if name.endswith(".py"):
+                yield Path(folder, name)
 
 
-def _is_skipped(folder: str) -> bool:
-    name = os.path.basename(folder)
-    if name in SKIPPED or name.startswith("."):
+def _is_skipped(folder: Path) -> bool:
+    if folder.name in SKIPPED or folder.name.startswith("."):
         return True
     # A virtual environment may have any name, but always this file.
-    return os.path.exists(os.path.join(folder, "pyvenv.cfg"))
+    return (folder / "pyvenv.cfg").exists()
