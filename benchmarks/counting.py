@@ -31,10 +31,8 @@ COPIES = ("aten::_to_copy", "aten::copy_")
 MASKS = (torch.bool, torch.uint8)
 
 
-class _OperatorCounter(TorchDispatchMode):
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self._counts = counts
+class OperatorCounter(TorchDispatchMode):
+    """Runs each operator and counts it afterwards; subclasses say how."""
 
     def __torch_dispatch__(
         self,
@@ -43,11 +41,30 @@ class _OperatorCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = func.name().split(".")[0]
-        result = func(*args, **(kwargs or {}))
-        if _waits(name, args, kwargs or {}, result):
-            self._counts[name] += 1
+        """Runs the operator and counts it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.count(func, args, kwargs, result)
         return result
+
+    def count(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Counts an operator that has run."""
+        raise NotImplementedError
+
+
+class _SyncCounter(OperatorCounter):
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def count(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        name = func.name().split(".")[0]
+        if _waits(name, args, kwargs, result):
+            self._counts[name] += 1
 
 
 class _ListCounter(TorchFunctionMode):
@@ -79,7 +96,7 @@ def counted_syncs() -> Iterator[Counter[str]]:
     On the CPU nothing waits, and the count says what would wait on a device.
     """
     counts: Counter[str] = Counter()
-    with _OperatorCounter(counts), _ListCounter(counts):
+    with _SyncCounter(counts), _ListCounter(counts):
         yield counts
 
 
@@ -98,18 +115,16 @@ def refused_syncs() -> Iterator[None]:
 
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
-    return (
-        name in SYNC_OPS
-        or _is_masked_index(name, args)
-        or (name in COPIES and _is_copy_to_host(args, kwargs, result))
-    )
+    if name == "aten::index":
+        return _has_mask(args[1])
+    if name in COPIES:
+        return _is_copy_to_host(args, kwargs, result)
+    return name in SYNC_OPS
 
 
-def _is_masked_index(name: str, args: tuple[Any, ...]) -> bool:
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     """Indexing by a mask looks for its non-zero places inside the kernel."""
-    return name == "aten::index" and any(
-        index is not None and index.dtype in MASKS for index in args[1]
-    )
+    return any(index is not None and index.dtype in MASKS for index in indices)
 
 
 def _is_copy_to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:

@@ -6,12 +6,13 @@ On a machine without a GPU, the tests' emulated device runs the iterations.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import optimizers
+from benchmarks.counting import OperatorCounter
 from benchmarks.loops import Batch, MakeOptimizer, Task, device, fused_adamw, native, with_amp
 from benchmarks.measurement import Goal, Measurement
 from benchmarks.race import Work
@@ -29,7 +30,8 @@ from tests.support.emulated_cuda import build
 
 NAME = "launches"
 ROOT = Path(__file__).parents[1]
-WIDTH, LAYERS = 590, 24
+WIDTH = 590
+LAYERS = 24
 """A model of 8.4 M parameters in 48 tensors."""
 
 DTYPES = {
@@ -83,7 +85,7 @@ _ONLY_WRITE = frozenset({"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "
 """Operators in place that do not read what they write."""
 
 
-class LaunchCounter(TorchDispatchMode):
+class LaunchCounter(OperatorCounter):
     """Counts the kernels that operators would launch on a GPU, and the bytes that they move.
 
     A tensor counts once for each argument and each result that it is; what is written in place
@@ -105,23 +107,17 @@ class LaunchCounter(TorchDispatchMode):
         """The launches of all operators."""
         return self.calls.total()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Runs the operator and counts it."""
-        result = func(*args, **(kwargs or {}))
+    def count(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Counts the kernels of an operator and the bytes that they move."""
         namespace, name = func._schema.name.split("::")
-        if namespace == "aten" and name not in _NOTHING and not _is_view(func):
-            given = [*args, *(kwargs or {}).values()]
-            count = launches_of(name, given)
-            if count:
-                self.calls[name] += count
-                self.bytes += _bytes_moved(func, args, kwargs or {}, result)
-        return result
+        if namespace != "aten" or name in _NOTHING or _is_view(func):
+            return
+        launches = launches_of(name, [*args, *kwargs.values()])
+        if launches:
+            self.calls[name] += launches
+            self.bytes += _bytes_moved(func, args, kwargs, result)
 
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
@@ -131,12 +127,14 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
     lists = [tensors for tensors in args if _is_list(tensors) and _has_elements(tensors)]
     if not lists:
         return 0
+    first = lists[0]
     if not _takes_fast_path(name, lists):
-        return len(lists[0])
-    lists = [tensors for tensors in lists if tensors[0].dim() or lists[0] is tensors]
-    chunks = sum(-(-tensor.numel() // CHUNK) for tensor in lists[0])
-    most = TENSORS_PER_LAUNCH[len(lists)]
-    kernels = max(-(-len(lists[0]) // most), -(-chunks // CHUNKS_PER_LAUNCH))
+        return len(first)
+    lists = [tensors for tensors in lists if tensors[0].dim() or tensors is first]
+    chunks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in first)
+    for_tensors = math.ceil(len(first) / TENSORS_PER_LAUNCH[len(lists)])
+    for_chunks = math.ceil(chunks / CHUNKS_PER_LAUNCH)
+    kernels = max(for_tensors, for_chunks)
     return kernels + 1 if name in TWO_KERNELS else kernels
 
 
@@ -169,18 +167,19 @@ def _is_view(func: Any) -> bool:
 
 
 def _bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    schema = func._schema
+    name = schema.name.rpartition("::")[2]
     total = 0
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         size = _bytes_of(value)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and func._schema.name.rpartition("::")[2] not in _ONLY_WRITE:
-            # With a scale, the fused optimizers' kernels write unscaled gradients back.
-            written = argument.name != "grads" or kwargs.get("grad_scale") is not None
-        else:
-            written = False
-        total += 2 * size if written and not argument.is_out else size
-    in_place = any(value.alias_info is not None for value in func._schema.returns)
+        total += size
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name == "grads" and kwargs.get("grad_scale") is None:
+            is_written = False  # with a scale, the fused optimizers' kernels write gradients back
+        if is_written and not argument.is_out and name not in _ONLY_WRITE:
+            total += size  # read, too
+    in_place = any(value.alias_info is not None for value in schema.returns)
     return total if in_place else total + _bytes_of(result)
 
 
@@ -269,11 +268,14 @@ class Row:
 def run(*, quick: bool) -> Iterator[Measurement]:
     """Yields launches and bytes per parameter of each way to train with each optimizer."""
     for row in _counted_elsewhere(quick=quick):
-        launches, moved = row.most_launches, row.most_moved
-        most_launches = None if launches is None else Goal("<=", launches)
-        most_moved = None if moved is None else Goal("<=", moved)
-        yield Measurement(NAME, row.case, row.launches, "launches", most_launches, digits=0)
-        yield Measurement(NAME, row.case, row.moved, "bytes/param", most_moved, digits=1)
+        launches = _at_most(row.most_launches)
+        yield Measurement(NAME, row.case, row.launches, "launches", launches, digits=0)
+        moved = _at_most(row.most_moved)
+        yield Measurement(NAME, row.case, row.moved, "bytes/param", moved, digits=1)
+
+
+def _at_most(most: float | None) -> Goal | None:
+    return None if most is None else Goal("<=", most)
 
 
 def rows(*, quick: bool) -> Iterator[Row]:
@@ -282,18 +284,18 @@ def rows(*, quick: bool) -> Iterator[Row]:
 
     def row(mode: str, name: str, title: str, **options: Any) -> Row:
         counted = machinery(mode, OPTIMIZERS[name], **options)
-        goals: tuple[int, float] | tuple[None, None] = (None, None)
-        if mode in MACHINERY:
-            launches, moved = MACHINERY[mode]
-            step_launches, step_moved = STEPS[name]
-            goals = launches + step_launches, moved + step_moved
-        if options:
-            goals = None, None
-        return Row(title, counted.launches, counted.bytes / params, *goals)
+        counts = Row(title, counted.launches, counted.bytes / params)
+        if options or mode not in MACHINERY:
+            return counts
+        launches, moved = MACHINERY[mode]
+        step_launches, step_moved = STEPS[name]
+        return replace(
+            counts, most_launches=launches + step_launches, most_moved=moved + step_moved
+        )
 
     yield row("fp16", "AdamW", "autocast fp16 + GradScaler, AdamW")
     yield row("bf16", "AdamW", "autocast bf16, AdamW")
-    for name in list(OPTIMIZERS)[: 1 if quick else None]:
+    for name in ["AdamW"] if quick else OPTIMIZERS:
         for level in MACHINERY:
             yield row(level, name, f"{level}, {name}")
     for level in MACHINERY:
@@ -310,7 +312,9 @@ def _counted_elsewhere(*, quick: bool) -> list[Row]:
         except build.Unavailable as reason:
             print(f"launches: left out, no emulated CUDA: {reason}", file=sys.stderr)
             return []
-    command = [*start, "benchmarks.launches", *(["--quick"] if quick else [])]
+    command = [*start, "benchmarks.launches"]
+    if quick:
+        command.append("--quick")
     done = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return [Row(**json.loads(line)) for line in done.stdout.splitlines()]
 

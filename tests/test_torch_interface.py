@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import apex
+from tests.mutants import MUTANTS
 
 SOURCES = Path(apex.__file__).parents[1]
 # torch documents them: "Foreach Functions" of docs/torch.html, "Extending PyTorch".
@@ -65,3 +66,9 @@ def test_private_modules_that_tests_import_are_those_of_their_readme():
         *listed
     }
     assert [name for name in sorted(found) if not name.startswith(tuple(listed))] == []
+
+
+def test_every_planted_fault_has_its_line_in_the_sources():
+    for mutant in MUTANTS:
+        source = (SOURCES / mutant.file).read_text(encoding="utf-8")
+        assert source.count(mutant.right) == 1, mutant.fault

@@ -12,8 +12,7 @@ from typing import Any
 _KINDS = {
     "prepared": "apex._engine.optimizer.prepared:PreparedOptimizer",
     "cast": "apex.amp._initialize:AppliedCast",
-    "fp32_module": "apex._engine.conversion.casts:Fp32Module",
-    "master_link": "apex._engine.conversion.state_dict:MasterLink",
+    "master_link": "apex._engine.conversion.state:MasterLink",
     "model": "apex._engine.conversion.subclass:set_saved_state",
     "model_state": "apex._engine.conversion.state:rebuild_state",
     "optimizer": "apex._engine.optimizer.subclass:rebuild_optimizer",

@@ -120,14 +120,14 @@ def backward_affine(
     """
     wide_grad, y, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
     dims = tuple(range(-len(normalized_shape), 0))
-    rows = (*y.shape[: -len(dims)], *(1 for _ in dims))
+    rows = y.shape[: -len(dims)] + (1,) * len(dims)
     factor = invvar.to(y.dtype).view(rows)
     if memory_efficient:
         if bias is not None:
             y = y - wide_bias
         if weight is not None:
-            positive = wide_weight.clamp(min=eps)
-            y = y / torch.where(wide_weight >= 0, positive, wide_weight.clamp(max=-eps))
+            magnitude = wide_weight.abs().clamp(min=eps)
+            y = y / magnitude.copysign(wide_weight)
     else:
         if mean is not None:
             y = y - mean.to(y.dtype).view(rows)

@@ -51,16 +51,13 @@ class Finder:
         if (name != "apex" and name not in KERNELS) or getattr(_searching, "on", False):
             return None
         theirs = find_theirs(name)
-        if name == "apex":
-            if theirs is None:
-                return find_ours(name)
-            if theirs.submodule_search_locations is not None and not has_amp(theirs):
-                theirs.submodule_search_locations.append(os.path.join(SITE, "apex"))
+        if theirs is not None:
+            folders = theirs.submodule_search_locations
+            if name == "apex" and folders is not None and not has_amp(theirs):
+                folders.append(os.path.join(SITE, "apex"))
                 _add_parts(theirs.loader)
             return theirs
-        if theirs is not None:
-            return theirs
-        if has_amp(find_theirs("apex")):
+        if name != "apex" and has_amp(find_theirs("apex")):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return find_ours(name)
 

@@ -1,5 +1,6 @@
 """One call of every function in apex's lists, with the arguments of its operator's row."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ _OF_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@functools.cache
 def calls() -> list[Call]:
     """Returns a call for every name of every list."""
     return [

@@ -1,5 +1,6 @@
 """Arguments for every operator of the op table, as the dispatcher gets them."""
 
+import functools
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -233,6 +234,7 @@ def arguments(row: str) -> list[Arguments]:
     return [(ARGUMENTS[plain] if plain in ARGUMENTS else _of_schema(row), {})]
 
 
+@functools.cache
 def rows(device: str = "cpu") -> list[str]:
     """Returns every row that is called by itself, of those that this torch has.
 

@@ -34,13 +34,6 @@ def test_o4_with_fp16_casts_runs_gelu_in_fp32():
     del keep
 
 
-def test_a_user_may_have_gelu_in_fp32_at_o4():
-    amp.register_float_function(F, "gelu")
-    keep = prepared("O4")
-    assert gelu_of(torch.bfloat16) is torch.float32
-    del keep
-
-
 @pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="the table is of later kernels of rms_norm")
 def test_the_rows_dropped_at_o4_are_those_that_only_guard_the_range_of_fp16():
     names = op_errors.names()

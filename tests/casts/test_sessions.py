@@ -67,15 +67,6 @@ def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ende
     assert product() is torch.float32
 
 
-@pytest.mark.parametrize("ends", [lambda held: amp.restore(*held), list.clear])
-def test_a_session_that_ends_inside_disable_casts_leaves_no_casts(ends):
-    held = [*session("O4")]
-    with amp.disable_casts():
-        ends(held)
-        gc.collect()
-    assert product() is torch.float32
-
-
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_session_that_begins_in_a_block_casts_in_its_models_only(device):

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -87,24 +86,6 @@ def test_in_inference_mode_a_model_is_copied_and_masters_are_not(level):
     low = loops.LEVELS[level].stored
     assert loops.same(found, {name: value.to(low).float() for name, value in saved.items()})
     train(model, optimizer, 2)
-
-
-@levels
-def test_a_deep_copy_with_its_scheduler_trains_equally_and_warns_of_nothing(level):
-    model, optimizer = loops.prepared(level, loss_scale="dynamic")
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    original = (model, optimizer, scheduler)
-    train(*original[:2], 2)
-    scheduler.step()
-    copied = copy.deepcopy(original)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for *pair, own_scheduler in (original, copied):
-            for x, y in loops.batches(3, overflow_at={1}):
-                loops.train_step(*pair, x, y)
-            own_scheduler.step()
-    assert copied[1].param_groups[0]["lr"] == 0.025
-    assert loops.same(everything(*original[:2]), everything(*copied[:2]))
 
 
 @masters

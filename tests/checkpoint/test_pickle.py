@@ -95,7 +95,7 @@ def test_files_name_one_private_module_only(level, protocol):
 
 
 def test_the_kinds_of_parts_in_files_are_frozen():
-    parts = "cast fp32_module master_link master_pair model model_state optimizer plan prepared"
+    parts = "cast master_link master_pair model model_state optimizer plan prepared"
     assert sorted(_pickle._KINDS) == parts.split()
     for kind in _pickle._KINDS:
         assert callable(_pickle._load(kind))

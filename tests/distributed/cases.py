@@ -47,13 +47,6 @@ def joined(step, ranks=2):
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
-def train_steps(model, optimizer, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        backward(model, optimizer, x, y)
-        optimizer.step()
-
-
 def assert_trained_alike(ranks_state, optimizer, level, eps=4):
     """Masters of the ranks and of one process agree within some roundings of the level's dtype."""
     tolerance = eps * EPS[level]

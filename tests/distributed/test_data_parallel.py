@@ -17,8 +17,8 @@ from tests.distributed.cases import (
     joined,
     prepare,
     state,
-    train_steps,
 )
+from tests.support import loops
 from tests.support.loops import WITH_MASTERS, loss_of
 
 pytestmark = pytest.mark.distributed
@@ -67,7 +67,7 @@ def train(rank, level, wrapper, steps=20, poisoned=None):
     batches = [batch(rank, step) for step in range(steps)]
     if poisoned is not None and poisoned[0] == rank:
         batches[poisoned[1]][0][0, 0] = float("inf")
-    train_steps(parallel, optimizer, batches)
+    loops.train(parallel, optimizer, data=batches)
     return state(parallel, optimizer)
 
 
@@ -78,7 +78,7 @@ def test_two_ranks_stay_alike_and_train_as_one_process_on_the_joined_batch(
     first, second = on_two_ranks(train, level, wrapper)
     assert first == second
     model, optimizer = prepare(level, seed=0)
-    train_steps(model, optimizer, map(joined, range(20)))
+    loops.train(model, optimizer, data=map(joined, range(20)))
     assert_trained_alike(first, optimizer, level, eps=16)
 
 
@@ -190,7 +190,7 @@ def train_in_groups(rank, level):
     groups = [dist.new_group([0]), dist.new_group([1])]
     model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank])
-    train_steps(parallel, optimizer, (batch(0, step) for step in range(2)))
+    loops.train(parallel, optimizer, data=(batch(0, step) for step in range(2)))
     return state(parallel, optimizer)["masters"]
 
 
@@ -198,7 +198,7 @@ def train_in_groups(rank, level):
 def test_masters_are_shared_in_the_wrapper_s_own_group(on_two_ranks, level):
     for rank, found in enumerate(on_two_ranks(train_in_groups, level)):
         model, optimizer = prepare(level, seed=rank)
-        train_steps(model, optimizer, (batch(0, step) for step in range(2)))
+        loops.train(model, optimizer, data=(batch(0, step) for step in range(2)))
         assert found == state(model, optimizer)["masters"]
 
 
@@ -211,7 +211,7 @@ def train_after_a_rank_alone(rank, level, alone):
         with parallel.no_sync():
             backward(called, optimizer, *batch(0, 99))
         optimizer.zero_grad()
-    train_steps(parallel, optimizer, (batch(rank, step) for step in range(2)))
+    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(2)))
     return state(parallel, optimizer)
 
 
@@ -231,5 +231,5 @@ def test_ranks_that_average_in_the_block_skip_together_and_train_as_one_process(
     assert first == second
     assert skipped == [False, True, False]
     model, optimizer = prepare(level, seed=0)
-    train_steps(model, optimizer, [joined(0), joined(2)])
+    loops.train(model, optimizer, data=[joined(0), joined(2)])
     assert_trained_alike(first, optimizer, level)

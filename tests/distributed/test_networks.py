@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from apex import amp
-from apex.parallel import Reducer, SyncBatchNorm, convert_syncbn_model
+from apex.parallel import SyncBatchNorm, convert_syncbn_model
 from tests.distributed.cases import (
     EPS,
     assert_trained_alike,
@@ -16,9 +15,9 @@ from tests.distributed.cases import (
     initialized,
     joined,
     state,
-    train_steps,
 )
-from tests.support.loops import LEVELS_SHORT, WITH_MASTERS, loss_of, net
+from tests.support import loops
+from tests.support.loops import LEVELS_SHORT, WITH_MASTERS, net
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +42,7 @@ class Branches(nn.Module):
 def train_branches(rank, level):
     model, optimizer = initialized(level, Branches())
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    train_steps(parallel, optimizer, (batch(rank, step) for step in range(4)))
+    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(4)))
     return state(parallel, optimizer)
 
 
@@ -52,7 +51,7 @@ def test_unused_parameters_are_found(on_two_ranks, level):
     first, second = on_two_ranks(train_branches, level)
     assert first == second
     model, optimizer = initialized(level, Branches())
-    train_steps(model, optimizer, map(joined, range(4)))
+    loops.train(model, optimizer, data=map(joined, range(4)))
     assert_trained_alike(first, optimizer, level)
 
 
@@ -73,7 +72,7 @@ def train_normed(rank, level, converted):
         model = convert_syncbn_model(model)
     kind = type(model[1])
     parallel = DistributedDataParallel(model)
-    train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
+    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(3)))
     return issubclass(kind, SyncBatchNorm), state(parallel, optimizer), model[1].running_mean
 
 
@@ -85,33 +84,10 @@ def test_batch_norm_over_ranks_is_batch_norm_over_the_joined_batch(on_two_ranks,
     assert first == second
     assert torch.equal(mean, other_mean)
     model, optimizer = initialized(level, normed())
-    train_steps(model, optimizer, map(joined, range(3)))
+    loops.train(model, optimizer, data=map(joined, range(3)))
     tolerance = 32 * EPS[level]
     torch.testing.assert_close(mean, model[1].running_mean, rtol=tolerance, atol=tolerance)
     assert_trained_alike(first, optimizer, level, eps=32)
-
-
-# -- gradients averaged by hand --------------------------------------------------------------
-
-
-def train_with_reducer(rank, level):
-    torch.manual_seed(3 + rank)
-    model, optimizer = initialized(level, nn.Linear(4, 2))
-    reducer = Reducer(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch(rank, step))
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-            reducer.reduce()
-        optimizer.step()
-    return state(model, optimizer)
-
-
-@pytest.mark.parametrize("level", LEVELS_SHORT)
-def test_a_reducer_inside_the_block_keeps_ranks_alike(on_two_ranks, level):
-    first, second = on_two_ranks(train_with_reducer, level)
-    assert first == second
 
 
 # -- optimizers that shard their state -------------------------------------------------------
@@ -133,7 +109,7 @@ def train_with_sharded_state(rank, level):
     except RuntimeError as error:
         return str(error), {p.dtype for p in model.parameters()}
     parallel = DistributedDataParallel(model)
-    train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
+    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(3)))
     return state(parallel, optimizer)
 
 
@@ -143,7 +119,7 @@ def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_rank
     assert first == second
     model = net(3)
     model, optimizer = initialized(level, model, torch.optim.Adam(model.parameters(), lr=1e-2))
-    train_steps(model, optimizer, map(joined, range(3)))
+    loops.train(model, optimizer, data=map(joined, range(3)))
     assert_trained_alike(first, optimizer, level, eps=32)
 
 

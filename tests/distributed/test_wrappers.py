@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
-from tests.distributed.cases import backward, batch, initialized, net, prepare, state, train_steps
+from tests.distributed.cases import backward, batch, initialized, net, prepare, state
+from tests.support import loops
 from tests.support.loops import WITH_MASTERS, prepared, scaled_backward
 
 pytestmark = pytest.mark.distributed
@@ -117,7 +118,9 @@ def train_unevenly(rank, level):
     parallel = DistributedDataParallel(model)
     try:
         with parallel.join():
-            train_steps(parallel, optimizer, (batch(rank, step) for step in range(2 + 2 * rank)))
+            loops.train(
+                parallel, optimizer, data=(batch(rank, step) for step in range(2 + 2 * rank))
+            )
     except RuntimeError as error:
         return str(error)
     return state(model, optimizer)
@@ -152,7 +155,7 @@ def wrapped_first(rank, level, wrap, compiled):
     try:
         with torch.no_grad():
             wrapper(batch(rank, 0)[0])
-        train_steps(parallel, optimizer, (batch(rank, step) for step in range(3)))
+        loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(3)))
     except RuntimeError as error:
         return str(error)
     finally:

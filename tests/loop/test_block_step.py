@@ -44,13 +44,6 @@ def counted(monkeypatch):
     return taken
 
 
-def conv_net():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
-    ).to(memory_format=torch.channels_last)
-
-
 def trained(name, monkeypatch, *, blocks, net=loops.net, clip=False, passes=1, shape=(3, 4)):
     monkeypatch.setattr(block_step, "least_elements", 1 if blocks else 1e9)
     model, optimizer = loops.prepared("O5", KINDS[name], model=net())
@@ -75,9 +68,13 @@ def test_blocks_give_the_bits_of_a_step_over_fp32_gradients(name, clip, counted,
     assert loops.same(by_blocks, trained(name, monkeypatch, blocks=False, clip=clip))
 
 
+def channels_last_net():
+    return loops.conv_net().to(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_channels_last_and_batch_norm_go_along(passes, counted, monkeypatch):
-    options = {"net": conv_net, "passes": passes, "shape": (3, 3, 4, 4)}
+    options = {"net": channels_last_net, "passes": passes, "shape": (3, 3, 4, 4)}
     by_blocks = trained("AdamW", monkeypatch, blocks=True, **options)
     assert bool(counted) == (passes == 1)  # a sum is in fp32
     assert loops.same(by_blocks, trained("AdamW", monkeypatch, blocks=False, **options))

@@ -113,10 +113,10 @@ def test_an_unprepared_optimizer_is_refused():
 @pytest.mark.parametrize(
     ("error", "value", "words"),
     [
-        (ValueError, -1.0, "must be 0 or greater"),
-        (ValueError, float("nan"), "must be 0 or greater"),
-        (TypeError, "x", "'x'; it must be a number"),
-        (TypeError, None, "None; it must be a number"),
+        (ValueError, -1.0, "must be at least 0"),
+        (ValueError, float("nan"), "must be at least 0"),
+        (ValueError, "x", "'x'"),
+        (TypeError, None, "NoneType"),
     ],
 )
 def test_a_norm_that_is_none_is_refused(name, error, value, words):

@@ -25,21 +25,6 @@ def expected(level, *data):
     return [param.grad.float() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-@masters
-def test_masters_have_the_sum_of_the_passes_in_fp32(level, passes):
-    model, optimizer = loops.prepared(level, loss_scale=1.0)
-    data = list(loops.batches(passes))
-    for x, y in data:
-        loops.backward(model, optimizer, x, y)
-    each = [expected(level, one) for one in data]
-    for index, master in enumerate(amp.master_params(optimizer)):
-        total = each[0][index]
-        for other in each[1:]:
-            total = total + other[index]
-        assert loops.same(master.grad, total)
-
-
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_after_a_block_with_a_scale_the_model_keeps_its_scaled_gradients(level):
     x, y = loops.batch()

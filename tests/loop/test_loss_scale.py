@@ -7,21 +7,15 @@ from apex import amp
 from tests.support import loops
 
 
-def one_param(level="O1", **options):
-    """A model with one weight: thousands of steps take a second."""
-    return loops.prepared(level, model=torch.nn.Linear(1, 1, bias=False), **options)
-
-
 def step(model, optimizer, gradient):
     """One training step whose weight gets ``gradient``."""
     optimizer.zero_grad()
-    loss = model.weight.float().sum() * gradient
-    loops.scaled_backward(loss, optimizer)
+    loops.scaled_backward(loops.slope(model, gradient), optimizer)
     optimizer.step()
 
 
-def scales_after(gradients, **options):
-    model, optimizer = one_param(**options)
+def scales_after(gradients, level="O1", **options):
+    model, optimizer = loops.one_weight(level, **options)
     history = []
     for gradient in gradients:
         step(model, optimizer, gradient)
@@ -56,7 +50,7 @@ def test_the_scale_follows_the_gradients(options, gradients, exponents):
 
 
 def test_the_scale_doubles_after_exactly_2000_clean_steps():
-    model, optimizer = one_param()
+    model, optimizer = loops.one_weight("O1")
     scaler = amp._amp_state.loss_scalers[0]
     scaler._unskipped = 1997
     found = []
@@ -67,13 +61,16 @@ def test_the_scale_doubles_after_exactly_2000_clean_steps():
 
 
 def test_a_start_outside_the_bounds_is_moved_inside():
-    one, two = one_param(max_loss_scale=2.0**10), one_param(min_loss_scale=2.0**20)
+    one, two = (
+        loops.one_weight("O1", max_loss_scale=2.0**10),
+        loops.one_weight("O1", min_loss_scale=2.0**20),
+    )
     assert [scaler["loss_scale"] for scaler in amp.state_dict().values()][-2:] == [2.0**10, 2.0**20]
     del one, two
 
 
 def test_a_static_scale_divides_by_what_it_multiplied_with():
-    model, optimizer = one_param("O0", loss_scale="48.0")
+    model, optimizer = loops.one_weight("O0", loss_scale="48.0")
     with amp.scale_loss(model.weight.sum(), optimizer) as scaled_loss:
         assert scaled_loss == model.weight.sum() * 48
         scaled_loss.backward()

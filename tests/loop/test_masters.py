@@ -295,18 +295,12 @@ def test_two_optimizers_over_the_same_weights_share_one_master(names, joined):
 # -- memory ----------------------------------------------------------------------------------
 
 
-def conv_net():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
-
-
 @pytest.mark.parametrize("name", ["fused AdamW", "fused SGD", "Adam"])
 @pytest.mark.parametrize("moved", [0, 1])
 def test_a_model_moved_to_channels_last_trains_alike(name, moved):
     x, results = torch.randn(2, 3, 4, 4), []
     for channels_last in (False, True):
-        model, optimizer = loops.prepared("O5", loops.OPTIMIZERS[name], model=conv_net())
+        model, optimizer = loops.prepared("O5", loops.OPTIMIZERS[name], model=loops.conv_net())
         for step in range(3):
             if channels_last and step == moved:
                 model.to(memory_format=torch.channels_last)
@@ -330,3 +324,15 @@ def test_a_weight_with_gaps_in_memory_trains_as_one_without(level):
         loops.train(model, optimizer)
         results.append(loops.masters(optimizer))
     assert loops.same(*results)
+
+
+@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_step_ends_with_the_rounded_masters_in_the_model(level, name):
+    model, optimizer = loops.prepared(level, loops.OPTIMIZERS[name])
+    weights = list(model.parameters())
+    masters = list(amp.master_params(optimizer))
+    loops.backward(model, optimizer, *loops.batch())
+    optimizer.step()
+    for weight, master in zip(weights, masters, strict=True):
+        assert torch.equal(weight, master.to(weight.dtype))

@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from apex import amp
 from tests.support import loops
@@ -103,14 +102,3 @@ def test_a_users_own_autocast_around_a_step_stays():
         optimizer.step()
     assert optimizer.dtypes == [torch.float16] * 2
     del held
-
-
-def test_hooks_on_steps_end_with_the_last_session():
-    hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    assert not any(hooks)
-    first, second = loops.prepared("O4"), loops.prepared("O5")
-    del first
-    assert all(hooks)
-    amp.restore(*second)
-    del second
-    assert not any(hooks)

@@ -171,6 +171,7 @@ class Hooks(nn.Module):
         m.__class__.other is Overrides.other,
         m.hook() + m.other(),
         m.hook.__self__ is m,
+        m.hook.__code__ is Hooks.hook.__code__,  # as Lightning tells what a script overrides
     )
 )
 class Overrides(nn.Linear, Hooks):

@@ -54,15 +54,6 @@ def test_generated_class_goes_with_its_models():
     assert Local.__subclasses__() == []
 
 
-def test_hooks_of_the_user_fire_once_and_see_what_the_caller_sees():
-    model = Net()
-    seen = []
-    model.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-    model.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
-    converted(model)(x())
-    assert seen == [torch.float32, torch.float32]
-
-
 def test_forward_set_on_the_object_runs_inside_and_comes_back():
     model = nn.Linear(3, 2)
     original = model.forward

@@ -16,6 +16,7 @@ every_level = pytest.mark.parametrize("level", LEVELS)
 
 def replicate(model):
     """Copies a model as torch.nn.parallel.replicate does, which itself needs GPUs."""
+    list(model.parameters())  # which it broadcasts first
     copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, replica in copies.items():
         for key, child in module._modules.items():

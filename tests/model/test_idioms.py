@@ -76,6 +76,31 @@ def test_an_error_of_the_model_keeps_its_text_and_its_lines(level, error):
         assert raised.value.__cause__ is None
 
 
+class Groups(nn.Linear):
+    """Its ``parameters()`` are an optimizer's groups, as in nerfstudio's fields."""
+
+    def parameters(self, recurse=True):
+        return [{"params": [self.weight]}, {"params": [self.bias], "lr": 0.2}]
+
+
+@every_level
+def test_a_model_whose_parameters_are_groups_trains_as_one_whose_are_not(level):
+    trained = []
+    for cls in (Groups, nn.Linear):
+        torch.manual_seed(0)
+        model = cls(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=4.0)
+        for _ in range(2):
+            with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[1])
+
+
 # -- methods that see written masters --------------------------------------------------------------
 
 

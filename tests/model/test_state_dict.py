@@ -49,7 +49,7 @@ def test_one_destination_holds_the_values_of_each_call():
     assert (states["b.head.weight"] == 1).all()
     assert not (states["a.head.weight"] == 1).any()
     for prefix in "ab":
-        assert states[f"{prefix}.head.weight"] is states[f"{prefix}.embed.weight"]
+        assert torch.equal(states[f"{prefix}.head.weight"], states[f"{prefix}.embed.weight"])
 
 
 def test_keep_vars_leaves_entries():

@@ -48,12 +48,6 @@ def reference(name, x, weight, bias, eps=1e-5):
     return norms.layer_norm(x, weight, bias, eps=eps)
 
 
-def gradients(result, inputs):
-    """Gradients of a weighted sum, so that no two elements count alike."""
-    scale = torch.linspace(-1, 1, result.numel(), device=result.device).view_as(result)
-    return torch.autograd.grad((result * scale.to(result.dtype)).sum(), inputs)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "weight_dtype"), MIXES)
 def test_values_dtypes_and_gradients_are_those_of_the_formula(dtype, weight_dtype, device):
@@ -65,7 +59,7 @@ def test_values_dtypes_and_gradients_are_those_of_the_formula(dtype, weight_dtyp
         inputs = leaves(name, *made)
         # The gradient that enters is rounded to the result's dtype, sums over 12 rows follow.
         bound = 16 * max(torch.finfo(kind).eps for kind in (dtype, weight_dtype))
-        both = gradients(result, inputs), gradients(expected, inputs)
+        both = norms.gradients(result, inputs), norms.gradients(expected, inputs)
         for leaf, actual, wanted in zip(inputs, *both, strict=True):
             assert actual.dtype is leaf.dtype
             torch.testing.assert_close(actual.double(), wanted.double(), rtol=bound, atol=bound)
@@ -88,7 +82,7 @@ def test_autograd_functions_give_what_the_functions_give(name):
         function.apply(*inputs, torch.Size((SIZE,)), 1e-5, True),
         run(name, *made, memory_efficient=True),
     ]
-    found = [[result, *gradients(result, inputs)] for result in results]
+    found = [[result, *norms.gradients(result, inputs)] for result in results]
     assert all(map(torch.equal, *found))
     with torch.autocast("cpu", BF16):
         assert function.apply(*inputs, (SIZE,), 1e-5).dtype is FULL  # as in apex

@@ -31,11 +31,13 @@ def test_there_is_one_address():
 @pytest.mark.parametrize("version", [None, "2.5.1+cu121"])
 @pytest.mark.parametrize("name", ["apex", "apex.amp", "apex.optimizers"])
 def test_a_missing_or_old_torch_is_one_error_with_the_command(tmp_path, name, version):
-    (tmp_path / "torch").mkdir()
-    text = "raise ModuleNotFoundError(name='torch')" if version is None else ""
-    (tmp_path / "torch" / "__init__.py").write_text(text or f"__version__ = {version!r}")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {name}"
-    run = [sys.executable, "-c", code]
+    if version is not None:
+        info = tmp_path / f"torch-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    paths = [str(tmp_path), str(Path(apex.__file__).parents[1])]
+    code = f"import sys; sys.path[:0] = {paths}; import {name}"
+    run = [sys.executable, "-S", "-c", code]  # without site-packages, and so without torch
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     found = "torch is not installed" if version is None else f"this is torch {version}"
     assert done.returncode == 1

@@ -140,17 +140,6 @@ def test_gradients_are_synchronized_only_where_the_parameters_update():
     assert parallel.without_sync == 1
 
 
-def test_one_model_under_two_wrappers_is_refused():
-    model, first = wrapped(Ours, "O5")
-    second = Ours(optimizer=sgd(model), opt_level="O5", verbosity=0)
-    iterate(model, first)
-    with (
-        pytest.raises(RuntimeError, match="the model Net, which it has already prepared"),
-        second.optim_context(model),
-    ):
-        pass
-
-
 def test_backward_before_the_first_context_says_what_is_missing():
     model, wrapper = wrapped(Ours, "O1")
     with pytest.raises(RuntimeError, match=r"before amp\.initialize"):

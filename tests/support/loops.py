@@ -55,6 +55,14 @@ class Net(nn.Module):
         return self.last(torch.relu(self.norm(self.first(x))))
 
 
+def conv_net():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
+        )
+
+
 class Weights(nn.Module):
     """Some weights; the gradient of each is its factor in the loss."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
@@ -49,32 +49,10 @@ def flag(name: str, value: object) -> bool:
     )
 
 
-def sizes(name: str, value: Any, *, count: int = 1) -> list[int]:
-    """Returns at least ``count`` positive integers as a list.
-
-    Raises:
-        TypeError: If ``value`` is no sequence of integers.
-        ValueError: If there are too few, or one is not positive.
-    """
-    if not isinstance(value, Iterable) or isinstance(value, str):
-        raise TypeError(
-            f"{name} is {shown(value)}; it must be a sequence of at least {count} integers."
-        )
-    checked = [integer(f"{name}[{index}]", size, least=1) for index, size in enumerate(value)]
-    if len(checked) < count:
-        raise ValueError(f"{name} is {checked}; it must have at least {count} items.")
-    return checked
-
-
-def integer(name: str, value: Any, *, least: int, others: str = "") -> int:
-    """Returns ``value``; raises ValueError unless it is an integer of at least ``least``.
-
-    The message also lists what ``others`` describes.
-    """
+def integer(name: str, value: Any, *, least: int) -> int:
+    """Returns ``value``; raises ValueError unless it is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(
-            f"{name} is {shown(value)}; it must be an integer of at least {least}{others}."
-        )
+        raise ValueError(f"{name} is {shown(value)}; it must be an integer of at least {least}.")
     return int(value)
 
 
@@ -112,21 +90,12 @@ def clipping(caller: str, max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
     Raises:
         TypeError: If one is no number.
-        ValueError: If one is negative or NaN: a negative norm would reverse the gradients.
+        ValueError: If one is negative, NaN, or no numeric string.
     """
-    checked = []
-    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"{caller} got {name}={shown(value)}; it must be a number.") from None
-        if not number >= 0.0:
-            raise ValueError(
-                f"{caller} got {name}={value!r}; it must be 0 or greater. With max_norm=inf, the "
-                "norm is only computed."
-            )
-        checked.append(number)
-    return checked[0], checked[1]
+    norms = float(max_norm), float(norm_type)
+    in_range(f"{caller}: max_norm", norms[0])  # a negative norm would reverse the gradients
+    in_range(f"{caller}: norm_type", norms[1])
+    return norms
 
 
 def module(caller: str, value: object) -> None:

@@ -10,8 +10,6 @@ Note [Generated class]
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
 from apex._torch.dynamo import is_tracing
@@ -51,10 +49,7 @@ class _Generated(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         """Sets an attribute of the own class."""
-        if mixin_of(cls) is None:
-            super().__setattr__(name, value)
-        else:
-            setattr(plain_class(cls), name, value)
+        type.__setattr__(plain_class(cls), name, value)
 
     def __delattr__(cls, name: str) -> None:
         """Deletes an attribute of the own class."""
@@ -101,9 +96,3 @@ def plain_class(cls: type) -> Any:
 def swap_class(obj: object, new: type) -> None:
     """Sets the class of ``obj``, past its own ``__setattr__`` and a property ``__class__``."""
     vars(object)["__class__"].__set__(obj, new)
-
-
-def shown_as(function: Any, wrapper: Any) -> Any:
-    """Shows ``wrapper`` as ``function``, also to ``inspect.getfullargspec``."""
-    wrapper.__signature__ = inspect.signature(function)
-    return functools.update_wrapper(wrapper, function)

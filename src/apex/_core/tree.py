@@ -226,11 +226,10 @@ def _sequence_like(obj: Any, items: list[Any]) -> Any:
         made.extend(items)
         return made
     is_named = hasattr(cls, "_fields")
-    if _is_compiling():  # dynamo traces only the class's own ``__new__``
-        return cls(*items) if is_named else cls(items)
     attributes = getattr(obj, "__dict__", None)
-    if attributes is None and not is_named:
-        return cls(items)
+    # dynamo traces only the class's own ``__new__``.
+    if _is_compiling() or (attributes is None and not is_named):
+        return cls(*items) if is_named else cls(items)
     made = tuple.__new__(cls, items)  # as the class's own ``__new__`` may not take the items
     if attributes:
         made.__dict__.update(attributes)

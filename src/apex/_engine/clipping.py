@@ -48,8 +48,7 @@ def clip_grad_norm_(
         return total.full_tensor() if dtensor.is_dtensor(total) else total
     if not (pending or grads):
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    clipped = [*pending, *grads]
-    norm = norms.global_norm(clipped, norm_type, clipped[0].device)
+    norm = norms.global_norm([*pending, *grads], norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "

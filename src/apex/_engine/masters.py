@@ -75,6 +75,9 @@ class Master(nn.Parameter):
         increment_version(self)
         parameters.set_data(self, value)
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter, so that it loads without apex."""
         plain: Any = nn.Parameter(self.detach(), self.requires_grad)
@@ -420,7 +423,8 @@ class MasterTable:
         pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
         self.add([pair], user)
         if param.grad is not None and not self.lazy:
-            set_grad(pair.master, *fp32_copies([param.grad], [pair.master]))
+            (copy,) = fp32_copies([param.grad], [pair.master])
+            set_grad(pair.master, copy)
             param.grad = None
         return pair
 

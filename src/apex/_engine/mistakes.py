@@ -264,6 +264,7 @@ class BlockInspection:
         if backward_id() == self._pass_id:  # not that of another thread
             self._others_reached.append(param)
 
+    @untraced
     def _end_pass(self) -> None:
         self._is_running = False
         self._mark_grads()
@@ -319,6 +320,7 @@ def _counted_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
     return _sample([*lazy, *prepared.direct_params()])
 
 
+@untraced  # dynamo cannot trace a tensor's attributes
 def _mark(params: Iterable[Tensor], origin: _Origin) -> None:
     for param in params:
         grad = param.grad
@@ -326,6 +328,7 @@ def _mark(params: Iterable[Tensor], origin: _Origin) -> None:
             vars(grad)[_MARK] = origin, grad._version
 
 
+@untraced
 def _origins(params: Iterable[Tensor]) -> set[_Origin]:
     """Returns where the gradients of parameters come from."""
     origins: set[_Origin] = set()

@@ -26,7 +26,7 @@ from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.subclass import convert, hand_over
+from apex._engine.conversion.subclass import hand_over, set_state
 from apex._engine.ddp import DDPTracker
 from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
@@ -142,7 +142,8 @@ class Session:
         for model in models:
             before = casts.floating_tensors(model)
             undo.callback(casts.undo_convert, model)
-            convert(model, plan, self.region, self, undo)
+            link = state.MasterLink(self, plan.param_dtype)
+            set_state(model, state.ModelState(plan, self.region, link), undo)
             undo.callback(self.masters.release, model)
             self._make_masters(model, before, trains=bool(optimizers))
         for optimizer in optimizers:

@@ -101,6 +101,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Returns whether ``tensor`` has values to read, as meta and fake tensors have not."""
+    """Returns whether ``tensor`` has values to read: not meta, fake, or wrapped by torch.func."""
+    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
     fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
-    return not tensor.is_meta and (fake_tensor is None or not fake_tensor.is_fake(tensor))
+    return fake_tensor is None or not fake_tensor.is_fake(tensor)

@@ -124,8 +124,4 @@ def is_compiling_here() -> bool:
     _eval_frame.set_eval_frame(callback)
     if callable(callback):
         return True
-    guards = torch._guards
-    for context in (guards.TracingContext, guards.CompileContext):
-        if context.try_get() is not None:
-            return True
-    return False
+    return is_tracing() or torch._guards.CompileContext.try_get() is not None

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 _MODULE = "torch.distributed.fsdp"
@@ -49,17 +48,6 @@ def param_groups(model: nn.Module) -> list[Any]:
             groups = [getattr(state, "_fsdp_param_group", None)]
         by_id.update({id(group): group for group in groups if group is not None})
     return list(by_id.values())
-
-
-def compute_dtype(group: Any) -> torch.dtype | None:
-    """Returns the ``param_dtype`` of the group's ``MixedPrecisionPolicy``, or the first one."""
-    # From torch 2.15 on, each parameter of the group has its own policy.
-    for holder in (group, *group.fsdp_params):
-        policy = getattr(holder, "mp_policy", None)
-        dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
-        if dtype is not None:
-            return dtype
-    return None
 
 
 def defers_reduction(groups: Iterable[Any]) -> bool:

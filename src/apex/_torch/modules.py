@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -37,12 +37,6 @@ def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tens
         for name, tensor in tensors.items():
             if tensor is not None:
                 yield f"{prefix}.{name}" if prefix else name, tensor
-
-
-def state_dict_hooks(module: nn.Module) -> Mapping[int, object]:
-    """Returns the ``state_dict`` post-hooks of a module."""
-    hooks: Mapping[int, object] = module._state_dict_hooks
-    return hooks
 
 
 def flatten_rnns(model: nn.Module) -> None:

@@ -114,8 +114,10 @@ class FusedDenseGeluDense(nn.Module):
         self.out_features = out_features
         first = nn.Linear(in_features, intermediate_features)
         second = nn.Linear(intermediate_features, out_features)
-        self.weight1, self.bias1 = first.weight, first.bias
-        self.weight2, self.bias2 = second.weight, second.bias
+        self.weight1 = first.weight
+        self.bias1 = first.bias
+        self.weight2 = second.weight
+        self.bias2 = second.bias
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns ``[*, out_features]``."""

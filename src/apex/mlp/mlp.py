@@ -26,7 +26,8 @@ class MlpFunction(torch.autograd.Function):
     def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
         """Returns the result of `mlp_function`."""
         ctx.save_for_backward(*args)
-        ctx.bias, ctx.activation = bias, activation
+        ctx.bias = bias
+        ctx.activation = activation
         return mlp_function(bias, activation, *args)
 
     @staticmethod
@@ -43,8 +44,8 @@ class MlpFunction(torch.autograd.Function):
             grads = torch.autograd.grad(
                 output, trainable, grad_o.to(output.dtype), create_graph=create_graph
             )
-        grad_by_id = dict(zip(map(id, trainable), grads, strict=True))
-        return None, None, *(grad_by_id.get(id(arg)) for arg in args)
+        remaining = iter(grads)
+        return None, None, *(next(remaining) if arg.requires_grad else None for arg in args)
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -98,7 +99,9 @@ class MLP(nn.Module):
             raise TypeError(
                 f"MLP got activation={activation!r}; it takes 'none', 'relu' or 'sigmoid'."
             )
-        self.mlp_sizes = arguments.sizes("mlp_sizes", mlp_sizes, count=2)
+        self.mlp_sizes = [arguments.integer("mlp_sizes", size, least=1) for size in mlp_sizes]
+        if len(self.mlp_sizes) < 2:
+            raise ValueError(f"mlp_sizes is {self.mlp_sizes}; it must have at least 2 items.")
         self.num_layers = len(self.mlp_sizes) - 1
         self.bias = int(arguments.flag("bias", bias))
         self.activation = _NAMES.index(activation)

@@ -148,8 +148,7 @@ class FusedAdam(FusedOptimizer):
             if not (of_group and largest):
                 continue
             if self._norms is None:
-                grads = [*chain(*[batch.grads for batch in of_group])]
-                norm = global_norm(grads, 2.0, of_group[0].device)
+                norm = global_norm([*chain(*[batch.grads for batch in of_group])])
             else:
                 norm = as_tensor(self._norms[index], of_group[0].device)
             divisor = ((norm + 1e-6) / largest).clamp(min=1.0)

@@ -81,7 +81,7 @@ class FusedLAMB(FusedOptimizer):
         grads = [grad for batch in batches for grad in batch.grads]
         self._divisor: Scalar = 1.0
         if grads and largest:
-            self._divisor = clip_divisor(global_norm(grads, 2.0, grads[0].device), largest)
+            self._divisor = clip_divisor(global_norm(grads), largest)
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""

@@ -47,13 +47,6 @@ def test_validation_counts_no_image_twice():
     assert seen == [[0, 2, 4, 6], [1, 3, 5]]
 
 
-@pytest.mark.parametrize(
-    ("epoch", "expected"), [(0, 0), (2.5, 0.5), (5, 1), (29, 1), (30, 0.1), (60, 0.01), (80, 1e-3)]
-)
-def test_of_90_epochs_the_rate_changes_at_5_30_60_and_80(example, epoch, expected):
-    assert example.learning_rate(epoch / 90) == pytest.approx(expected)
-
-
 def test_folders_of_images_are_learned(example, folder, tmp_path, capsys):
     level = ["--opt-level", "O5", "--keep-batchnorm-fp32", "True", "--channels-last"]
     options = [*level, "--epochs", "3", "--lr", "1", "--print-freq", "2"]
@@ -106,11 +99,6 @@ def test_evaluation_scores_the_checkpoint(example, folder, tmp_path, capsys):
     assert example.main([*argv, *resume, "--evaluate"]) == trained
     assert "epoch 1 validation" in capsys.readouterr().out
     assert (tmp_path / "checkpoint.pth.tar").read_bytes() == before
-
-
-@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
-def test_the_launchers_option_is_taken_in_both_spellings(example, spelling):
-    assert example.parse_args([f"{spelling}=3"]).local_rank == 3
 
 
 @pytest.mark.distributed

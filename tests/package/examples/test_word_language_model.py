@@ -24,16 +24,6 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("length", [3, 20])
-@pytest.mark.usefixtures("example")
-def test_chunks_ask_for_every_word_but_the_first_once(length):
-    from corpus import chunks
-
-    pieces = list(chunks(torch.arange(10), length))
-    assert torch.cat([words for words, _ in pieces]).tolist() == list(range(9))
-    assert torch.cat([following for _, following in pieces]).tolist() == list(range(1, 10))
-
-
 @pytest.mark.parametrize("level", ["O2", "O4"])
 def test_a_text_file_is_learned(example, text, level):
     loss, validation = example.main([*("--data", str(text), "--opt-level", level, *TINY), *FAST])

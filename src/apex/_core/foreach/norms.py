@@ -57,13 +57,15 @@ def stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([moved(norm, device, dtype) for norm in norms])
 
 
-def global_norm(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Returns the norm over all tensors: 0-d on ``device``; 0 of none."""
+def global_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Returns the norm over all tensors: 0-d, on the first's device; 0 of none."""
+    device = tensors[0].device if tensors else torch.device("cpu")
     if norm_type == 2.0:
         norms = l2_norms(tensors, device)
     else:
         norms = stacked([_norm(tensor, norm_type) for tensor in tensors], device)
-    return _norm(norms, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return norm
 
 
 def any_non_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -94,16 +94,12 @@ def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     return None
 
 
-def _digest(spec: AutocastSpec | None) -> str:
-    return "" if spec is None else spec.digest
-
-
 @functools.cache
-def _guard(device: str, dtype: torch.dtype, digest: str) -> Callable[[], None]:
+def _guard(device: str, dtype: torch.dtype, spec: AutocastSpec | None) -> Callable[[], None]:
     """Returns a function that raises once other rows apply than in compiled code."""
 
     def check() -> None:
-        if _digest(newest(device, dtype)) != digest:
+        if newest(device, dtype) != spec:
             raise RuntimeError("other rows apply now")
 
     return check
@@ -162,7 +158,7 @@ def _build(op: str, device: str) -> Kernel:
         low = torch.get_autocast_dtype(device)
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
-            before_each_run(_guard(device, low, _digest(spec)))
+            before_each_run(_guard(device, low, spec))
         tensors = tensors_in(args, kwargs)
         wide = widest(tensors)
         if spec is None:

@@ -131,8 +131,10 @@ class AutocastRegion(Region):
         begin_run(until)
 
     def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
-        if torch.float64 in [tensor.dtype for tensor in tensors_in(args, kwargs)]:
-            self._accept_float64()
+        for tensor in tensors_in(args, kwargs):
+            if tensor.dtype is torch.float64:
+                self._accept_float64()
+                break
 
     @at_tracing
     def _accept_float64(self) -> None:

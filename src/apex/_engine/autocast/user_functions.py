@@ -87,7 +87,8 @@ class UserRegistry:
         self.listed: list[_Function] = []
         self._lock = threading.RLock()  # a session may end in a garbage collection of this thread
         self._registered: list[_Function] = []
-        self._replaced: dict[_Function, tuple[Any, Any]] = {}  # the attribute before, and since
+        # By id, as a namespace may have no hash: the module, its attribute before, and since.
+        self._replaced: dict[tuple[int, str, Kind], tuple[Any, Any, Any]] = {}
         self._sessions = 0
 
     def register(self, module: ModuleType | type, name: str, kind: Kind) -> None:
@@ -125,7 +126,7 @@ class UserRegistry:
         with self._lock:
             self._sessions -= 1
             while self._replaced and not self._sessions:
-                (module, name, _), (before, ours) = self._replaced.popitem()
+                (_, name, _), (module, before, ours) = self._replaced.popitem()
                 if vars(module).get(name) is not ours:
                     continue  # other code has replaced ours since
                 if before is _ABSENT:
@@ -134,7 +135,8 @@ class UserRegistry:
                     setattr(module, name, before)
 
     def _replace(self, module: Any, name: str, kind: Kind) -> None:
-        if (module, name, kind) in self._replaced:
+        key = id(module), name, kind
+        if key in self._replaced:
             return
         before = vars(module).get(name, _ABSENT)
         function = getattr(module, name)
@@ -144,4 +146,4 @@ class UserRegistry:
         if inspect.isclass(module) and bound:
             value = staticmethod(value)
         setattr(module, name, value)
-        self._replaced[module, name, kind] = before, vars(module)[name]
+        self._replaced[key] = module, before, vars(module)[name]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from apex._core import dtypes, tree
+from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
 from apex._core.rounding import exact_value
 from apex._engine.conversion.plan import planned_dtypes, topmost_fp32_modules
 from apex._engine.conversion.state import STATE, ModelState, state_of
-from apex._pickle import rebuild
 from apex._torch.modules import flatten_rnns, named_tensors
 from apex._torch.parameters import set_in_place
 
@@ -26,41 +22,15 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     May be called again: casts what was added to the model.
     """
     plan = state.plan
-    if plan.fp32_inputs:
-        state.find_uncast(state.inner_forward or model.forward)
     for _, tensor, dtype in planned_dtypes(model, plan):
         if tensor.dtype is not dtype and dtypes.is_castable(tensor):
             set_in_place(tensor, tensor.detach().to(dtype), undo)
     flatten_rnns(model)
     if not plan.casts_down:
         return
-    hooks = Fp32Module(plan.param_dtype)
-    for module in topmost_fp32_modules(model, plan):
-        attached = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-        if hooks not in attached:
-            before = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-            state.handles += [before, module.register_forward_hook(hooks.after)]
+    tops = topmost_fp32_modules(model, plan)
     for module in model.modules():
-        state.handles += state.link.attach(module)
-
-
-@dataclass(frozen=True)
-class Fp32Module:
-    """The hooks of a module that computes in fp32 in a model that computes in ``dtype``."""
-
-    dtype: torch.dtype | None
-
-    def before(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
-        """Returns the arguments with every floating tensor in fp32."""
-        return tree.cast_arguments(args, kwargs, torch.float32)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns ``output`` with every floating tensor in the model's dtype."""
-        return tree.cast_tensors(output, self.dtype or torch.float32)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by its kind; see :mod:`apex._pickle`."""
-        return rebuild, ("fp32_module", self.dtype)
+        state.handles += state.link.attach(module, in_fp32=any(module is top for top in tops))
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
@@ -85,40 +55,6 @@ def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return [(tensor, tensor.detach()) for tensor in tensors if dtypes.is_castable(tensor)]
 
 
-# -- changes of dtype by the user ------------------------------------------------------------------
-
-
-def begin_apply(
-    model: nn.Module, state: ModelState, fn: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """Begins ``to``, ``half``, ``float`` and the like; returns the function for torch to apply.
-
-    A 16-bit model that is cast to another dtype becomes plain first, with its exact values.
-    Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
-    """
-    before = state.plan.param_dtype or torch.float32
-    after = fn(torch.empty(0, dtype=before, device="cpu")).dtype
-    if after is before:
-        return lambda tensor: _unless_lower(tensor, fn(tensor))
-    if state.plan.casts_down:
-        restore(model)
-    if not state.link.is_copy:  # which are cast to be saved
-        state.writes.tell(
-            "dtype",
-            "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. Weights "
-            "cast to 16 bits train without fp32 masters: for those, or another level, call "
-            "amp.restore and then amp.initialize (O2 or O5 for masters).",
-            *(type(model).__name__, after, after, before),
-        )
-    return fn
-
-
-def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
-    """Returns ``moved``, in the dtype of ``tensor`` if its own is a lower one."""
-    is_lower = moved.dtype is not tensor.dtype and moved.dtype in dtypes.LOW_PRECISION
-    return tensor.to(moved.device) if is_lower else moved
-
-
 # -- the way back --------------------------------------------------------------------------------
 
 
@@ -136,11 +72,11 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
     if state is None:
         return
     if state.plan.casts_down:
-        state.link.write_back(model)
+        state.link.masters.update_model(model)
         with ExitStack() as undo:
             for tensor in named_tensors(model).values():
                 if dtypes.is_low_precision(tensor):
-                    known = state.link.master_of(tensor), (masters or {}).get(id(tensor))
+                    known = state.link.masters.exact_value(tensor), (masters or {}).get(id(tensor))
                     set_in_place(tensor, exact_value(tensor, known), undo)
             undo.pop_all()
     undo_convert(model)

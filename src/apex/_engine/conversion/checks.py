@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from inspect import Parameter
 
 import torch
 from torch import Tensor, jit, nn
@@ -38,16 +39,16 @@ def check(models: Sequence[nn.Module], plan: ModelPlan, *, refuse_float64: bool)
     """
     refuse_inference_mode("amp.initialize")
     for model in models:
-        for text in _faults(model, plan):
-            raise RuntimeError(f"amp.initialize got {text}")
+        _check_model(model, plan)
     for model in models:
         fsdp.reshard(model)
         planned = {id(tensor): dtype for _, tensor, dtype in planned_dtypes(model, plan)}
         for name, tensor in named_tensors(model).items():
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            wide = refuse_float64 and kind == "parameter"
-            for text in _tensor_faults(tensor, planned.get(id(tensor)), refuse_float64=wide):
-                raise RuntimeError(f"amp.initialize got a model whose {kind} {name} is {text}")
+            is_param = isinstance(tensor, nn.Parameter)
+            kind = "parameter" if is_param else "buffer"
+            fault = _fault(tensor, planned.get(id(tensor)), refuse_float64 and is_param)
+            if fault is not None:
+                raise RuntimeError(f"amp.initialize got a model whose {kind} {name} is {fault}")
     _check_names(plan, models)
 
 
@@ -60,57 +61,55 @@ def refuse_inference_mode(call: str) -> None:
         )
 
 
-def _faults(model: nn.Module, plan: ModelPlan) -> Iterator[str]:
-    """Yields what makes a model unfit, with the way; the first is raised."""
-    kind, state = type(model).__name__, state_of(model)
+def _check_model(model: nn.Module, plan: ModelPlan) -> None:
+    """Raises RuntimeError for a model that is prepared, wrapped or scripted."""
+    kind = type(model).__name__
+    state = state_of(model)
     if state is not None and (state.plan.casts_down or plan.casts_down):
-        yield (
-            f"the model {kind}, which it has already prepared. Only a model that keeps fp32 "
-            "weights (O0, O1, O4) can be prepared again, at one of these levels. For others, first "
-            "call amp.restore(model, optimizer)."
+        raise RuntimeError(
+            f"amp.initialize got the model {kind}, which it has already prepared. Only a model "
+            "that keeps fp32 weights (O0, O1, O4) can be prepared again, at one of these levels. "
+            "For others, first call amp.restore(model, optimizer)."
         )
-    library = type(model).__module__.partition(".")[0]
-    if isinstance(model, (DataParallel, DistributedDataParallel)) or library == "deepspeed":
-        yield (
-            f"a model wrapped in {kind}; it takes the model itself. Call amp.initialize first, "
-            f"then wrap the model that it returns in {kind}."
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise RuntimeError(
+            f"amp.initialize got a model wrapped in {kind}; it takes the model itself. Call "
+            f"amp.initialize first, then wrap the model that it returns in {kind}."
         )
-    if any(map(fsdp.is_fsdp1, model.modules())):
-        yield (
-            f"a model ({kind}) with FullyShardedDataParallel in it, which flattens parameters. Use "
-            "fully_shard(model) from torch.distributed.fsdp, then create the optimizer, then call "
-            "amp.initialize."
-        )
-    for name, part in model.named_modules():
-        if isinstance(part, jit.ScriptModule) and (plan.casts_down or not name):
-            yield (
-                f"a scripted model ({kind}), or one whose {name or 'root'} is scripted: compiled "
-                "code cannot cast. Pass the plain module; torch.compile and torch.jit.trace take "
-                "the model amp returns."
+    for name, module in model.named_modules():
+        if fsdp.is_fsdp1(module):
+            raise RuntimeError(
+                f"amp.initialize got a model ({kind}) with FullyShardedDataParallel in it, which "
+                "flattens parameters. Use fully_shard(model) from torch.distributed.fsdp, then "
+                "create the optimizer, then call amp.initialize."
+            )
+        if isinstance(module, jit.ScriptModule) and (plan.casts_down or not name):
+            raise RuntimeError(
+                f"amp.initialize got a scripted model ({kind}), or one whose {name or 'root'} is "
+                "scripted: compiled code cannot cast. Pass the plain module; torch.compile and "
+                "torch.jit.trace take the model amp returns."
             )
 
 
-def _tensor_faults(
-    tensor: Tensor, planned: torch.dtype | None, *, refuse_float64: bool
-) -> Iterator[str]:
-    """Yields what makes a parameter or buffer unfit, with the way; the first is raised."""
+def _fault(tensor: Tensor, planned: torch.dtype | None, refuse_float64: bool) -> str | None:
+    """Returns what makes a parameter or buffer unfit, with the remedy."""
     is_cast = planned not in (None, tensor.dtype)
+    low = planned if planned in dtypes.LOW_PRECISION else None
     if is_lazy(tensor):
-        yield (
+        return (
             "not initialized yet (a lazy module). Run one batch through the model first, so that "
             "its shapes are known."
         )
     if tensor.is_meta:
-        yield (
+        return (
             "on the meta device and has no values. Materialize the model first: "
             "model.to_empty(device=...), then load its weights."
         )
     if tensor.is_inference() and is_cast:
-        yield "made under torch.inference_mode(). Make or load the model under torch.no_grad()."
-    low = planned if planned in dtypes.LOW_PRECISION else None
+        return "made under torch.inference_mode(). Make or load the model under torch.no_grad()."
     if dtensor.is_dtensor(tensor) and dtypes.is_castable(tensor) and (low or is_cast):
         scale = ", loss_scale='dynamic'" if low is torch.float16 else ""
-        yield (
+        return (
             "a DTensor (fully_shard, tensor parallel), which amp does not cast. For 16 bits, "
             f"fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={low})) casts, and "
             f"keeps fp32 shards for amp.initialize(..., opt_level='O0'{scale}). Shard an fp32 "
@@ -118,11 +117,12 @@ def _tensor_faults(
         )
     # A 0-d tensor combines with any dtype, like a Python number.
     if refuse_float64 and tensor.dtype is torch.float64 and tensor.dim():
-        yield (
+        return (
             "float64; the op casts of O1 and O4 leave float64 as it is, and operators cannot "
             "combine it with 16-bit inputs. Call model.float() first, or use a level that converts "
             "the model (O0, O2, O3, O5)."
         )
+    return None
 
 
 def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
@@ -143,8 +143,10 @@ def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
         if not any(fnmatchcase(name, str(rule)) for name in buffers):
             _refuse("fp32_buffers", rule, "matches no buffer", buffers)
     params = [p for model in models for p in parameters_of(model.forward).values()]
+    kinds = {p.kind for p in params}
     names = [p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in params)
+    # Not with ``*args``, which may hold the argument as well and do not tell.
+    takes_any = Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds
     for rule in plan.fp32_inputs:
         if rule not in names and not (takes_any and isinstance(rule, str)):
             _refuse("fp32_inputs", rule, "is no argument of the model's forward", names)

@@ -1,22 +1,39 @@
-"""Messages about a prepared model: fixes for dtype errors, and values that rounding loses."""
+"""Messages about a prepared model: fixes for dtype errors, and what 16 bits lose.
+
+What is lost in forward passes is found in the first ones, by the version counters of tensors and
+without a wait for the device. torch does not count writes through ``tensor.data`` in place.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex._core import dtypes
+from apex._core import dtypes, tree
+from apex._core.arguments import positional_names
 from apex._core.rounding import loses_order
+from apex._core.sums import Sums
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
-from apex._engine.conversion.state_dict import AVERAGE
+from apex._engine.scaler import Readback
 from apex._torch import errors
 from apex._torch.copies import has_values
 from apex._torch.modules import named_parameters
 
+if TYPE_CHECKING:
+    from apex._engine.conversion.state import MasterLink
+
 _log = logging.getLogger("apex")
+
+AVERAGE = "Average an fp32 copy, made by amp.restore(copy.deepcopy(model))."
+"""The remedy for averages in 16 bits."""
 
 _PREPARED = "amp.initialize prepared the model "
 _HOLDS = (
@@ -39,17 +56,31 @@ _COMPUTES = (
     "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
 )
 
+_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+
+_FORWARDS = 256
+"""Forward passes that are watched, of which one in training counts as 16: what a model writes in
+training, it writes from the start."""
+
+_COPIED = " of a deep copy"
+
+_LARGEST = 2.0**23
+"""From here on, every fp32 value is a whole number."""
+
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     """Adds the remedy to the text of an error that torch raised for the plan's dtypes."""
-    fault, text = errors.fault_of_16_bits(error), str(error)
+    fault = errors.fault_of_16_bits(error)
+    text = str(error)
     if fault is None or _PREPARED in text:  # by a method, or another prepared model, inside
         return
     others = _of_another_dtype(model, plan) if fault == "mixed" else []
     if others or fault == "no room" or plan.casts_down:
-        listed = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
-        name, dtype = type(model).__name__, plan.param_dtype or torch.float32
-        remedy = (_HOLDS if others else _COMPUTES).format(model=name, dtype=dtype, found=listed)
+        remedy = (_HOLDS if others else _COMPUTES).format(
+            model=type(model).__name__,
+            dtype=plan.param_dtype or torch.float32,
+            found=", ".join(others[:4]),
+        )
         error.args = (f"{text}\n{remedy}",)
 
 
@@ -71,12 +102,14 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     ``before`` holds tensors of the converted model with their values before conversion.
     """
     names = {id(buffer): name for name, buffer in model.named_buffers()}
-    lost = []
+    listed: list[str] = []
     for tensor, exact in before:
+        name = names.get(id(tensor))
         is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(tensor)
-        if id(tensor) in names and is_rounded and has_values(exact):
-            lost.append((names[id(tensor)], loses_order(exact, tensor.dtype)))
-    listed = [name for name, is_lost in lost if is_lost.item()]  # sync: before training begins
+        if name is None or not is_rounded or not has_values(exact):
+            continue
+        if loses_order(exact, tensor.dtype).item():  # sync: before training begins
+            listed.append(name)
     if listed:
         _log.warning(
             "amp: in %s, rounding to 16 bits makes ordered values equal in %s. %s",
@@ -92,3 +125,174 @@ def keeping(model: nn.Module, names: Sequence[str]) -> str:
     if buffers:
         lines.append(f"fp32_buffers={buffers!r} (cast what is computed from them)")
     return f"To keep them in fp32: amp.initialize(..., {', '.join(lines)})." if lines else AVERAGE
+
+
+# -- what forward passes lose ----------------------------------------------------------------------
+
+
+class Writes:
+    """What a model wrote in its forward passes so far; ``left`` of them are watched.
+
+    A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing; averages and
+    counters do. So buffers that two passes in a row have written are watched in the next one, by
+    :class:`Sums`. Frozen weights and deep copies are written between the passes, by loads or as an
+    average.
+    """
+
+    def __init__(self) -> None:
+        self.left = _FORWARDS
+        self._versions: dict[str, tuple[int, int, int]] = {}
+        self._changed: set[str] = set()
+        self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
+        self._told: set[str] = set()
+        self._whole_numbers: Readback[str] = Readback()
+
+    def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
+        """Watches a deep copy of the model, too: it may become an average."""
+        self._copies[copied] = link
+        self.left = _FORWARDS
+
+    @contextlib.contextmanager
+    def watch(
+        self,
+        model: nn.Module,
+        link: MasterLink,
+        forward: Callable[..., Any],
+        given: tree.Call,
+        cast: tree.Call,
+    ) -> Iterator[None]:
+        """Watches a forward pass, and logs what it loses.
+
+        Args:
+            model: The model.
+            link: Finds its masters.
+            forward: Its own forward.
+            given: The caller's arguments.
+            cast: The arguments that ``forward`` gets.
+        """
+        self.left -= 16 if model.training else 1
+        averages: list[str] = []
+        buffers: dict[str, Tensor] = {}
+        for name, tensor in self._written_again(model, link):
+            if isinstance(tensor, nn.Parameter):
+                averages.append(name)
+            else:
+                buffers[name] = tensor
+        self._tell_lost(model, averages)
+        if buffers:
+            with Sums(buffers) as sums:
+                yield
+            self._tell_lost(model, sums.found(dict(_buffers(model))))
+        else:
+            yield
+        names = positional_names(forward)
+        self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
+
+    def _written_again(self, model: nn.Module, link: MasterLink) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors that were written both before this pass and before the last one.
+
+        Watched are frozen weights, in training also buffers, and the weights of deep copies. Those
+        that an optimizer trains are left out.
+        """
+        watched: list[tuple[str, Tensor, MasterLink]] = []
+        for name, param in named_parameters(model):
+            if not param.requires_grad:
+                watched.append((name, param, link))
+        if model.training:
+            watched += [(name, buffer, link) for name, buffer in _buffers(model)]
+        for copied, its_link in list(self._copies.items()):
+            for name, param in named_parameters(copied):
+                watched.append((name + _COPIED, param, its_link))
+        before = self._changed
+        self._changed = set()
+        for name, tensor, its_link in watched:
+            is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
+            has_master = its_link.masters.pair_of(tensor) is not None
+            if has_master or not is_counted or not has_values(tensor):
+                continue
+            version = its_link.loads, tensor._version, tensor.data_ptr()
+            last = self._versions.get(name, version)
+            self._versions[name] = version
+            if last != version and last[0] == its_link.loads:
+                self._changed.add(name)
+                if name in before:
+                    yield name, tensor
+
+    def _check_arguments(
+        self, model: nn.Module, given: dict[str, Any], cast: dict[str, Any]
+    ) -> None:
+        """Names the arguments that the forward wrote into, and those that lose whole numbers."""
+        for name, argument in cast.items():
+            pairs = zip(tree.tensors(given.get(name)), tree.tensors(argument), strict=False)
+            for exact, copy in pairs:
+                if copy is exact:
+                    continue
+                if not copy.is_inference() and copy._version > 0:
+                    self.tell(
+                        f"writes to {name}",
+                        "amp: the forward of %s writes into its argument %s, which was cast: the "
+                        "caller's own tensor does not change. Pass it in the dtype that the model "
+                        "computes in, or name it in amp.initialize(..., fp32_inputs=%r).",
+                        *(type(model).__name__, name, [name]),
+                    )
+                if exact.dtype in WIDE and dtypes.is_low_precision(copy) and not _is_tracing():
+                    # Tensors of torch.func, sparse ones and empty ones have no values to search.
+                    with contextlib.suppress(RuntimeError, IndexError):
+                        self._whole_numbers.send(name, _lost(exact, copy.dtype))
+        for name, (number,) in self._whole_numbers.poll():
+            if number != 0.0:
+                self.tell(
+                    f"whole numbers of {name}",
+                    "amp: the argument %s of %s holds whole numbers that 16 bits do not, such as "
+                    "%g. If they are codes, positions or time steps, keep them in fp32: "
+                    "amp.initialize(..., fp32_inputs=%r).",
+                    *(name, type(model).__name__, number, [name]),
+                )
+
+    def _tell_lost(self, model: nn.Module, names: Sequence[str]) -> None:
+        if names:
+            own = [name for name in names if not name.endswith(_COPIED)]
+            self.tell(
+                "tensors",
+                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
+                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
+                *(type(model).__name__, ", ".join(names[:4]), keeping(model, own)),
+            )
+
+    def tell(self, what: str, text: str, *args: object) -> None:
+        """Logs a warning, once for each ``what``."""
+        if what not in self._told:
+            self._told.add(what)
+            _log.warning(text, *args)
+
+
+def _by_name(names: Sequence[str], call: tree.Call) -> dict[str, Any]:
+    """Returns a call's arguments by name, those in ``*args`` by position."""
+    args, kwargs = call
+    labels = itertools.chain(names, map(str, itertools.count(len(names))))
+    return dict(zip(labels, args, strict=False)) | kwargs
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers of all modules but batch norm's."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            yield from module.named_buffers(prefix, recurse=False)
+
+
+@torch.no_grad()
+def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a whole number that a dtype does not hold, from a column of such, or 0.0, as [1].
+
+    A column is what the last dimension indexes; one row is no column. Measured values are rounded
+    as well, and seldom whole: so at least half of what a column loses must be whole numbers.
+    """
+    columns = exact.reshape(-1, exact.shape[-1]) if exact.dim() > 1 else exact.reshape(-1, 1)
+    if columns.shape[0] == 1:
+        columns = columns.reshape(-1, 1)
+    changed = (columns.to(dtype).to(columns.dtype) != columns) & (columns.abs() < _LARGEST)
+    whole = changed & (columns == columns.round())
+    are_codes = whole.any(0) & (2 * whole.sum(0) >= changed.sum(0))
+    example = torch.where(whole & are_codes, columns, 0.0).flatten()
+    largest = example.abs().argmax(0, keepdim=True)
+    return example[largest]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -58,43 +57,39 @@ class ModelPlan:
     fp32_inputs: tuple[str, ...] = ()
     fp32_buffers: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @property
     def casts_down(self) -> bool:
         """Whether parameters are cast to a 16-bit type."""
         return self.param_dtype in dtypes.LOW_PRECISION
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by value; see :mod:`apex._pickle`."""
-        return rebuild, ("plan", *(getattr(self, field.name) for field in fields(self)))
+        return rebuild, ("plan", *vars(self).values())
 
 
 def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
-    """Returns the outermost modules that match ``plan.fp32_modules``, each once."""
+    """Returns the outermost modules that match ``plan.fp32_modules``."""
     chosen: dict[str, nn.Module] = {}
-    for name, module in named_submodules(model) if plan.fp32_modules else ():
-        inside = any(name.startswith(f"{parent}.") for parent in chosen)
-        if not inside and any(matches(rule, name, module) for rule in plan.fp32_modules):
+    for name, module in named_submodules(model):
+        is_inside = any(name.startswith(f"{parent}.") for parent in chosen)
+        if not is_inside and any(matches(rule, name, module) for rule in plan.fp32_modules):
             chosen[name] = module
-    return list(dict.fromkeys(chosen.values()))
-
-
-def fp32_modules(model: nn.Module, plan: ModelPlan) -> set[nn.Module]:
-    """Returns every module whose own tensors stay in fp32."""
-    if not plan.casts_down:
-        return set()
-    tops = topmost_fp32_modules(model, plan)
-    if plan.keep_batchnorm_fp32:
-        tops += [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return {module for top in tops for module in top.modules()}
+    return list(chosen.values())
 
 
 def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Yields every parameter and buffer, once, with its qualified name and planned dtype.
 
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
-    planned as fp32 (``check`` raises for it).
+    planned as fp32.
     """
-    apart = fp32_modules(model, plan)
+    apart: set[nn.Module] = set()  # every module whose own tensors stay in fp32
+    if plan.casts_down:
+        tops = topmost_fp32_modules(model, plan)
+        if plan.keep_batchnorm_fp32:
+            tops += [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        for top in tops:
+            apart.update(top.modules())
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
     for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in apart):

@@ -1,30 +1,40 @@
-"""The conversion state of a model, in an attribute of the model."""
+"""What a converted model knows: its plan, its masters, and its fp32 state dict.
+
+``state_dict`` and ``load_state_dict`` work on any module, so every module with a 16-bit tensor has
+hooks of its own, as in apex. They handle its own tensors alone: it does not matter whether the
+module, a parent or a wrapper is called.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from apex._core.arguments import parameters_of, positional_names
-from apex._core.tree import Args, Kwargs
+from apex._core import dtypes, tree
+from apex._core.rounding import exact_value
 from apex._engine.autocast.region import LowPrecisionRegion, Region
+from apex._engine.conversion.notes import AVERAGE, Writes
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.conversion.state_dict import MasterLink
-from apex._engine.conversion.writes import Writes
+from apex._engine.masters import MasterTable
 from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
-from apex._torch.dynamo import at_tracing
+from apex._torch.dynamo import at_tracing, is_tracing
+from apex._torch.modules import own_tensors
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
 STATE = "_apex_state"
 """The attribute's name."""
+
+Entries = MutableMapping[str, Any]
+"""A state dict."""
 
 
 @dataclass(eq=False)
@@ -39,10 +49,6 @@ class ModelState:
         handles: Hooks to remove at the end.
         uncast: Names of the arguments of ``forward`` that are not cast, and positions of those that
             it takes by position.
-        unplaced: Names of those that ``forward`` takes in ``*args`` or ``**kwargs``.
-        positional: How many arguments come before ``*args``.
-        writes: Finds what the model writes in 16 bits.
-        threads: Identifiers of the threads that run a method of the model.
     """
 
     plan: ModelPlan
@@ -51,13 +57,14 @@ class ModelState:
     inner_forward: Callable[..., Any] | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
-    unplaced: tuple[str, ...] = ()
-    positional: int = 0
-    writes: Writes = field(default_factory=Writes)
-    threads: set[int] = field(default_factory=set)
 
-    def begin_forward(self, model: nn.Module, *, traced: bool = False) -> None:
-        """Rounds written masters into the model, and records the active DDP wrapper."""
+    @at_tracing
+    def begin_forward(self, model: nn.Module) -> None:
+        """Rounds written masters into the model, and records the active DDP wrapper.
+
+        While the pass is traced, only the latter: compiled code does neither.
+        """
+        traced = torch.compiler.is_compiling() or is_tracing()
         session = self.link.session
         if session is None:
             return
@@ -68,46 +75,6 @@ class ModelState:
         wrapper = active_wrapper()
         if wrapper is not None:
             session.ddp_tracker.mark_forward(wrapper, traced=traced)
-
-    def find_uncast(self, forward: Callable[..., Any]) -> None:
-        """Finds the plan's ``fp32_inputs`` in the signature of ``forward``."""
-        named, parameters = self.plan.fp32_inputs, parameters_of(forward)
-        by_position = positional_names(forward)
-        positions = [at for at, name in enumerate(by_position) if name in named]
-        self.uncast = (*named, *positions)
-        self.unplaced = tuple(name for name in named if name not in parameters)
-        self.positional = len(by_position)
-
-    def check_unplaced(self, args: Args, kwargs: Kwargs) -> None:
-        """Raises TypeError if ``*args`` may hold one of ``unplaced``."""
-        for name in self.unplaced:
-            if len(args) > self.positional and name not in kwargs:
-                raise TypeError(
-                    f"amp.initialize got fp32_inputs with {name!r}, but the model's forward takes "
-                    f"*args, which do not tell which of them it is. Pass {name}=... by keyword."
-                )
-
-    @at_tracing
-    def begin_traced_forward(self, model: nn.Module) -> None:
-        """Records, while dynamo traces a forward pass, what compiled code cannot."""
-        self.begin_forward(model, traced=True)
-
-    def runs_here(self) -> bool:
-        """Returns whether this thread runs a method of the model."""
-        return get_ident() in self.threads
-
-    def enter_thread(self, until: ExitStack) -> None:
-        """Records that this thread runs a method of the model, until ``until`` closes."""
-        thread = get_ident()
-        if thread not in self.threads:
-            self.threads.add(thread)
-            until.callback(self.threads.discard, thread)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
-        shared = {"writes": Writes(), "threads": set()}
-        new = memo[id(self)] = object.__new__(type(self))
-        new.__dict__.update(copy.deepcopy({**self.__dict__, **shared}, memo))
-        return new
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without region: no level casts both parameters and operators.
@@ -140,3 +107,131 @@ def set_region(model: nn.Module, region: Region) -> None:
     state = state_of(model)
     if state is not None:
         state.region = region
+
+
+# -- masters and state dicts -----------------------------------------------------------------------
+
+
+class MasterLink:
+    """Connects a converted model's modules to the masters of their parameters.
+
+    A deep copy keeps a weak link to the original's session, which has the copy's masters if an
+    optimizer was copied with it. A pickle keeps no link.
+    """
+
+    def __init__(self, session: Session | None, dtype: torch.dtype | None) -> None:
+        """Connects to masters.
+
+        Args:
+            session: Has the masters, and is kept alive; ``None`` if there are none.
+            dtype: The dtype in which the model computes.
+        """
+        self._session: Session | weakref.ref[Session] | None = session
+        self._dtype = dtype
+        self.is_copy = False
+        self.writes = Writes()
+        self.loads = 0
+        # The entry that a copy's ``state_dict`` got last.
+        self._latest: Tensor | None = None
+
+    @property
+    def session(self) -> Session | None:
+        """The session of the modules' masters, or ``None``."""
+        session = self._session
+        return session() if isinstance(session, weakref.ref) else session
+
+    @property
+    def masters(self) -> MasterTable:
+        """The masters of the session; none without one."""
+        session = self.session
+        return MasterTable() if session is None else session.masters
+
+    def attach(self, module: nn.Module, *, in_fp32: bool) -> list[RemovableHandle]:
+        """Registers the hooks of one module; returns their handles. Does nothing if it has them.
+
+        With ``in_fp32``, the module computes in fp32.
+        """
+        hooks: Any = module  # torch does not annotate the methods that register them
+        if any(isinstance(hook, MasterLink) for hook in hooks._state_dict_hooks.values()):
+            return []
+        saving: RemovableHandle = hooks.register_state_dict_post_hook(self)
+        # Run before the user's hooks, which may rename entries.
+        hooks._state_dict_hooks.move_to_end(saving.id, last=False)
+        handles = [saving, hooks.register_load_state_dict_pre_hook(self.before_loading)]
+        if in_fp32:
+            handles.append(hooks.register_forward_pre_hook(self.before_fp32, with_kwargs=True))
+            handles.append(hooks.register_forward_hook(self.after_fp32))
+        return handles
+
+    def before_fp32(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
+        """Returns the arguments of a module with every floating tensor in fp32."""
+        return tree.cast_arguments(args, kwargs, torch.float32)
+
+    def after_fp32(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns the output of an fp32 module with every floating tensor in the model's dtype."""
+        return tree.cast_tensors(output, self._dtype or torch.float32)
+
+    def __call__(self, module: nn.Module, entries: Entries, prefix: str, _: object) -> None:
+        """Replaces the entries of the module's own 16-bit tensors by their exact fp32 values."""
+        for key, tensor in own_tensors(module):
+            entry = entries.get(prefix + key)
+            if not isinstance(entry, Tensor) or entry is tensor:  # with ``keep_vars``
+                continue
+            if dtypes.is_low_precision(entry):
+                exact = exact_value(entry, [self.masters.exact_value(tensor)])
+                entries[prefix + key] = exact
+                if not self.is_copy:
+                    continue
+                if self._latest is not None and self._latest._version > 0:
+                    self.writes.tell(
+                        "entries",
+                        "amp: the script writes into the state_dict() of a deep copy of a 16-bit "
+                        "model. Its entries are fp32 copies, so the model does not change. %s",
+                        AVERAGE,
+                    )
+                self._latest = None if exact.is_inference() else exact
+
+    def before_loading(self, module: nn.Module, entries: Entries, prefix: str, *rest: Any) -> None:
+        """Sets the masters of the module's own tensors to the exact values that are loaded.
+
+        Where an entry is not loaded after all, the master follows the weight that stays.
+
+        Raises:
+            RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
+        """
+        if isinstance(rest[0], Mapping) and rest[0].get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
+                "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
+                "loading and amp.initialize after."
+            )
+        self.loads += 1
+        loaded: list[tuple[Tensor, Tensor]] = []
+        for key, tensor in own_tensors(module):
+            entry = entries.get(prefix + key)
+            if _is_exact(entry, tensor):
+                loaded.append((tensor, entry))
+        self.masters.set_exact_values(loaded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
+        """Returns a link to the same session, which the copy does not keep alive."""
+        session = self.session
+        new = memo[id(self)] = MasterLink(None, self._dtype)
+        new._session = None if session is None else weakref.ref(session)
+        new.is_copy = True
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without a session."""
+        return rebuild, ("master_link", None, self._dtype)
+
+
+def _is_exact(entry: object, tensor: Tensor) -> TypeGuard[Tensor]:
+    """Returns whether an entry holds more bits than the 16-bit tensor that it is for."""
+    return (
+        isinstance(entry, Tensor)
+        and dtypes.is_low_precision(tensor)
+        and entry.shape == tensor.shape
+        and entry.dtype in dtypes.CASTABLE
+        and entry.dtype is not tensor.dtype
+    )

@@ -32,6 +32,7 @@ from apex._engine.mistakes import Mistake, inspect_step
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
+from apex._torch.modules import named_tensors
 from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     weights: set[int] = set()
     for model in session.models:
-        weights.update(map(id, filter(dtypes.is_low_precision, model.parameters())))
+        weights.update(map(id, filter(dtypes.is_low_precision, named_tensors(model).values())))
     for param in params_of(optimizer):
         if id(param) not in weights:
             continue

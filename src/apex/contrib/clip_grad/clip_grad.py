@@ -48,7 +48,7 @@ def clip_grad_norm_(
         return torch.zeros((), dtype=torch.float32, device="cpu")
     if any(grad.layout is not torch.strided for grad in grads):
         raise TypeError("clip_grad_norm_ takes dense gradients; it got a sparse one.")
-    norm = global_norm(grads, norm_type, grads[0].device)
+    norm = global_norm(grads, norm_type)
     # sync: only the host can raise the error that the caller asks for
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
