@@ -225,20 +225,9 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype) or "—"
 
 
-def percent(share: float | None) -> str:
-    """Returns a share as a percentage, or a dash for None."""
-    if share is None:
-        return "—"
+def percent(share: float) -> str:
+    """Returns a share as a percentage."""
     return f"{100.0 * share:.3g} %" if share < 10.0 else f"{100.0 * share:,.0f} %"
-
-
-def size(count: float) -> str:
-    """Returns bytes in a suitable unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
-        count /= 1024
-    return f"{count:.3g} GiB"
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
