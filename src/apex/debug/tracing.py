@@ -396,7 +396,8 @@ class ByMemory(Generic[Fact]):
 
     def of(self, tensor: Tensor) -> Fact | None:
         """Returns what is known of a tensor's memory; None if nothing."""
-        return self._facts.get(storage(tensor))
+        # Without facts, no view is made: in an optimizer's hook it is an operator of the trace.
+        return self._facts.get(storage(tensor)) if self._facts else None
 
     def note(self, tensor: Tensor, fact: Fact) -> None:
         """Records a fact about a tensor's memory."""
