@@ -193,7 +193,7 @@ def make_master(
     # write to the model's parameter.
     source = param if exact is None else exact
     value = source.data.to(torch.float32)
-    if not value.is_contiguous() and torch.empty_like(value).stride() != value.stride():
+    if torch.empty_like(value).stride() != value.stride():
         value = value.clone()
     return master_class(value)
 
