@@ -68,10 +68,6 @@ class AmpOptimizer(Optimizer):
         declared: bool = getattr(super(), _SCALING, False)
         return bool(self.__dict__.get(_SCALING, declared))
 
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, declared: bool) -> None:
-        self.__dict__[_SCALING] = declared
-
     @untraced
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of masters and model, as the optimizer's own method does.
