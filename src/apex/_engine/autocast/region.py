@@ -131,7 +131,7 @@ class AutocastRegion(Region):
         begin_run(until)
 
     def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
-        for tensor in tensors_in(args, kwargs):
+        for tensor in tree.tensors((args, kwargs)):
             if tensor.dtype is torch.float64:
                 self._accept_float64()
                 break
