@@ -90,15 +90,13 @@ def _refuse_low_self(op: str, tensor: Tensor) -> None:
 
 
 def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Returns the tensors among a call's arguments, lists and dicts included."""
+    """Returns the tensors among a call's arguments, lists included."""
     tensors = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
             tensors += tensors_in(value, {})
-        elif isinstance(value, dict):
-            tensors += tensors_in((), value)
     return tensors
 
 
