@@ -50,8 +50,6 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
 
     Groups, their lists and the state keep their identity.
     """
-    if not new:
-        return
     for holder in optimizers_in(optimizer):
         for group in holder.param_groups:
             group["params"][:] = [new.get(id(param), param) for param in group["params"]]
@@ -80,14 +78,8 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer and those that it holds, perhaps in a list."""
     optimizers = [optimizer]
     for holder in optimizers:  # which grows meanwhile
-        for held in _held_by(holder):
-            if not any(held is known for known in optimizers):
-                optimizers.append(held)
+        for value in vars(holder).values():
+            for held in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(held, Optimizer) and held not in optimizers:
+                    optimizers.append(held)
     return optimizers
-
-
-def _held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
-    for value in vars(optimizer).values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, Optimizer):
-                yield item

@@ -122,10 +122,6 @@ def is_compiling_here() -> bool:
         return False
     callback = _eval_frame.set_eval_frame(None)  # what dynamo calls for each frame of this thread
     _eval_frame.set_eval_frame(callback)
-    if callable(callback):
+    if callable(callback) or is_tracing():
         return True
-    guards = torch._guards
-    for context in (guards.TracingContext, guards.CompileContext):
-        if context.try_get() is not None:
-            return True
-    return False
+    return torch._guards.CompileContext.try_get() is not None
