@@ -137,11 +137,8 @@ class OpTable:
 
     def with_bans(self, category: Category) -> OpTable:
         """Returns the table with banned operators in ``category``."""
-        rows = dict(self.rows)
-        for op in self.rows:
-            if self.rows[op] == "banned":
-                rows[op] = category
-        return OpTable(rows)
+        rows = self.rows.items()
+        return OpTable({op: category if row == "banned" else row for op, row in rows})
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
         """Returns the table with the operators of ``name`` in ``category``.

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import tree
-
-_params = operator.itemgetter("params")
 
 
 def is_trained(param: nn.Parameter) -> bool:
@@ -27,7 +24,10 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def params_in(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
     """Returns the parameters of these groups, in order."""
-    return [*chain.from_iterable(map(_params, groups))]
+    params: list[nn.Parameter] = []
+    for group in groups:
+        params += group["params"]
+    return params
 
 
 def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
