@@ -72,18 +72,6 @@ class Average(nn.Module):
         return x + torch.stack(averages, 1)
 
 
-class AverageInABuffer(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.register_buffer("average", torch.ones(width, dtype=torch.bfloat16))
-
-    def forward(self, x):
-        with torch.no_grad():
-            mean = x.detach().abs().mean((0, 1)).to(self.average.dtype)
-            self.average.mul_(0.999).add_(mean, alpha=0.001)
-        return x / self.average.to(x.dtype)
-
-
 class Cancels(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -108,7 +96,6 @@ FAULTS = {
     "sum in place": (lambda: RunningSum(True), 300, "aten.add_", "forward"),
     "softmax": (LargeLogits, 16, "aten._softmax", "forward"),
     "average": (Average, 60, "aten.mul aten.add", "forward"),
-    "buffer": (AverageInABuffer, 16, "aten.mul_", "forward"),
     "backward": (CancelsBackward, 16, "aten.sub", "backward"),
 }
 """Each module, the length of the sequence, the operators that lose digits first, the direction."""

@@ -19,8 +19,6 @@ KERNELS = {"aten.mkldnn_rnn_layer_backward"}
 def test_the_planted_operator_is_named(fault):
     faulty, length, ops, direction = FAULTS[fault]
     for mode in MODES:
-        if (fault, mode) == ("buffer", "O4"):  # which holds buffers in fp32
-            continue
         torch.manual_seed(0)
         training = Training(Around(faulty()), mode)
         with amp.debug.trace_rounding(training.model) as trace:
@@ -78,6 +76,8 @@ def test_nothing_is_accused_behind_an_overflow(scale):
     assert trace.worst is None, str(trace)
     assert {each.op for each in trace.skipped} <= {"aten.mm", "aten.sum", "aten._to_copy"}
     assert "returned inf" in trace.skipped[0].reason
+    assert "amp.debug.trace_overflow" in trace.skipped[0].reason
+    assert f"within tolerance; {len(trace.skipped)} without a verdict." in str(trace)
 
 
 @pytest.mark.parametrize("scale", [lambda x: x * 0.999, lambda x: x.mul_(0.999)])
@@ -93,18 +93,9 @@ def test_an_activation_times_a_number_close_to_1_is_no_average(scale):
         assert trace.worst is None, str(trace)
 
 
-def test_an_overflow_has_no_verdict():
-    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(2)]).half()
-    for layer in model:
-        nn.init.constant_(layer.weight, 200.0)
-    with amp.debug.trace_rounding(model) as trace:
-        model(torch.ones(1, 2, dtype=torch.float16))
-    assert [(each.module, each.op) for each in trace.skipped] == [("1", "aten.mm")]
-    assert "amp.debug.trace_overflow" in trace.skipped[0].reason
-    assert "within tolerance; 1 without a verdict." in str(trace)
-
-
-@pytest.mark.parametrize(("shift", "found"), [(1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")])
+@pytest.mark.parametrize(
+    ("shift", "found"), [(16.0, "lost"), (1e3, "lost"), (1e6, "skipped"), (1e7, "skipped")]
+)
 def test_a_difference_that_cancels_in_fp32_too_is_not_called_healthy(shift, found):
     torch.manual_seed(0)
     body = Body(lambda self, x: (x + shift) - shift)
@@ -231,22 +222,6 @@ def test_a_row_that_is_masked_as_a_whole_is_no_fault(value):
         with amp.debug.trace_rounding(training.model) as trace:
             training.step(torch.randn(4, 8, 16), None)
         assert trace.worst is None, f"{mode}: {trace}"
-
-
-def test_gradients_in_fp16_that_are_scaled_do_not_underflow():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    x = torch.randn(4, 8)
-    for scale, is_lost in ((1.0, True), (2.0**16, False)):
-        with amp.debug.trace_rounding(model) as trace:
-            with torch.autocast("cpu", torch.float16):
-                output = model(x)
-            (output.float().square().mean() * 1e-8 * scale).backward()
-        assert (trace.worst is not None) == is_lost, str(trace)
-        if is_lost:
-            assert trace.worst.kind == "underflow"
-            assert "of the fp16 gradients are 0" in str(trace)
-            assert "GradScaler" in trace.worst.remedies[0]
 
 
 @pytest.mark.parametrize("count", [lambda n: n.add_(1), lambda n: n + 1])

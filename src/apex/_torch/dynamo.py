@@ -122,6 +122,6 @@ def is_compiling_here() -> bool:
         return False
     callback = _eval_frame.set_eval_frame(None)  # what dynamo calls for each frame of this thread
     _eval_frame.set_eval_frame(callback)
-    if callable(callback) or is_tracing():
+    if callable(callback):
         return True
-    return torch._guards.CompileContext.try_get() is not None
+    return is_tracing() or torch._guards.CompileContext.try_get() is not None

@@ -57,8 +57,6 @@ class Birth:
         masked: Whether values were masked out.
         masked_again: Whether their derivative was not finite, after they were masked out.
         absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
-        spoils: Whether values reached weights or buffers, but no gradient and no loss.
-        passes: Backward passes in which values reached a gradient.
         next: Lines that overflow, too, once the values are clamped, with the largest result.
     """
 
@@ -89,8 +87,6 @@ class Birth:
     masked: bool = False
     masked_again: bool = False
     absorbed: bool = False
-    spoils: bool = False
-    passes: set[int] = field(default_factory=set)
     next: dict[Place, float] = field(default_factory=dict)
 
     @property
@@ -169,10 +165,10 @@ class Birth:
         """The operator and its line."""
         return self.op, self.place.location
 
-    def rank(self) -> tuple[bool, bool, bool, bool, int]:
+    def rank(self) -> tuple[bool, bool, bool, int]:
         """Returns what sorts births, the most severe first."""
         stale = self.given == "gradients"  # left by an earlier step
-        return self.deliberate, self.spoils, stale, self.masked, self.time
+        return self.deliberate, stale, self.masked, self.time
 
 
 class Births:
@@ -185,8 +181,7 @@ class Births:
         pass completes with finite gradients, all earlier births were harmless, with one exception:
         a value beyond fp16's range is lost even if a later function (a clamp, a sigmoid) maps the
         infinity to a finite value. Only softmax and exp return the right result for -inf. Where
-        several meet, those whose values were masked out come last, behind them those that got no
-        further than weights and buffers, such as a running mean in training. When a trace ends,
+        several meet, those whose values were masked out come last. When a trace ends,
         births that no backward pass has judged count unless they were masked out, or were harmless
         before at the same operator and line (a metric).
 
@@ -203,6 +198,7 @@ class Births:
         time: Number of operators traced.
         passes: Number of backward passes that reached a gradient.
         gradients: Names of parameters that a fault reached.
+        healed: Backward passes after which a dynamic loss scale backed off.
         certain: Whether values of a fault that no scale heals got that far.
     """
 
@@ -216,6 +212,7 @@ class Births:
         self._lost: dict[tuple[str, str], Birth] = {}
         self._reached: dict[Birth, None] = {}
         self._harmless: set[tuple[str, str]] = set()
+        self.healed: set[int] = set()
 
     # -- births ----------------------------------------------------------------------------------
 
@@ -230,9 +227,9 @@ class Births:
                 self._lost.setdefault(birth.site, birth)
         return birth
 
-    def reach(self, birth: Birth, *, spoils: bool = False, certain: bool = True) -> None:
-        """Records that values reached the loss or, if ``spoils``, a weight or a buffer."""
-        self._reach(birth, spoils=spoils)
+    def reach(self, birth: Birth, *, certain: bool = True) -> None:
+        """Records that values reached the loss, a weight or a buffer."""
+        self._reached[birth] = None
         birth.stepped = True
         self.certain |= certain
 
@@ -245,30 +242,20 @@ class Births:
             self.passes += 1
         self._backward = backward
         if birth is None:
-            judged = [b for b in self._pending if b not in self._reached and not b.heals]
-            self._harmless |= {judged_birth.site for judged_birth in judged}
+            for judged in self._pending:
+                if judged not in self._reached and not judged.heals:
+                    self._harmless.add(judged.site)
             self._pending.clear()
             return
         if name not in self.gradients:
             self.gradients.append(name)
-        self._reach(birth)
-        birth.passes.add(backward)
-        self.certain |= not birth.heals
-
-    def _reach(self, birth: Birth, *, spoils: bool = False) -> None:
-        birth.spoils = spoils and (birth.spoils or birth not in self._reached)
-        self._reached.setdefault(birth)
+        self._reached[birth] = None
+        if birth.heals:
+            self.healed.add(backward)
+        else:
+            self.certain = True
 
     # -- results -----------------------------------------------------------------------------------
-
-    @property
-    def healed(self) -> int:
-        """Number of backward passes after which a dynamic loss scale backed off."""
-        healed: set[int] = set()
-        for birth in self._reached:
-            if birth.heals:
-                healed |= birth.passes
-        return len(healed)
 
     def first(self, *, healing: bool = True) -> Birth | None:
         """Returns the first birth that is a fault; see Note [When a birth is a fault].

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import configparser
 import functools
-import importlib.resources
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,39 +19,30 @@ _MOST_REMEDIES = 3
 _WAYS = {"plain", "autocast", "O0", "O1", "O2", "O3", "O4", "O5"}
 
 
-class Remedy(str):
-    """What to do, with the changes (old => new) by which a test shows that it cures."""
-
-    changes: tuple[str, ...] = ()
-
-
 @functools.cache
 def data() -> configparser.ConfigParser:
     """Returns what causes.ini says of each cause and formula."""
     parser = configparser.ConfigParser(interpolation=None, delimiters="=", default_section="")
-    text = importlib.resources.files("apex.debug").joinpath("causes.ini").read_text("utf-8")
-    parser.read_string(text)
+    parser.read_string(Path(__file__).with_name("causes.ini").read_text("utf-8"))
     return parser
 
 
-def remedies(section: str, way: str, **names: object) -> list[Remedy]:
+def remedies(section: str, way: str, **names: object) -> list[str]:
     """Returns a section's remedies for a way of training, with the names in their braces."""
     found = []
     for line in data()[section].get("remedies", "").split("\n")[1:]:
-        text, *changes = line.split(" | ")
+        text = line.partition(" | ")[0]
         ways, _, rest = text.partition(": ")
         if _WAYS.issuperset(ways.split(", ")):
             if way not in ways.split(", "):
                 continue
             text = rest
-        remedy = Remedy(text.format(**names))
-        remedy.changes = tuple(changes)
-        found.append(remedy)
+        found.append(text.format(**names))
     return found
 
 
 def explained(
-    section: str, ways: Sequence[Remedy], *, cause: str, dtype: str, **names: object
+    section: str, ways: Sequence[str], *, cause: str, dtype: str, **names: object
 ) -> dict[str, Any]:
     """Returns what a finding says of its cause; the names are those in the text's braces."""
     why = data()[section].get("why") or data()[cause]["why"]
@@ -63,11 +54,16 @@ def explained(
     }
 
 
-def in_fp32(place: Place, way: str, device: str = "cpu") -> list[Remedy]:
+def in_fp32(place: Place, way: str, device: str = "cpu") -> list[str]:
     """Returns how to run a module, or one line, in fp32."""
-    module = place.module.rpartition(":")[2]
     line = remedies("in fp32" if place.inside else "a loss in fp32", way, device=device)
-    return [*remedies("a module in fp32", way, module=module), *line] if module else line
+    return [*module_in_fp32(place, way), *line]
+
+
+def module_in_fp32(place: Place, way: str) -> list[str]:
+    """Returns how to keep a module in fp32, if there is one and the way of training has a way."""
+    module = place.module.rpartition(":")[2]
+    return remedies("a module in fp32", way, module=module) if module else []
 
 
 def finding_of(birth: Birth | None) -> Finding | None:
@@ -89,7 +85,7 @@ def finding_of(birth: Birth | None) -> Finding | None:
             cause=birth.cause,
             dtype=dtypes.name(birth.dtype),
             limit=f"{torch.finfo(birth.dtype).max:g}",
-            true=_true(birth),
+            true=f"{birth.true:.5g}" if birth.true and math.isfinite(birth.true) else "more",
             scale=birth.scale,
             eps=birth.eps,
             names=birth.names and f" ({birth.names})",
@@ -101,7 +97,7 @@ def finding_of(birth: Birth | None) -> Finding | None:
     )
 
 
-def _remedies_of(birth: Birth, section: str) -> list[Remedy]:
+def _remedies_of(birth: Birth, section: str) -> list[str]:
     """Returns the remedies that apply, the best first."""
     ways = remedies(section, birth.way)
     if birth.cause != "range" or not birth.fits_fp32 or "alone" in data()[section]:
@@ -125,11 +121,6 @@ def _what(birth: Birth) -> str:
     sign = "-" if birth.negative else ""
     name = dtypes.name(birth.dtype)
     return f"{birth.op} {place}, returned {sign}{birth.kind} in {name}{largest}"
-
-
-def _true(birth: Birth) -> str:
-    known = birth.true is not None and math.isfinite(birth.true)
-    return f"{birth.true:.5g}" if known else "more"
 
 
 def _section(birth: Birth) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from apex.amp.report import NonfiniteGradient, count, nonfinite_gradients
 from apex.debug import tracing
 from apex.debug.causes import explained, remedies
 from apex.debug.common import counted, held_by, inner, percent, to_json
-from apex.debug.place import Finding, Place, innermost_line, unwrapped
+from apex.debug.place import Finding, innermost_line, unwrapped
 
 
 def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[NonfiniteGradient]:
@@ -126,21 +125,12 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
 
 # -- frozen updates --------------------------------------------------------------------------------
 
-_WIDER = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float64,
-}
-"""The dtype in which the intended update is computed, by the weight's dtype."""
-
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
 
 def frozen_updates(optimizer: Any) -> FrozenUpdates:
     """Returns a context that counts the weights that its steps should have moved but did not.
 
     A copy of the optimizer computes the intended update from the same weights, gradients and state
-    in a wider dtype (fp32 for 16-bit weights, fp64 for fp32 weights). If that update is not zero
+    in fp64. If that update is not zero
     but the weight stays the same, rounding has lost it, as for an Adam step of 1e-3 on a bf16
     weight of 1. The counted weights are those that the optimizer steps: fp32 masters where they
     exist. A skipped step counts nothing, and neither does a weight without a finite update.
@@ -153,7 +143,6 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
             ``GradScaler`` may step it.
 
     Raises:
-        ValueError: If the optimizer's step needs a closure.
         Exception: After the step, what the copy of the optimizer raised.
 
     Example:
@@ -169,14 +158,6 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
     """
     own = inner(optimizer)
     prepared = prepared_state(own)
-    kind = plain_class(type(own))
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"amp.debug.frozen_updates got {kind.__name__}, whose step needs a closure: its update "
-            "depends on losses that only the closure can compute. Pass an optimizer that steps "
-            "without a closure."
-        )
     if prepared is not None:
         prepared.update_masters_with_grads()
     return FrozenUpdates(own)
@@ -203,7 +184,7 @@ class FrozenUpdates:
         self.busy = False
         self._steps = 0
         self._level = "plain"
-        self._place = Place("", False, "forward", "")
+        self._line = ""
         self._stayed: set[str] = set()
         self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks = ExitStack()
@@ -232,8 +213,7 @@ class FrozenUpdates:
         prepared = prepared_state(optimizer)
         if prepared is not None and prepared.session is not None:
             self._level = prepared.session.policy.opt_level
-        if not self._place.location:
-            self._place = Place("", False, "forward", innermost_line())
+        self._line = self._line or innermost_line()
         self.busy = True
         try:
             wanted = _wanted_values(optimizer)
@@ -263,7 +243,10 @@ class FrozenUpdates:
             return None
         stayed = ", ".join(sorted(self._stayed))
         return Finding(
-            **vars(self._place),
+            module="",
+            inside=False,
+            direction="forward",
+            location=self._line,
             op="step",
             kind="frozen",
             what=f"{self._counts} ({stayed})",
@@ -298,20 +281,20 @@ class FrozenUpdates:
 
 
 def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Returns, by parameter with a gradient, the values after a step in a wider dtype.
+    """Returns, by parameter with a gradient, the values after a step in fp64.
 
     A plain copy of the optimizer steps.
     """
     wide = {param: _widened(param) for param in params_of(optimizer)}
-    # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
-    own = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in (PREPARED, "step", *_HOOKS)
-    }
+    own: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
+        if name.endswith("_hooks"):
+            own[name] = OrderedDict()
+        elif name not in (PREPARED, "step"):
+            own[name] = value
     shadow = object.__new__(plain_class(type(optimizer)))
     shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))
-    shadow.__dict__.update({name: OrderedDict() for name in _HOOKS})
     for param, state in states_in(shadow.state):
         match = functools.partial(_match_dtype, dtype=param.dtype)
         for name, value in state.items():
@@ -322,12 +305,11 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
     # 0-d tensors are step counts, whose dtype the kernels require.
-    narrower = value.dim() > 0 and value.dtype in _WIDER and value.dtype.itemsize < dtype.itemsize
-    return value.to(dtype) if narrower else value
+    return value.to(dtype) if value.dim() > 0 and value.dtype in tracing.WIDE else value
 
 
 def _widened(param: Tensor) -> Tensor:
-    dtype = _WIDER.get(param.dtype, param.dtype)
+    dtype = tracing.WIDE.get(param.dtype, param.dtype)
     if param.device.type == "mps" and dtype is torch.float64:  # not supported there
         dtype = torch.float32
     wide = torch.nn.Parameter(param.detach().to(dtype, copy=True))

@@ -37,8 +37,8 @@ def inner(optimizer: Any) -> Optimizer:
     return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
 
 
-def checked_model(caller: str, model: Any, given: object, loss_fn: object) -> nn.Module:
-    """Returns the model inside wrappers; raises unless it can be run on the arguments given.
+def checked_model(caller: str, model: Any, loss_fn: object) -> nn.Module:
+    """Returns the model inside wrappers; raises unless it can be run.
 
     ``loss_fn`` is None or a function; a class is none.
     """
@@ -59,11 +59,6 @@ def checked_model(caller: str, model: Any, given: object, loss_fn: object) -> nn
                 f"{caller} got a model whose parameter {name!r} has no values yet (lazy, or on the "
                 "meta device). Run the model once or initialize it first."
             )
-    if not tree.tensors(given):
-        raise ValueError(
-            f"{caller} got no tensor among the inputs of {type(inner).__name__}. Pass the model's "
-            f"arguments: {caller}(model, x) or {caller}(model, input_ids=...)."
-        )
     return inner
 
 
@@ -174,7 +169,7 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
-        stack.enter_context(_random_numbers(model))
+        _restore_random_numbers(stack, model)
         inputs = [(tensor, tensor.detach().clone()) for tensor in tree.tensors(arguments)]
         stack.callback(_restore_values, inputs)
         for module in model.modules():
@@ -199,27 +194,19 @@ def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> Non
         buffers[name] = buffer
 
 
-@contextmanager
-def _random_numbers(model: nn.Module) -> Iterator[None]:
-    found = accelerator()
-    kind = "cuda" if found is None else found.type
-    tensors = tuple(named_tensors(model).values())
-    indices = sorted({t.device.index or 0 for t in tensors if t.device.type == kind})
-    python = random.getstate()
+def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
+    stack.callback(random.setstate, random.getstate())
     numpy: Any = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    # MPS has one generator and no device indices, so fork_rng cannot save it.
-    mps = torch.mps.get_rng_state() if kind == "mps" else None
-    indices = [] if kind == "mps" else indices
-    try:
-        with torch.random.fork_rng(devices=indices, device_type=kind):
-            yield
-    finally:
-        random.setstate(python)
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
-        if numpy is not None:
-            numpy.random.set_state(state)
+    if numpy is not None:
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+    device = accelerator()
+    kind = "cuda" if device is None else device.type
+    tensors = named_tensors(model).values()
+    indices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == kind}
+    if kind == "mps":  # has one generator and no device indices, so fork_rng cannot save it
+        indices.clear()
+        stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+    stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
 
 
 def eager() -> AbstractContextManager[Any]:
@@ -238,20 +225,9 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype) or "—"
 
 
-def percent(share: float | None) -> str:
-    """Returns a share as a percentage, or a dash for None."""
-    if share is None:
-        return "—"
+def percent(share: float) -> str:
+    """Returns a share as a percentage."""
     return f"{100.0 * share:.3g} %" if share < 10.0 else f"{100.0 * share:,.0f} %"
-
-
-def size(count: float) -> str:
-    """Returns bytes in a suitable unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
-        count /= 1024
-    return f"{count:.3g} GiB"
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:

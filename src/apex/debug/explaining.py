@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes, tree
-from apex._core.dtypes import is_castable
-from apex._torch.copies import record
+from apex._torch.devices import accelerator
 from apex._torch.modules import named_tensors
 from apex.debug import common
 from apex.debug.common import checked_model, preserve_state
@@ -23,7 +22,6 @@ from apex.debug.tracing import Call, Trace, floating
 
 LOW = ("float16", "bfloat16")
 _CAST = "aten._to_copy"
-_CASTS = {_CAST, "aten.to"}
 
 
 def explain(
@@ -45,8 +43,8 @@ def explain(
     eagerly, and data-parallel wrappers are bypassed.
 
     Cost: the model runs twice; the first pass warms up kernels. Memory: that of a step, plus one
-    set of gradients and a copy of the buffers and inputs. The time of an operator is measured
-    around it alone: wall time on a CPU, events on CUDA and XPU.
+    set of gradients and a copy of the buffers and inputs. The time of an operator is wall
+    time around it alone, so the device is synchronized before and after each.
 
     Args:
         model: The model, as called in training.
@@ -58,8 +56,8 @@ def explain(
 
     Raises:
         TypeError: If ``model`` is not a module, or the loss not a tensor.
-        ValueError: If the inputs contain no tensor, the model has lazy or meta parameters, or the
-            loss is not one floating-point number or does not require gradients.
+        ValueError: If the model has lazy or meta parameters, or the loss is not one floating-point
+            number or does not require gradients.
 
     Example:
         >>> import torch
@@ -78,12 +76,10 @@ def explain(
         (4, 360)
     """
     given = inputs, keywords
-    inner = checked_model("explain", model, given, loss_fn)
-    every = (*named_tensors(inner).values(), *tree.tensors(given))
-    device = next((t.device for t in every if t.device.type != "cpu"), torch.device("cpu"))
+    inner = checked_model("explain", model, loss_fn)
 
     def run() -> _Costs:
-        costs = _Costs(inner, device)
+        costs = _Costs(inner)
         with preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
             output = inner(*inputs, **keywords)
             if backward or loss_fn is not None:
@@ -189,13 +185,14 @@ class Explanation:
             rows: Largest number of operators to show, those that took the most time; None for all.
         """
         total = self.total
+        seconds = total.seconds or 1.0
         longest = sorted(self.ops, key=lambda row: -row.seconds)[:rows]
-        shown = [_cells(row, total.seconds) for row in self.ops if row in longest]
+        shown = [_cells(row, seconds) for row in self.ops if row in longest]
         hidden = len(self.ops) - len(shown)
         table = common.aligned([_HEAD, *shown], [True] * len(_HEAD))
         lines = [
-            f"{self.model}: {_share(total.low_precision_seconds, total.seconds)} of the time in 16 "
-            f"bits; {common.counted(total.casts, 'cast')}, {common.size(total.cast_bytes)} moved",
+            f"{self.model}: {common.percent(total.low_precision_seconds / seconds)} of the time in "
+            f"16 bits; {common.counted(total.casts, 'cast')}, {total.cast_bytes:,} bytes moved",
             "",
             *("  ".join(line).rstrip() for line in table),
             *([f"{hidden} faster rows omitted; to_json() has all."] * bool(hidden)),
@@ -221,13 +218,9 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
         row.direction,
         str(row.calls),
         f"{taken} → {common.short(row.dtype_out)}",
-        _share(row.seconds, seconds),
-        common.size(row.cast_bytes) if row.cast_bytes else "",
+        common.percent(row.seconds / seconds),
+        f"{row.cast_bytes:,}" if row.cast_bytes else "",
     )
-
-
-def _share(part: float, whole: float) -> str:
-    return common.percent(part / whole if whole else None)
 
 
 # -- what was measured -----------------------------------------------------------------------------
@@ -236,15 +229,15 @@ def _share(part: float, whole: float) -> str:
 class _Costs(Trace):
     """Times every operator on floating-point tensors that computes; views do not."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._device = device
-        # Of each call, its beginning, its end, and the bytes that it moved as a cast.
-        self._calls: defaultdict[OpRow, list[tuple[Any, Any, int]]] = defaultdict(list)
+        # Of each call, its seconds, and the bytes that it moved as a cast.
+        self._calls: defaultdict[OpRow, list[tuple[float, int]]] = defaultdict(list)
 
-    def _now(self) -> Any:
-        on_device = self._device.type in ("cuda", "xpu")
-        return record(self._device, timing=True) if on_device else time.perf_counter()
+    def _now(self) -> float:
+        if accelerator() is not None:
+            torch.accelerator.synchronize()  # sync: to time the operator alone
+        return time.perf_counter()
 
     def _before(self, call: Call) -> Any:
         """Returns when the call began."""
@@ -252,14 +245,14 @@ class _Costs(Trace):
 
     def _after(self, call: Call, before: Any, result: Any) -> None:
         """Records the call."""
-        end = self._now()
+        seconds = self._now() - before
         if call.traits.view:
             return
-        inputs = list(filter(is_castable, floating(call.arguments)))
-        outputs = list(filter(is_castable, floating(result)))
+        inputs = list(floating(call.arguments))
+        outputs = list(floating(result))
         if not inputs and not outputs:
             return
-        casts = call.name in _CASTS and inputs and outputs
+        casts = call.name == _CAST and inputs and outputs
         moved = 0
         if casts and inputs[0].dtype is not outputs[0].dtype:
             moved = inputs[0].numel() * (inputs[0].itemsize + outputs[0].itemsize)
@@ -270,21 +263,13 @@ class _Costs(Trace):
             tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs)),
             dtypes.name(outputs[0].dtype) if outputs else "",
         )
-        self._calls[row].append((before, end, moved))
+        self._calls[row].append((seconds, moved))
 
     def rows(self) -> tuple[OpRow, ...]:
-        """Returns one record per operator, in order of first use; waits for the device."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # sync: a report, after the run
+        """Returns one record per operator, in order of first use."""
         rows = []
         for row, calls in self._calls.items():
-            seconds = math.fsum(_seconds(start, end) for start, end, _ in calls)
-            moved = sum(call[2] for call in calls)
+            seconds = math.fsum(call[0] for call in calls)
+            moved = sum(call[1] for call in calls)
             rows.append(replace(row, calls=len(calls), seconds=seconds, cast_bytes=moved))
         return tuple(rows)
-
-
-def _seconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    return float(start.elapsed_time(end)) / 1000.0

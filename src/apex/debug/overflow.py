@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import importlib
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from apex._core.param_groups import params_of
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.births import Birth, Births
 from apex.debug.causes import finding_of
 from apex.debug.common import Held, held_by, listed, to_json
-from apex.debug.place import Finding, current_node, node_name, owner_of
+from apex.debug.place import Finding, current_node, node_name, owner_of, runs_in_scaler
 from apex.debug.rules import SOFTMAXES
 from apex.debug.scaled import ScaledGradients
-from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
+from apex.debug.tracing import ByMemory, Call, Mode, Trace, floating, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
@@ -92,7 +98,7 @@ class _Inputs:
     def __init__(self, call: Call, *, copies: bool) -> None:
         reads_written = call.traits.reads_written
         changed = call.written if reads_written else []
-        self.known = not changed or (copies and tracing.elements(changed) <= _MAX_COPIED)
+        self.known = not changed or (copies and sum(map(Tensor.numel, changed)) <= _MAX_COPIED)
         self._changed: dict[int, _Input] = {}
         for tensor in changed:
             values = tensor.detach().clone() if self.known else tensor
@@ -127,33 +133,16 @@ class OverflowTrace(Trace):
             )
         super().__init__(*models)
         self._births = Births()
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._scaled = ScaledGradients()
+        unseen: tuple[float | None, bool] = None, False
+        if scaler is not None and scaler.is_enabled():
+            unseen = scaler.get_scale(), True
+        self._scaled = ScaledGradients(unseen)
         self._misused: set[tuple[str, str]] = set()
-        self._optimizers: MutableMapping[Optimizer, None] = WeakIdKeyDictionary()
-        # Memory: of weights cast, of what nothing has written yet, and of gradients that were
-        # already non-finite when tracing started.
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Memory of weights cast, of what nothing has written yet, and of non-finite values.
         self._casts: ByMemory[bool] = ByMemory()
         self._unwritten: ByMemory[bool] = ByMemory()
-        self._stale: ByMemory[bool] = ByMemory()
         self._born: ByMemory[Birth] = ByMemory()
-
-    def __enter__(self) -> OverflowTrace:
-        """Starts tracing this thread.
-
-        Raises:
-            RuntimeError: If the trace was entered before.
-        """
-        for grad in floating([param.grad for param in self._tracker.parameters]):
-            if kind_of(grad):
-                self._stale.note(grad, True)
-        return super().__enter__()
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Stops tracing, removes all hooks and releases the models, the scaler and all values."""
-        super().__exit__(*exc_info)
-        self._scaler = None
-        self._born = ByMemory()
 
     @property
     def first(self) -> Finding | None:
@@ -185,9 +174,9 @@ class OverflowTrace(Trace):
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
-        self._optimizers[optimizer] = None
-        scale = self._scaled.scale_in_step(optimizer)
-        if scale != 1.0:
+        self._optimizers.add(optimizer)
+        scale = self._scaled.scale_of([param.grad for param in params_of(optimizer)])
+        if scale != 1.0 and not runs_in_scaler():
             self._add_misuse("step", scale)
         super()._enter_step(optimizer)
 
@@ -236,13 +225,8 @@ class OverflowTrace(Trace):
 
     def _check(self, call: Call, before: _Inputs, result: Any) -> None:
         saves = call.base.startswith(tracing.SAVES_INFINITIES)
-        for tensor in floating(result[1:] if saves else []):
-            kind = kind_of(tensor)
-            if kind:
-                birth = self._birth(call, before, kind, [tensor], "constant", deliberate=True)
-                self._born.note(tensor, birth)
         bad: list[Tensor] = []
-        worst: str = "inf"
+        worst = "inf"
         for tensor in tracing.outputs(call, result[:1] if saves else result):
             kind = kind_of(tensor)
             if kind:
@@ -251,7 +235,6 @@ class OverflowTrace(Trace):
                     worst = kind
             elif tracing.covers_storage(tensor):
                 self._born.discard(tensor)
-                self._stale.discard(tensor)
         if bad:
             self._mark_bad(call, before, bad, worst)
         self._mark_fate(call, before, is_finite=not bad)
@@ -273,14 +256,13 @@ class OverflowTrace(Trace):
 
     def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> None:
         birth = self._origin(call, before, bad, kind)
-        is_mask = birth.deliberate and birth.cause != "update"
         written = set(map(id, call.written))
         held = self._held() if written else ByMemory()
         for tensor in bad:
             self._born.note(tensor, birth)
             # Batch norms in eval mode leave their statistics alone.
-            if not is_mask and id(tensor) in written and _is_weight(held, tensor):
-                self._births.reach(birth, spoils=True)
+            if not birth.deliberate and id(tensor) in written and _is_weight(held, tensor):
+                self._births.reach(birth)
 
     def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
         """Adds a use of gradients that still carry the loss scale."""
@@ -302,8 +284,7 @@ class OverflowTrace(Trace):
 
     def _births_read(self, call: Call, before: _Inputs) -> list[Birth]:
         """Returns the births of the non-finite inputs."""
-        bad = [read for read in before.inputs if read.kind]
-        return [self._input_birth(read, call, before) for read in bad]
+        return [self._input_birth(read, call, before) for read in before.inputs if read.kind]
 
     def _origin(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
         """Returns the birth of a call's non-finite outputs."""
@@ -327,11 +308,9 @@ class OverflowTrace(Trace):
             known: Birth = forward.birth
             known.masked_again |= known.masked
             return known  # its derivative is infinite, too
-        is_constant = _number(call) is not None
-        cause = ""
-        if is_constant:
-            in_update = self._stepping is not None and self._is_update(call)
-            cause = "update" if in_update else "constant"
+        in_update = self._stepping is not None and self._is_update(call)
+        is_constant = _number(call) is not None and not in_update
+        cause = "constant" if is_constant else ""
         birth = self._birth(call, before, kind, bad, cause, deliberate=is_constant)
         if created is not None:
             created.birth = birth
@@ -347,20 +326,18 @@ class OverflowTrace(Trace):
             deliberate = cause == "data" and is_mask
             if deliberate:
                 cause = "constant"
-            kind = read.kind or "nan"
-            birth = self._birth(call, before, kind, [argument], cause, deliberate=deliberate)
+            bad = [argument]
+            birth = self._birth(call, before, read.kind, bad, cause, deliberate=deliberate)
             self._born.note(argument, birth)
             return birth
         if not birth.deliberate and _is_weight(self._held(), read.values):
-            self._births.reach(birth, spoils=True)  # of an average that was not called
+            self._births.reach(birth)  # of an average that was not called
         return birth
 
     def _source(self, tensor: Tensor, call: Call) -> str:
         held = self._held()
         role = _role(held, tensor)
         in_backward = self._tracker.direction == "backward"
-        if self._stale.of(tensor):
-            return "gradients"
         if ranks.world_size() > 1 and (in_backward or role == "gradient"):
             return "another rank"
         if role == "gradient":
@@ -387,8 +364,8 @@ class OverflowTrace(Trace):
         if not cause and self._is_update(call):
             cause = "update"
         values = [] if deliberate or self._in_step else [read.values for read in before.inputs]
-        is_small = before.known and tracing.elements(values) <= _MAX_COPIED
-        scale, dynamic = self._loss_scale() if backward else (None, False)
+        is_small = before.known and sum(map(Tensor.numel, values)) <= _MAX_COPIED
+        scale, dynamic = self._scaled.loss_scale if backward else (None, False)
         birth = Birth(
             place,
             call.name,
@@ -402,11 +379,11 @@ class OverflowTrace(Trace):
             numbers=tuple(_numbers(call)),
             inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if is_small else (),
             true=tracing.largest_in_double(before.call) if not cause and is_small else None,
-            node="" if node is None or not backward else node_name(node),
+            node="" if node is None else node_name(node),
             formula=self._tracker.runs_formula,
             eps=None if self._stepping is None else self._stepping.param_groups[0].get("eps"),
             weighs=self._weighs(call),
-            negative=kind == "inf" and all(tracing.is_negative(tensor) for tensor in bad),
+            negative=kind == "inf" and bool(tracing.real(tracing.dense(bad[0])).amax() < math.inf),
             scale=scale,
             dynamic=dynamic,
             # A norm of scaled gradients may overflow. What comes of it is what counts.
@@ -417,10 +394,11 @@ class OverflowTrace(Trace):
 
     def _name_weights(self, birth: Birth, bad: list[Tensor]) -> None:
         """Names the weights that a birth is about: those that were bad, or never written."""
+        own = self._held().of(bad[0])
+        if birth.given == "weights" and own is not None:
+            birth.names = own.name
         if birth.given not in ("", "weights"):
             return
-        held = self._held()
-        names = [own.name for own in map(held.of, bad) if own is not None and birth.given]
         unwritten = []
         for name, role, value in held_by(self._tracker.models, self._optimizers):
             is_own = role in _PARAMETERS and owner_of(name) == birth.place.module
@@ -429,9 +407,9 @@ class OverflowTrace(Trace):
         if unwritten:
             birth.given = "weights"
             birth.unwritten = True
-        birth.names = ", ".join(unwritten or names)
+            birth.names = ", ".join(unwritten)
 
-    # -- weights and loss scales -------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------
 
     def _held(self) -> ByMemory[Held]:
         """Returns what the models and the optimizers that have stepped hold."""
@@ -456,15 +434,95 @@ class OverflowTrace(Trace):
                 return True
         return False
 
-    def _loss_scale(self) -> tuple[float | None, bool]:
-        """Returns the largest scale of the models' sessions, or the scaler's, and if it adapts."""
-        scalers = [scaler for session in self._sessions for scaler in session.scalers]
-        if scalers:
-            largest = max(scaler.read_scale() for scaler in scalers)
-            return largest, any(scaler.dynamic for scaler in scalers)
-        if self._scaler is not None:
-            return self._scaler.get_scale(), True
-        return self._scaled.loss_scale
+
+# -- a whole program -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the trace of a program has seen.
+
+    Attributes:
+        first: The first fault that no dynamic loss scale heals; None without one.
+        steps_before: Number of optimizer steps before it; all of them without a fault.
+        certain: Whether the fault reached a gradient, the loss or a weight.
+        gradients: Names of parameters that received a non-finite gradient.
+        operators: Number of operators traced.
+        steps: Number of optimizer steps completed.
+        passes: Number of backward passes that reached a gradient.
+        healed: Number of these after which a dynamic loss scale backed off.
+    """
+
+    first: Finding | None
+    steps_before: int
+    certain: bool
+    gradients: tuple[str, ...]
+    operators: int
+    steps: int
+    passes: int
+    healed: int
+
+
+class ScriptTrace(OverflowTrace):
+    """An overflow trace around a program, which finds the program's models as they are called.
+
+    A fault is certain once it has reached a gradient, the loss or a weight, and no dynamic loss
+    scale backs off from it; such overflows are counted, and are no faults. Then ``on_fault`` is
+    called before the next operator outside a backward pass, and may raise. If it returns, the
+    program runs on, untraced.
+    """
+
+    def __init__(self, *, on_fault: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_fault: Callable[[], None] | None = on_fault
+        self._steps: list[int] = []  # operators traced until each step of an optimizer
+
+    def __enter__(self) -> ScriptTrace:
+        """Starts tracing this thread, and those that the program starts with ``threading``."""
+        importlib.import_module("torch._dynamo")  # now: what is compiled later runs eagerly, too
+        super().__enter__()
+        self._hooks.callback(threading.setprofile, threading.getprofile())
+        threading.setprofile(self._enter_thread)
+        return self
+
+    def _enter_thread(self, *_: Any) -> None:
+        sys.setprofile(None)
+        Mode(self).__enter__()  # type: ignore[no-untyped-call]
+
+    @property
+    def first(self) -> Finding | None:
+        """The first fault that no dynamic loss scale heals; None without one."""
+        return finding_of(self._births.first(healing=False))
+
+    def seen(self) -> Seen:
+        """Returns what the trace has seen so far."""
+        births = self._births
+        first = births.first(healing=False)
+        steps = self._steps
+        return Seen(
+            first=self.first,
+            steps_before=bisect.bisect_left(steps, first.time) if first else len(steps),
+            certain=births.certain,
+            gradients=tuple(births.gradients),
+            operators=births.time,
+            steps=len(steps),
+            passes=births.passes,
+            healed=len(births.healed),
+        )
+
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+        super()._leave_step(optimizer)
+        self._steps.append(self._births.time)
+
+    def _before(self, call: Call) -> Any:
+        on_fault = self._on_fault
+        if on_fault is not None and self._births.certain and self._tracker.may_stop:
+            self._on_fault = None
+            on_fault()
+        return None if self._on_fault is None else super()._before(call)
+
+
+# -- reports ---------------------------------------------------------------------------------------
 
 
 def headed(finding: Finding) -> str:

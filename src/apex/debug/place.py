@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -45,7 +45,7 @@ class Place:
     Attributes:
         module: Qualified name of the innermost module; ``""`` for the model itself and outside it.
         inside: Whether a model was running, forward or backward.
-        direction: ``"forward"`` or ``"backward"``.
+        direction: ``"forward"`` or ``"backward"``, also where a checkpoint recomputes a forward.
         location: ``"file:line"`` of user code, in a backward pass of the forward; ``""`` if none.
     """
 
@@ -172,43 +172,45 @@ class Tracker:
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        """Collects the names; tracking starts on entry."""
+        """Collects the names."""
         self.names: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
         self.parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._discovers = not models
-        self._models = [weakref.ref(unwrapped(model)) for model in models]
+        own = {unwrapped(model): None for model in models}
+        self._models: MutableMapping[nn.Module, None] = weakref.WeakKeyDictionary(own)
         self._nameless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state = _ThreadState()
         self._thread = 0
         self.autocasts = False
         self._sites: OrderedDict[tuple[int, int], Site] = OrderedDict()
-        self._hooks = ExitStack()
         self._add_names()
 
-    def __enter__(self) -> Tracker:
-        """Registers hooks on all modules."""
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Hooks all modules inside the block; discards the recorded sites at its end."""
         self._thread = threading.get_ident()
         self._state.last_sequence = _next_sequence() - 1
         # Not catch_warnings: what the script changes meanwhile stays.
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
-        self._hooks.callback(_forget, warnings.filters[0])
-        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        own_filter = warnings.filters[0]
+        before = register_module_forward_pre_hook(self._enter_module)
         after = register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks.callback(after.remove)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Removes the hooks and discards the recorded sites."""
-        self._hooks.close()
-        self._state = _ThreadState()
-        self._sites.clear()
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            if own_filter in warnings.filters:
+                cast(list[Any], warnings.filters).remove(own_filter)
+            self._state = _ThreadState()
+            self._sites.clear()
 
     # -- names -----------------------------------------------------------------------------------
 
     @property
     def models(self) -> list[nn.Module]:
         """The models that exist, unwrapped."""
-        return [model for found in self._models if (model := found()) is not None]
+        return list(self._models)
 
     def _add_names(self) -> None:
         for prefix, model in prefixed(self.models):
@@ -221,12 +223,8 @@ class Tracker:
 
     @property
     def direction(self) -> Direction:
-        """``"backward"`` while autograd computes gradients; recomputed checkpoints are forward."""
-        task = backward_id()
-        if task == -1 or self._running(task) is not None:
-            return "forward"
-        # A recompute enables gradients; autograd's own formulas run without them.
-        return "forward" if torch.is_grad_enabled() and _within_backward()[1] else "backward"
+        """``"backward"`` while autograd computes gradients, also where a checkpoint recomputes."""
+        return "forward" if backward_id() == -1 else "backward"
 
     @property
     def may_stop(self) -> bool:
@@ -236,7 +234,7 @@ class Tracker:
     @property
     def runs_formula(self) -> bool:
         """Whether autograd's own formula of a derivative is running, not user code."""
-        return self.direction == "backward" and not _within_backward()[0]
+        return self.direction == "backward" and not _line_within_backward()
 
     @property
     def place(self) -> Place:
@@ -247,9 +245,9 @@ class Tracker:
     def module(self) -> tuple[str, bool]:
         """Name of the innermost running module, and whether a model, or its backward, is."""
         task = backward_id()
-        name = self._running(task)
-        if name is not None:
-            return name, True
+        stack = self._state.stack
+        if stack and stack[-1][2] == task:  # called in this pass
+            return stack[-1][1], True
         site = None if task == -1 else self.forward_site
         return ("", False) if site is None else (site.place.module, site.place.inside)
 
@@ -264,12 +262,7 @@ class Tracker:
             return innermost_line()
         site = self.forward_site
         forward = "" if site is None else site.place.location
-        return _within_backward()[0] or forward or innermost_line()
-
-    def _running(self, task: int) -> str | None:
-        """Returns the name of the innermost module if it was called in backward pass ``task``."""
-        stack = self._state.stack
-        return stack[-1][1] if stack and stack[-1][2] == task else None
+        return _line_within_backward() or forward or innermost_line()
 
     # -- autograd nodes --------------------------------------------------------------------------
 
@@ -340,9 +333,9 @@ class Tracker:
     def _discover(self, module: nn.Module) -> None:
         model = unwrapped(module)
         if not self._state.stack and next(named_parameters(model), None) is not None:
-            parts = set(model.modules())
-            others = [each for each in self.models if each not in parts]
-            self._models = [weakref.ref(each) for each in (*others, model)]
+            for part in model.modules():
+                self._models.pop(part, None)
+            self._models[model] = None
             self.names.clear()
             self.parameters.clear()
         self._add_names()
@@ -352,11 +345,6 @@ class Tracker:
 
 # torch's own, which the hooks would cause. A compiled model runs uncompiled in a trace.
 _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-
-
-def _forget(warning_filter: Any) -> None:
-    if warning_filter in warnings.filters:
-        cast(list[Any], warnings.filters).remove(warning_filter)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -406,7 +394,6 @@ _APEX_SCALERS = (
 )
 _SCALERS = {os.path.join(_APEX, "apex", *name.split("/")) for name in _APEX_SCALERS.split()}
 _SCALERS.add(os.path.join(_TORCH, "amp", "grad_scaler.py"))
-_CHECKPOINT = _TORCH + os.path.join("utils", "checkpoint.py")
 
 
 def innermost_line() -> str:
@@ -414,21 +401,15 @@ def innermost_line() -> str:
     return next((line for kind, line in _frames() if kind == "user"), "")
 
 
-def _within_backward() -> tuple[str, bool]:
-    """Returns the innermost user line of the running backward, and whether a checkpoint recomputes.
+def _line_within_backward() -> str:
+    """Returns the innermost user line of the running backward pass, such as of a hook's.
 
     The search ends at the frames of autograd's Python entry point, which threads of the engine do
     not have.
     """
-    innermost = ""
-    for kind, line in _frames():
-        if kind == "engine":
-            break
-        if kind == "checkpoint":
-            return innermost, True
-        if kind == "user":
-            innermost = innermost or line
-    return innermost, False
+    kinds = ("user", "engine")
+    kind, line = next((frame for frame in _frames() if frame[0] in kinds), ("", ""))
+    return line if kind == "user" else ""
 
 
 def runs_in_scaler() -> bool:
@@ -452,13 +433,11 @@ def _frames() -> Iterator[tuple[str, str]]:
 
 
 @functools.cache
-def _kind(filename: str) -> Literal["engine", "checkpoint", "scaler", "library", "user"]:
+def _kind(filename: str) -> Literal["engine", "scaler", "library", "user"]:
     if filename in _ENGINE:
         return "engine"
     if filename in _SCALERS:
         return "scaler"
-    if filename == _CHECKPOINT:
-        return "checkpoint"
     if filename.startswith((_TORCH, _APEX, "<frozen")):
         return "library"
     standard = filename.startswith(_STANDARD) and "site-packages" not in filename

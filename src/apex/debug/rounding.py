@@ -17,9 +17,9 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
-from apex.debug.causes import explained, in_fp32, remedies
+from apex.debug.causes import explained, in_fp32, module_in_fp32, remedies
 from apex.debug.common import held_by, listed, to_json
-from apex.debug.place import Finding, Place, innermost_line
+from apex.debug.place import Finding, Place
 from apex.debug.tracing import ByMemory, Call, Trace, floating
 
 MasterPair = tuple[Tensor, Tensor]
@@ -143,6 +143,9 @@ weight and bias, which kernels on a CPU sum in the tensors' own dtype: off by up
 bf16, in every model and on no other device.
 """
 
+_NOISE = 64 * torch.finfo(torch.float32).eps
+"""Differences below this share of their operands hold no digit in fp32."""
+
 _FEW = 64
 """Results with fewer elements may be small by chance."""
 
@@ -172,11 +175,13 @@ class RoundingTrace(Trace):
         self._lost: dict[tuple[Any, ...], RoundingRow] = {}
         self._skipped: dict[Skipped, None] = {}
         self._shadows = _Shadows()
-        self._underflow = _Underflow()
+        # Of the gradients in fp16: see _count_underflow, and where the first underflows.
+        self._underflow = [0.0, 0.0, 0.0, 0.0]
+        self._underflow_at: Place | None = None
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models and all values."""
-        self._underflow.way = self._way
+        self._judge_underflow()
         super().__exit__(*exc_info)
         self._shadows = _Shadows()
 
@@ -191,7 +196,7 @@ class RoundingTrace(Trace):
 
         One record per module, operator, direction and dtype. Gradients that underflow come first.
         """
-        return (*self._underflow.rows(), *self._lost.values())
+        return tuple(self._lost.values())
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
@@ -262,7 +267,7 @@ class RoundingTrace(Trace):
                 self._skip(call.name, reason)
             if self._tracker.accumulating is not None:
                 for grad in floating(result):
-                    self._underflow.count(grad, self._shadows.of(grad))
+                    self._count_underflow(grad)
 
     def _skip(self, op: str, reason: str) -> None:
         self._skipped.setdefault(Skipped(self._tracker.module[0], op, reason))
@@ -309,14 +314,12 @@ class RoundingTrace(Trace):
         entry = call.inherited if call.base in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
-            origin = call.origin or self._origin(call, low, high)
+            origin = call.origin
+            if origin is None:
+                error = rules.distance(low.detach(), high).relative
+                origin = Origin(call.name, self._tracker.place, error) if error else None
             self._shadows.write(low, high, unit=unit, entry=entry, origin=origin)
         return None
-
-    def _origin(self, call: _ShadowCall, low: Tensor, high: Tensor) -> Origin | None:
-        """Returns this call as where an error enters, if its result has one."""
-        error = rules.distance(low.detach(), high).relative
-        return Origin(call.name, self._tracker.place, error) if error else None
 
     def _judge(self, call: _ShadowCall, result: Any, pairs: list[MasterPair]) -> bool:
         """Logs the errors of a call's results; returns whether fp32 has digits to compare with."""
@@ -325,17 +328,16 @@ class RoundingTrace(Trace):
             if found is None:
                 return False
             error, tolerance = found
-            kind = "lost update"
-            least = 0.0
             if error > tolerance:
                 kind = self._kind(call, result, index, error)
-                if kind == "cancellation":
-                    inside = self._tracker.module[1]
-                    least = rules.least_cancellation(call.base, inside=inside)
+                is_residual = rules.is_residual(call.base, inside=self._tracker.module[1])
+                if kind == "cancellation" and is_residual:
+                    tolerance = max(tolerance, rules.LOST_RESIDUAL)
             else:
+                kind = "lost update"
                 error = self._lost_change(call, result)
                 tolerance = rules.LOST_CHANGE
-            if error > max(tolerance, least):
+            if error > tolerance:
                 self._lose(call, dtypes.name(low.dtype), error, tolerance, kind)
         return True
 
@@ -345,12 +347,12 @@ class RoundingTrace(Trace):
         """Logs a result beyond its tolerance: what happened, why, and what to do."""
         place = self._tracker.place
         inherited = call.inherited
-        key = place.module, place.inside, place.direction, call.name, dtype
+        key = place.where, place.direction, call.name, dtype
         known = self._lost.get(key)
         if known is not None and error / tolerance <= known.error / known.tolerance:
             return
         origin = call.origin if kind == "cancellation" else None
-        section: str = kind
+        section = kind
         notes = []
         entered = ""
         if origin is not None:
@@ -361,11 +363,10 @@ class RoundingTrace(Trace):
                 text = f"{origin.op}, where the error enters ({origin.error:.2g})"
                 notes.append(("from", f"{text}\n{origin.place.shown}"))
         ways = remedies(section, self._way, origin=entered)
-        line = in_fp32(place, self._way)
         if section == "rounding":
-            ways = [*line, *ways]
+            ways = in_fp32(place, self._way)
         if section == "cancellation":
-            ways = [*(remedy for remedy in line if "fp32_modules" in remedy), *ways]
+            ways = [*module_in_fp32(place, self._way), *ways]
         times = f"{error / inherited:.0f} times" if inherited else "from none"
         self._lost[key] = RoundingRow(
             **vars(place),
@@ -391,13 +392,17 @@ class RoundingTrace(Trace):
             return found.relative, tolerance
         size = found.size
         if self._tracker.direction == "backward" or low.numel() < _FEW:
-            least = rules.least_sizes(call.shadows)
-            size = max(size, least[index] if index < len(least) else 0.0)
+            sizes = rules.least_sizes(call.shadows)
+            size = max(size, sizes[index] if index < len(sizes) else 0.0)
         if not size:
             return 0.0, tolerance
-        if rules.has_no_digits(call.base, [each.size for each in call.inputs], size):
+        largest = max((each.size for each in call.inputs), default=0.0)
+        if call.base in rules.DIFFERENCES and size < _NOISE * largest:
             return None
-        tolerance += rules.sum_bound(call.own, low) + rules.underflow(low) / size
+        # Every element may underflow: half the smallest subnormal.
+        info = torch.finfo(low.dtype)
+        least = rules.AMPLIFICATION * info.smallest_normal * info.eps / 2
+        tolerance += rules.sum_bound(call.own, low) + least * math.sqrt(low.numel()) / size
         return found.difference / size, tolerance
 
     def _lost_change(self, call: _ShadowCall, result: Any) -> float:
@@ -417,52 +422,42 @@ class RoundingTrace(Trace):
         largest = max(each.relative for each in call.inputs)
         return "chain" if rules.AMPLIFICATION * largest > error else "cancellation"
 
+    # -- gradients that underflow ----------------------------------------------------------------
 
-class _Underflow:
-    """The gradients in fp16 that are 0 where those in fp32 are not, over all parameters.
-
-    Attributes:
-        way: How the model trains.
-    """
-
-    def __init__(self) -> None:
-        self.way = "plain"
-        self._zeros = 0
-        self._elements = 0
-        self._lost = 0.0
-        self._total = 0.0
-        self._place = Place("", True, "backward", "")
-
-    def count(self, grad: Tensor, shadow: _Shadow | None) -> None:
-        """Counts the elements of a gradient that has just arrived."""
+    def _count_underflow(self, grad: Tensor) -> None:
+        """Adds up a gradient's elements that are 0 in fp16 and not in fp32, and all in fp32."""
+        shadow = self._shadows.of(grad)
         if shadow is None or shadow.unit != rules.roundoff(torch.float16):
             return
         exact = torch.where(grad.isfinite(), shadow.view(grad), 0.0)
-        zero = (grad == 0.0) & (exact != 0.0)
-        self._zeros += int(zero.count_nonzero())  # sync: tracing is a diagnosis, here and below
-        self._elements += int(exact.count_nonzero())
-        self._lost += rules.norm(exact[zero]) ** 2
-        self._total += rules.norm(exact) ** 2
-        if zero.any() and not self._place.location:
-            self._place = Place("", True, "backward", innermost_line())
+        lost = exact[grad == 0.0]
+        sums = [*_sums(lost), *_sums(exact)]
+        self._underflow = [old + new for old, new in zip(self._underflow, sums, strict=True)]
+        if self._underflow_at is None and lost.any():
+            self._underflow_at = self._tracker.place
 
-    def rows(self) -> list[RoundingRow]:
-        """Returns what is to be said of it, if anything."""
-        if self._lost <= rules.LOST_GRADIENT**2 * self._total:
-            return []
-        share = 100 * self._zeros / self._elements
-        ways = [*remedies("underflow", self.way), *remedies("in bf16", self.way)]
-        what = f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not"
+    def _judge_underflow(self) -> None:
+        """Logs, as the first, that many gradients are 0."""
+        zeros, lost, elements, total = self._underflow
+        if self._underflow_at is None or lost <= rules.LOST_GRADIENT**2 * total:
+            return
+        share = 100 * zeros / elements
+        ways = [*remedies("underflow", self._way), *remedies("in bf16", self._way)]
         row = RoundingRow(
-            **vars(self._place),
+            **vars(self._underflow_at),
             op="aten.add",
             kind="underflow",
-            what=what,
+            what=f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not",
             **explained("underflow", ways, cause="underflow", dtype="float16"),
-            error=math.sqrt(self._lost / self._total),
+            error=math.sqrt(lost / total),
             tolerance=rules.LOST_GRADIENT,
         )
-        return [row]
+        self._lost = {(): row, **self._lost}
+
+
+def _sums(values: Tensor) -> tuple[float, float]:
+    """Returns how many values are not 0, and the sum of their squares."""
+    return float(values.count_nonzero()), rules.norm(values) ** 2  # sync: tracing is a diagnosis
 
 
 def _distance(call: _ShadowCall, values: Tensor, in_fp32: Tensor) -> rules.Distance:
@@ -554,7 +549,10 @@ class _Shadows(ByMemory[_Shadow]):
         """Makes ``values`` the shadow of a tensor that an operator has just written."""
         shadow = self.of(tensor)
         if shadow is None:
-            shadow = _Shadow(_whole(tensor), tensor.dtype.to_real(), unit, entry, origin)
+            real = tensor.dtype.to_real()
+            whole = torch.empty(0, dtype=real, device=tensor.device)
+            whole.set_(tensor.untyped_storage())
+            shadow = _Shadow(_own_values(whole).clone(), real, unit, entry, origin)
             self.note(tensor, shadow)
         else:
             shadow.origin = origin or shadow.origin
@@ -579,21 +577,15 @@ def _can_shadow(tensor: Tensor) -> bool:
 
 
 def _own_values(tensor: Tensor) -> Tensor:
-    """Returns a tensor's own values in the dtype of shadows; of other tensors, themselves."""
+    """Returns a tensor's own values in the dtype of shadows; of other tensors, themselves.
+
+    Values in fp32 and fp64 are not copied.
+    """
     tensor = with_memory(tensor)
-    return _widened(tensor) if _can_shadow(tensor) else tensor
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """Returns a tensor's own values in the dtype of shadows; fp32 and fp64 are not copied."""
+    if not _can_shadow(tensor):
+        return tensor
     tensor = tensor.detach()
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Returns a copy of all values of a tensor's storage, in the dtype of shadows."""
-    stored = torch.empty(0, dtype=tensor.dtype.to_real(), device=tensor.device)
-    return _widened(stored.set_(tensor.untyped_storage())).clone()
 
 
 def _mean_size(distance: rules.Distance, tensor: Tensor) -> float:

@@ -55,6 +55,9 @@ AMPLIFICATION = 4.0
 
 LOST_CHANGE = 0.5
 
+LOST_RESIDUAL = 0.5
+"""Error up to which cancellation in the residual of a regression is none."""
+
 SMALL = 2.0**-4
 """Changes by a larger share are no small ones."""
 
@@ -80,12 +83,12 @@ MOVES = {
 }
 """Operators that only move values, so that they can lose no more than a cast."""
 
-_DIFFERENCES = {"add", "sub", "rsub"}
+DIFFERENCES = {"add", "sub", "rsub"}
 
-LINEAR = MOVES | _DIFFERENCES | {"mul", "div", "neg", "lerp", "addcmul"}
+LINEAR = MOVES | DIFFERENCES | {"mul", "div", "neg", "lerp", "addcmul"}
 """Operators that continue a chain; see Note [Chains]."""
 
-SUMS_OF_OPERANDS = _DIFFERENCES | {"cat", "stack", "lerp"}
+SUMS_OF_OPERANDS = DIFFERENCES | {"cat", "stack", "lerp"}
 """Operators to whose result each input contributes by its size."""
 
 DECIDED_BY_SECOND = {
@@ -199,13 +202,12 @@ def first_of(values: Any) -> Any:
     return values[0] if isinstance(values, list | tuple) and values else values
 
 
-def least_cancellation(name: str, *, inside: bool) -> float:
-    """Returns the error up to which cancellation is as good as none, next to ordinary rounding.
+def is_residual(name: str, *, inside: bool) -> bool:
+    """Returns whether an operator computes a regression's residual, inside a model or outside.
 
-    The residual of a regression, outside of the model, is a small difference by its purpose.
+    It is a small difference by its purpose, of which the next step needs few digits.
     """
-    is_residual = name.startswith(_RESIDUALS) or (name == "sub" and not inside)
-    return 0.5 if is_residual else 0.05
+    return name.startswith(_RESIDUALS) or (name == "sub" and not inside)
 
 
 def without_masked_rows(low: Tensor, high: Tensor, logits: Tensor, dim: int) -> Tensor:
@@ -227,18 +229,6 @@ def sum_bound(call: Call, result: Tensor) -> float:
         terms = max((t.numel() for t in call.args if isinstance(t, Tensor)), default=1)
         return roundoff(torch.float32) * math.sqrt(terms)
     return 0.0
-
-
-def underflow(result: Tensor) -> float:
-    """Returns the norm of the error if every element of a result underflows."""
-    info = torch.finfo(result.dtype)
-    return AMPLIFICATION * info.smallest_normal * info.eps / 2 * math.sqrt(result.numel())
-
-
-def has_no_digits(name: str, inputs: Sequence[float], result: float) -> bool:
-    """Returns whether a difference cancels so far that fp32 holds no digit of it, by norms."""
-    noise = 64 * torch.finfo(torch.float32).eps
-    return name in _DIFFERENCES and result < noise * max(inputs, default=0.0)
 
 
 def within_range(values: Tensor, shadow: Tensor) -> Tensor:

@@ -6,9 +6,7 @@ import math
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from apex._core.param_groups import params_of
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.place import runs_in_scaler
@@ -33,8 +31,9 @@ class ScaledGradients:
         loss_scale: The scale of the last backward pass, None without one, and whether it adapts.
     """
 
-    def __init__(self) -> None:
-        self.loss_scale: tuple[float | None, bool] = (None, False)
+    def __init__(self, unseen: tuple[float | None, bool]) -> None:
+        """Takes the scale of losses that were computed before the trace, as in ``loss_scale``."""
+        self.loss_scale = self._unseen = unseen
         self._losses: ByMemory[tuple[float, bool]] = ByMemory()
         self._scales: ByMemory[float] = ByMemory()
 
@@ -45,11 +44,6 @@ class ScaledGradients:
             if scale is not None:
                 return scale
         return 1.0
-
-    def scale_in_step(self, optimizer: Optimizer) -> float:
-        """Returns the scale of the gradients on which a script steps an optimizer; 1 if none."""
-        scale = self.scale_of([param.grad for param in params_of(optimizer)])
-        return 1.0 if scale == 1.0 or runs_in_scaler() else scale
 
     def arrive(self, gradient: Tensor) -> None:
         """Records a gradient that arrives in the running backward pass."""
@@ -66,14 +60,11 @@ class ScaledGradients:
         scale = self.scale_of(call.arguments)
         if scale == 1.0:
             return None
-        if "unscale" in call.name or runs_in_scaler():
+        if "unscale" in call.name or self._unscales(call, scale) or runs_in_scaler():
             self._forget(call.written)
             return None
         if call.base == "local_scalar_dense":
             return "reading"
-        if self._unscales(call, scale):
-            self._forget(call.written)
-            return None
         changed = [tensor for tensor in call.written if self.scale_of([tensor]) != 1.0]
         if changed and not call.traits.reads_written:  # such as zero_
             self._forget(changed)
@@ -89,7 +80,7 @@ class ScaledGradients:
         for tensor in floating(call.arguments):
             scale = scale or self._losses.of(tensor)
         if call.name == "aten.ones_like":  # autograd starts a backward pass this way
-            self.loss_scale = scale or (None, False)
+            self.loss_scale = scale or self._unseen
         elif call.name == "aten.mul" and runs_in_scaler():
             factor = call.args[1]
             scale = float(factor), isinstance(factor, Tensor)  # sync: tracing is a diagnosis

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from apex._core import dtypes
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.conversion.state import state_of
-from apex._engine.session import Session
 from apex._torch import ranks
 from apex._torch.modules import named_parameters
 from apex.amp import frontend, inputs
@@ -57,11 +56,10 @@ def suggest_fp32(
     """Returns the fewest modules to keep in fp32 so that bf16 costs no more than one rounding.
 
     Runs copies of a plain fp32 model at O5, forward and backward, and compares their gradients
-    with those in fp32. A module is suggested if the model does not run at O5 without it in fp32. A
-    module is suggested if :func:`trace_rounding` finds that it
-    loses digits there, and the gradients' error is larger by a tenth without it in fp32. A
-    healthy model gets an empty list, although its gradients at a 16-bit level are off by some
-    percent.
+    with those in fp32. A module is suggested if the model does not run at O5 without it in fp32. So
+    is one where :func:`trace_rounding` finds that digits are lost, if the gradients' error is a
+    tenth larger without it in fp32. A healthy model gets an empty list, although its gradients at a
+    16-bit level are off by some percent.
 
     Changes nothing: the model, its gradients, buffers and hooks, the inputs and the random number
     generators are as before, also after an error.
@@ -81,11 +79,10 @@ def suggest_fp32(
         ``amp.initialize``.
 
     Raises:
-        TypeError: If ``model`` is not a module or cannot be copied, or the loss is not a tensor.
-        ValueError: If the model is prepared or not in fp32, the inputs
-            hold no tensor, the loss is not one floating-point number that requires gradients, or
-            two runs in fp32 give different gradients, or gradients that are not finite, or several
-            processes run.
+        TypeError: If ``model`` is not a module, or the loss is not a tensor.
+        ValueError: If the model is prepared or not in fp32, the loss is not one floating-point
+            number that requires gradients, two runs in fp32 give different gradients, or gradients
+            that are not finite, or several processes run.
 
     Example:
         >>> import torch
@@ -103,14 +100,14 @@ def suggest_fp32(
         >>> found.setting
         "amp.initialize(model, optimizer, opt_level='O5', fp32_modules=['1'])"
     """
-    inner = _checked(model, (inputs, keywords), loss_fn)
+    inner = _checked(model, loss_fn)
     trials = _Trials(inner, (inputs, keywords), loss_fn)
     before = trials.run([], trace=True)
     found, notes = _faulty(inner, trials)
     limit = max(_EXPLAINED * trials.run(found), _REPRODUCIBLE)
     modules = found
     for name in found:
-        fewer = _without(modules, name)
+        fewer = [other for other in modules if other != name]
         if trials.run(fewer) <= limit:
             modules = fewer
     modules = list(dict.fromkeys([*trials.required, *modules]))
@@ -191,19 +188,15 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
         alike = [r.module for r in lost if r.module and kinds[r.module] is kinds[first.module]]
         names += dict.fromkeys(name for name in alike if not _is_within(name, names))
         trials.run(names, trace=True)
-    return [name for name in names if not _is_within(name, _without(names, name))], notes
+    return [name for name in names if not _is_within(name, {*names} - {name})], notes
 
 
-def _is_within(name: str, names: Sequence[str]) -> bool:
+def _is_within(name: str, names: Collection[str]) -> bool:
     return any(not each or name == each or name.startswith(each + ".") for each in names)
 
 
-def _without(names: Sequence[str], name: str) -> list[str]:
-    return [each for each in names if each != name]
-
-
-def _checked(model: Any, arguments: object, loss_fn: object) -> nn.Module:
-    inner = checked_model("suggest_fp32", model, arguments, loss_fn)
+def _checked(model: Any, loss_fn: object) -> nn.Module:
+    inner = checked_model("suggest_fp32", model, loss_fn)
     if any(state_of(module) is not None for module in inner.modules()):
         raise ValueError(
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
@@ -240,18 +233,13 @@ class _Trials:
         self.required: list[str] = []
         self._reference = self._in_fp32()
         noise = self._error(self._in_fp32())
-        name = type(model).__name__
-        if not all(bool(grad.isfinite().all()) for grad in self._reference.values()):  # sync: tool
+        if not noise <= _REPRODUCIBLE:  # nor NaN
             raise ValueError(
-                f"suggest_fp32 got {name}, whose gradients are not finite in fp32, too, which no "
-                "module in fp32 repairs. amp.debug.trace_overflow(model) names the operator."
-            )
-        if noise > _REPRODUCIBLE:
-            raise ValueError(
-                f"suggest_fp32 got {name}, whose gradients differ by {noise:.2g} of their "
-                "norm between two runs in fp32, which hides the errors of 16 bits. The model must "
-                "not draw random numbers outside torch, Python and numpy, or keep state outside "
-                "itself; eval() may help."
+                f"suggest_fp32 got {type(model).__name__}, whose gradients in fp32 are not finite, "
+                f"or differ between two runs (by {noise:.2g} of their norm), which hides the "
+                "errors of 16 bits. amp.debug.trace_overflow(model) names an operator that "
+                "overflows. Random numbers must be torch's, Python's or numpy's, and the model "
+                "must not keep state outside itself; eval() may help."
             )
 
     def run(self, fp32: Sequence[str], *, trace: bool = False) -> float:
@@ -268,25 +256,27 @@ class _Trials:
                 self.required.append(name)
 
     def _run(self, model: nn.Module, fp32: Sequence[str], *, trace: bool) -> float:
-        with self._prepared(model, fp32) as session:
+        """Prepares a model in a session of its own, which no other model notices, and runs it."""
+        plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
+        inputs.check_models([model], plan, op_casts=False)
+        session = new_session(self._policy, ScaleRule(), models=[model])
+        try:
+            with ExitStack() as undo:
+                session.prepare([model], [], plan, undo)
+                undo.pop_all()
             if trace:
                 self.trace = RoundingTrace(model)
             tracing = self.trace if trace else nullcontext()
             with tracing, preserve_state(model, self._arguments):
                 with casts_off():
                     loss = session.region.run(self._loss, model)
-                grads = _gradients(model, loss)
-        return self._error(grads)
+                gradients = _gradients(model, loss)
+            return self._error(gradients)
+        finally:
+            session.close()
 
     def _in_fp32(self) -> dict[str, Tensor]:
-        try:
-            model = copy.deepcopy(self._model)
-        except Exception as error:
-            raise TypeError(
-                f"suggest_fp32 got {type(self._model).__name__}, which cannot be copied "
-                f"({type(error).__name__}: {error}); it runs copies of the model. Pass a model "
-                "that copy.deepcopy accepts."
-            ) from error
+        model = copy.deepcopy(self._model)
         with casts_off(), preserve_state(model, self._arguments):
             return _gradients(model, self._loss(model))
 
@@ -302,23 +292,9 @@ class _Trials:
         errors = [
             float((grads[name] - exact).norm()) / sizes[name]  # sync: as above
             for name, exact in self._reference.items()
-            if name in grads and sizes[name] > least
+            if name in grads and not sizes[name] <= least  # NaN, too
         ]
         return math.sqrt(sum(error**2 for error in errors) / max(1, len(errors)))
-
-    @contextmanager
-    def _prepared(self, model: nn.Module, fp32: Sequence[str]) -> Iterator[Session]:
-        """Prepares a model in a session of its own, which no other model notices."""
-        plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
-        inputs.check_models([model], plan, op_casts=False)
-        session = new_session(self._policy, ScaleRule(), models=[model])
-        try:
-            with ExitStack() as undo:
-                session.prepare([model], [], plan, undo)
-                undo.pop_all()
-            yield session
-        finally:
-            session.close()
 
 
 def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:

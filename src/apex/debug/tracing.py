@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from apex._core import dtypes, tree
 from apex._engine.conversion.state import state_of
-from apex._engine.session import Session
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing
@@ -197,7 +196,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # In a forked data loader worker, or without values.
         if os.getpid() != self._process or computes_shapes_only():
             return func(*args, **kwargs)
-        if not all(map(is_plain, types)):  # its inner operators come here next
+        plain = Tensor.__torch_dispatch__  # of classes with memory of their own, not quantized ones
+        if any(kind.__torch_dispatch__ is not plain for kind in types):  # inner operators come next
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
@@ -251,7 +251,7 @@ class Trace:
             )
         self._entered = True
         with ExitStack() as hooks:
-            hooks.enter_context(self._tracker)
+            hooks.enter_context(self._tracker.tracking())
             hooks.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
             hooks.callback(register_optimizer_step_post_hook(self._leave_step).remove)
             hooks.enter_context(eager())
@@ -294,21 +294,13 @@ class Trace:
         return self._stepping is not None and not in_closure
 
     @property
-    def _sessions(self) -> list[Session]:
-        """The sessions of the models and of modules inside them."""
-        sessions: dict[Session, None] = {}
+    def _way(self) -> str:
+        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
         for model in self._tracker.models:
             for module in model.modules():
                 state = state_of(module)
                 if state is not None and state.link.session is not None:
-                    sessions[state.link.session] = None
-        return list(sessions)
-
-    @property
-    def _way(self) -> str:
-        """How the models train: amp's level, ``"autocast"`` or ``"plain"``."""
-        for session in self._sessions:
-            return session.policy.opt_level
+                    return state.link.session.policy.opt_level
         return "autocast" if self._tracker.autocasts else "plain"
 
 
@@ -376,11 +368,6 @@ def is_checked(tensor: Tensor) -> bool:
     return tensor.dtype in WIDE and tensor.device.type != "meta" and not is_lazy(tensor)
 
 
-def is_plain(kind: type[Tensor]) -> bool:
-    """Returns whether tensors of a class have memory of their own, as quantized ones do not."""
-    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
 def real(values: Tensor) -> Tensor:
     """Returns a real view of complex values; others unchanged."""
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
@@ -409,6 +396,7 @@ class ByMemory(Generic[Fact]):
 
     def of(self, tensor: Tensor) -> Fact | None:
         """Returns what is known of a tensor's memory; None if nothing."""
+        # Without facts, no view is made: in an optimizer's hook it is an operator of the trace.
         return self._facts.get(storage(tensor)) if self._facts else None
 
     def note(self, tensor: Tensor, fact: Fact) -> None:
@@ -417,8 +405,7 @@ class ByMemory(Generic[Fact]):
 
     def discard(self, tensor: Tensor) -> None:
         """Forgets what was known of a tensor's memory."""
-        if self._facts:
-            self._facts.pop(storage(tensor), None)
+        self._facts.pop(storage(tensor), None)
 
 
 def kind_of(tensor: Tensor) -> str:
@@ -434,11 +421,6 @@ def kind_of(tensor: Tensor) -> str:
     if any(map(math.isnan, ends)):
         return "nan"
     return "inf" if any(map(math.isinf, ends)) else ""
-
-
-def is_negative(tensor: Tensor) -> bool:
-    """Returns whether the values have infinities, all of them negative."""
-    return bool(real(dense(tensor)).amax() < math.inf)  # sync: tracing is a diagnosis
 
 
 def values_of(tensor: Tensor) -> Values:
@@ -474,13 +456,7 @@ def is_mask(tensor: Tensor) -> bool:
 
 def covers_storage(tensor: Tensor) -> bool:
     """Returns whether a tensor covers its whole storage."""
-    values = dense(tensor)
-    return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
-
-
-def elements(tensors: Sequence[Tensor]) -> int:
-    """Returns the number of elements of all tensors."""
-    return sum(tensor.numel() for tensor in tensors)
+    return dense(tensor).nbytes >= storage(tensor).nbytes()
 
 
 def largest_in_double(call: Call) -> float | None:
@@ -497,7 +473,7 @@ def largest_in_double(call: Call) -> float | None:
         # holds the lock of its weight cache while it casts a weight.
         with torch.no_grad():
             result = wide.run()
-    except (RuntimeError, NotImplementedError, TypeError):  # some kernels and devices lack float64
+    except (RuntimeError, TypeError):  # some kernels and devices lack float64
         return None
     found = [*floating(result), *wide.written]
     if any(map(kind_of, found)):

@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +25,7 @@ from apex._engine.scaler import Readback
 from apex._engine.session import Session
 from apex._torch import dtensor
 from apex._torch.dispatch_modes import suspend_modes
-from apex.debug.common import counted, inner, percent, to_json
+from apex.debug.common import counted, inner, to_json
 from apex.debug.overflow import OverflowTrace
 
 if TYPE_CHECKING:
@@ -162,19 +162,18 @@ class History:
         return sum(item.overflow for item in self.passes)
 
     def __str__(self) -> str:
-        """Returns a few lines for each loss, however many passes there are."""
-        passes = self.passes
-        if not passes:
-            return "No backward pass recorded yet."
-        losses, lines = _by_loss(passes), []
-        for loss_id, own in losses.items():
+        """Returns a line for each loss, however many passes there are."""
+        lines = []
+        for loss_id, own in _by_loss(self.passes).items():
             skipped = sum(item.overflow for item in own)
-            name = f"Loss {loss_id}: " if len(losses) > 1 else ""
-            share = f" ({percent(skipped / len(own))})" if skipped else ""
-            count = counted(len(own), "backward pass", "es")
-            lines.append(f"{name}{count}, {skipped} skipped{share}")
-            lines += (f"  {line}" for line in _details(own))
-        return "\n".join(lines)
+            scales = [item.loss_scale for item in own]
+            norms = [item.grad_norm for item in own if math.isfinite(item.grad_norm)]
+            lines.append(
+                f"Loss {loss_id}: {counted(len(own), 'backward pass', 'es')}, {skipped} skipped; "
+                f"scale {scales[-1]:g}, from {min(scales):g} to {max(scales):g}; "
+                f"gradient norm {own[-1].grad_norm:.3g}, at most {max(norms, default=math.nan):.3g}"
+            )
+        return "\n".join(lines) or "No backward pass recorded yet."
 
     def to_json(self) -> str:
         """Returns ``passes`` as a JSON array of objects; a norm of inf or NaN is null."""
@@ -240,16 +239,6 @@ class History:
 def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
     losses = sorted({item.loss_id for item in passes})
     return {loss_id: [item for item in passes if item.loss_id == loss_id] for loss_id in losses}
-
-
-def _details(passes: Sequence[Pass]) -> Iterator[str]:
-    scales = [item.loss_scale for item in passes]
-    span = f", from {min(scales):g} to {max(scales):g}" if min(scales) < max(scales) else ""
-    yield f"loss scale     {scales[-1]:g} now{span}"
-    norms = [item.grad_norm for item in passes if math.isfinite(item.grad_norm)]
-    bad = f", {len(passes) - len(norms)} not finite" if len(norms) < len(passes) else ""
-    largest = f", largest {max(norms):.3g}" if norms else ""
-    yield f"gradient norm  {passes[-1].grad_norm:.3g} last{largest}{bad}"
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:

@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted, json_types
-from apex.debug.overflow import headed, hit_lines
+from apex.debug.overflow import ScriptTrace, Seen, headed, hit_lines
 from apex.debug.rounding import RoundingTrace
-from apex.debug.script_trace import ScriptTrace, Seen
 from apex.tools.script import Ending, Script
 
 
@@ -166,7 +165,7 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
             f"{script}` names operators that lose digits, `--updates` weights that stay."
         )
     operators = counted(seen.operators, "operator")
-    return [*lines, f"Traced {operators} and {_steps(seen.steps)} in {seen.seconds:.3g} s."]
+    return [*lines, f"Traced {operators} and {_steps(seen.steps)}."]
 
 
 def _ended(ending: Ending) -> list[str]:

@@ -7,11 +7,12 @@ import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from apex.debug.common import aligned, percent, size
+from apex.debug.common import aligned, percent
 from apex.tools.compare.columns import TABLES, Column
 from apex.tools.compare.results import Comparison, Result
 from apex.tools.compare.soundness import excess
 from apex.tools.compare.training import end_loss
+from apex.tools.compare.verdict import size
 
 NOTHING = "—"
 
@@ -100,7 +101,7 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
             "apart": _apart(result, comparison),
             "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
             "skipped": f"{len(record.skipped)} of {len(record.losses)}",
-            "frozen": percent(record.frozen),
+            "frozen": NOTHING if record.frozen is None else percent(record.frozen),
         }
     return cells
 

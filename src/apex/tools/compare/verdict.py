@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from apex.debug.common import counted, size
+from apex.debug.common import counted
 from apex.tools.compare.results import BASELINE, Comparison, Recommendation, Result, Verdict, Word
 from apex.tools.compare.soundness import LEAST_STEPS, fault
 from apex.tools.compare.timing import LEAST_ROUNDS, Interval
@@ -207,3 +207,12 @@ def _verdict(
     if timed.is_faster is None:
         return Verdict(name, "unclear", f"{facts}; the times do not tell")
     return Verdict(name, "usable", facts)
+
+
+def size(count: float) -> str:
+    """Returns bytes in a suitable unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024
+    return f"{count:.3g} GiB"
