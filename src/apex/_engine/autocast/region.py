@@ -45,6 +45,9 @@ R = TypeVar("R")
 _ACCURATE_FORWARDS = 32
 """How many forward passes of a 16-bit model are searched for inaccurate operators."""
 
+Switch = tuple[Sequence[str], torch.dtype | None]
+"""Device types, and the dtype that autocast casts to on them; ``None`` turns it off."""
+
 _log = logging.getLogger("apex")
 
 _is_compiling = torch.compiler.is_compiling
@@ -83,10 +86,23 @@ class Region:
 
     def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
         """Does what :meth:`run` does, where dynamo traces it."""
-        return fn(*args, **kwargs)
+        devices, dtype = self.switch(args, kwargs)
+        return under(devices, dtype, fn, args, kwargs)
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         """Enters the region for a call with these arguments, until ``until`` closes."""
+        end_stale_casts()
+        devices, dtype = self.switch(args, kwargs)
+        if not devices:
+            return
+        enabled = dtype is not None
+        for device in devices:
+            until.enter_context(torch.autocast(device, dtype, enabled, weight_cache_is_safe))
+        begin_run(until)
+
+    def switch(self, args: Args, kwargs: Kwargs) -> Switch:
+        """Returns what the region switches for a call with these arguments."""
+        return (), None
 
 
 class AutocastRegion(Region):
@@ -112,29 +128,15 @@ class AutocastRegion(Region):
     def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
         return AutocastRegion, (self.spec,)
 
-    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+    def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         # The digest is a guard: code with other rows is compiled again.
         if not self._digest or is_off():
-            return fn(*args, **kwargs)
-        self._meet_float64(args, kwargs)
-        return under(self.spec.device_types, self.spec.dtype, fn, args, kwargs)
-
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        end_stale_casts()
-        if is_off():
-            return
-        self._meet_float64(args, kwargs)
-        for device in self.spec.device_types:
-            until.enter_context(
-                torch.autocast(device, self.spec.dtype, cache_enabled=weight_cache_is_safe)
-            )
-        begin_run(until)
-
-    def _meet_float64(self, args: Args, kwargs: Kwargs) -> None:
-        for tensor in tensors_in(args, kwargs):
+            return (), None
+        for tensor in tree.tensors((args, kwargs)):
             if tensor.dtype is torch.float64:
                 self._accept_float64()
                 break
+        return self.spec.device_types, self.spec.dtype
 
     @at_tracing
     def _accept_float64(self) -> None:
@@ -155,15 +157,12 @@ class NoAutocastRegion(Region):
     _devices: Sequence[str] = ()
     """The device types whose casts were turned off last."""
 
-    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        return under(devices_cast(), None, fn, args, kwargs)
-
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        end_stale_casts()
+    def switch(self, args: Args, kwargs: Kwargs) -> Switch:
+        if _is_compiling():
+            return devices_cast(), None
         if backward_id() == -1:
             self._devices = devices_of_sessions()
-        for device in self._devices:
-            until.enter_context(torch.autocast(device, enabled=False))
+        return self._devices, None
 
 
 class LowPrecisionRegion(NoAutocastRegion):
