@@ -216,14 +216,16 @@ def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh:
 def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
     with without_overrides():
-        written = [pair for pair in pairs if pair.master._version != pair._master_version]
-        if not written:
-            return
+        written: list[MasterPair] = []
         models: list[Tensor] = []
         masters: list[Tensor] = []
-        for pair in written:
-            models.append(pair.model)
-            masters.append(pair.master)
+        for pair in pairs:
+            if pair.master._version != pair._master_version:
+                written.append(pair)
+                models.append(pair.model)
+                masters.append(pair.master)
+        if not written:
+            return
         with torch.no_grad():
             foreach.copy_(models, masters)
     mark_synced(written)

@@ -92,57 +92,44 @@ def adam_(
     has_kernel = foreach.has_fused("fused_adam_", device)
     fused = has_kernel and rule.averaged and not rule.eps_inside_sqrt
     with working(grads, params, exp_avgs, exp_avg_sqs, skip=None if fused else skip) as wide:
-        if not fused:
-            _plain(*wide, rule=rule, step=step)
-            return
         grads, params, exp_avgs, exp_avg_sqs = wide
-        # One count serves all parameters: the kernel only reads it.
-        count = as_tensor(step if rule.bias_correction else _UNBIASED_STEP, device)
-        kernel = foreach.fused_adamw_ if rule.decoupled else foreach.fused_adam_
-        kernel(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [count] * len(params),
-            lr=rule.lr,
-            beta1=rule.betas[0],
-            beta2=rule.betas[1],
-            weight_decay=rule.weight_decay,
-            eps=rule.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=None,
-            found_inf=skip,
-        )
-
-
-def _plain(
-    grads: Tensors,
-    params: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    *,
-    rule: AdamRule,
-    step: Scalar,
-) -> None:
-    """The same step on foreach kernels."""
-    if not rule.decoupled:
-        grads = decayed(grads, params, rule.weight_decay)
-    torch._foreach_mul_(exp_avgs, rule.betas[0])
-    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - rule.betas[0] if rule.averaged else 1.0)
-    torch._foreach_mul_(exp_avg_sqs, rule.betas[1])
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - rule.betas[1])
-    first, second = rule.corrections(step)
-    denominators = torch._foreach_div(exp_avg_sqs, second)
-    if rule.eps_inside_sqrt:
-        torch._foreach_add_(denominators, rule.eps)
-    torch._foreach_sqrt_(denominators)
-    if not rule.eps_inside_sqrt:
-        torch._foreach_add_(denominators, rule.eps)
-    updates: Tensors = torch._foreach_div(exp_avgs, first)
-    torch._foreach_div_(updates, denominators)
-    if rule.decoupled:
-        updates = decayed(updates, params, rule.weight_decay)
-    descend_(params, updates, rule.lr)
+        if fused:
+            # One count serves all parameters: the kernel only reads it.
+            count = as_tensor(step if rule.bias_correction else _UNBIASED_STEP, device)
+            kernel = foreach.fused_adamw_ if rule.decoupled else foreach.fused_adam_
+            kernel(
+                params,
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                [],
+                [count] * len(params),
+                lr=rule.lr,
+                beta1=rule.betas[0],
+                beta2=rule.betas[1],
+                weight_decay=rule.weight_decay,
+                eps=rule.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None,
+                found_inf=skip,
+            )
+            return
+        if not rule.decoupled:
+            grads = decayed(grads, params, rule.weight_decay)
+        torch._foreach_mul_(exp_avgs, rule.betas[0])
+        torch._foreach_add_(exp_avgs, grads, alpha=1.0 - rule.betas[0] if rule.averaged else 1.0)
+        torch._foreach_mul_(exp_avg_sqs, rule.betas[1])
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - rule.betas[1])
+        first, second = rule.corrections(step)
+        denominators = torch._foreach_div(exp_avg_sqs, second)
+        if rule.eps_inside_sqrt:
+            torch._foreach_add_(denominators, rule.eps)
+        torch._foreach_sqrt_(denominators)
+        if not rule.eps_inside_sqrt:
+            torch._foreach_add_(denominators, rule.eps)
+        updates: Tensors = torch._foreach_div(exp_avgs, first)
+        torch._foreach_div_(updates, denominators)
+        if rule.decoupled:
+            updates = decayed(updates, params, rule.weight_decay)
+        descend_(params, updates, rule.lr)

@@ -40,7 +40,7 @@ def decayed(updates: Tensors, params: Tensors, weight_decay: float) -> Tensors:
     return torch._foreach_add(updates, params, alpha=weight_decay)
 
 
-def decay_(params: Tensors, rate: Scalar, weight_decay: float, skip: Tensor | None = None) -> None:
+def decay_(params: Tensors, rate: Scalar, weight_decay: float, skip: Tensor | None) -> None:
     """Multiplies parameters by ``1 - rate * weight_decay`` in place, unless 0-d ``skip`` is set."""
     if not weight_decay:
         return

@@ -39,8 +39,11 @@ one thread of a CPU, torch 2.13): 1.0 to 1.5 for 1 M elements in 8 to 32 tensors
 4 M in 8 to 128, 0.4 for 17 M in 8.
 """
 
-_LEAST, _GREATEST = 2**19, 2**24
-"""Bounds of the elements in a block on a CPU: caches hold the least, spare memory the most."""
+_LEAST = 2**19
+"""Fewest elements in a block on a CPU, which caches hold."""
+
+_GREATEST = 2**24
+"""Most elements in a block on a CPU, to spare memory."""
 
 device_elements = 2**25
 """Elements in a block on any other device: 128 MiB of gradients in fp32.
@@ -62,8 +65,10 @@ def begin(prepared: PreparedOptimizer) -> BlockStep | None:
         for pair in prepared.pairs:
             if pair.model.grad is not None:
                 elements += pair.model.numel()
-    on_cpu = prepared.pairs[0].master.device.type == "cpu"
-    if elements < (least_elements if on_cpu else device_elements) or prepared.shared_pairs():
+    least = device_elements
+    if prepared.pairs[0].master.device.type == "cpu":
+        least = least_elements
+    if elements < least or prepared.shared_pairs():
         return None
     return BlockStep(prepared)
 
@@ -174,14 +179,18 @@ def _run_blocks(
     factors = [masters.clip_factor(grad) for grad in grads]
     device = params[0].device
     cuts = _cuts(tuple(param.numel() for param in params), device.type)
-    largest = max((sum(size for _, _, size in block) for block in cuts), default=0)
+    largest = 0
+    for block in cuts:
+        elements = sum(size for _, _, size in block)
+        largest = max(largest, elements)
     buffer = torch.empty(largest, dtype=torch.float32, device=device)
     count = dispatch_modes.OPERANDS[func]
     kernel = dispatch_modes.function_of(func)
     for block in cuts:
         places = [place for place, _, _ in block]
-        operands = [_pieces(tensors, block) if tensors else [] for tensors in lists[:count]]
-        operands[1] = _filled(buffer, _pieces(grads, block), [factors[place] for place in places])
+        operands = [_pieces(tensors, block) for tensors in lists[:count]]
+        block_factors = [factors[place] for place in places]
+        operands[1] = _filled(buffer, _pieces(grads, block), block_factors)
         steps = [_chosen(tensors, places) for tensors in lists[count:]]
         kernel(*operands, *steps, **kwargs)
         foreach.copy_(_pieces(models, block), operands[0])
@@ -222,8 +231,13 @@ def _cuts(sizes: tuple[int, ...], device: str) -> list[_Block]:
 
 
 def _pieces(tensors: Sequence[Tensor], block: _Block) -> list[Tensor]:
-    """Returns the pieces of dense tensors, in the order of memory: a whole one, or a 1-d view."""
+    """Returns the pieces of dense tensors, in the order of memory: a whole one, or a 1-d view.
+
+    The list may be empty: a state that the optimizer does not keep.
+    """
     pieces: list[Tensor] = []
+    if not tensors:
+        return pieces
     for place, first, size in block:
         piece = tensors[place]
         if size < piece.numel():

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state
 from apex._engine import masters
-from apex._engine.masters import LazyMaster, MasterPair, MasterState, MasterTable
+from apex._engine.masters import MasterPair, MasterState, MasterTable
 from apex._engine.mistakes import Mistake
 from apex._pickle import empty
 from apex._torch import dtensor
@@ -170,8 +170,6 @@ class PreparedOptimizer:
 
     def direct_params(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
-        if not self.pairs:
-            return self.params()
         with_pair = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in with_pair]
 
@@ -442,9 +440,8 @@ class PreparedOptimizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pairs = state["pairs"]
-        self.master_weights = bool(state["master_weights"])
+        self.master_weights = state["master_weights"]
         self.session = None
-        lazy = any(isinstance(pair.master, LazyMaster) for pair in self.pairs)
-        self.masters = MasterTable(lazy=lazy)
+        self.masters = MasterTable(lazy=any(pair.lazy for pair in self.pairs))
         self.masters.add(self.pairs, self)
         self.overflow = OverflowFlag()
