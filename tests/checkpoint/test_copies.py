@@ -81,7 +81,7 @@ def test_in_inference_mode_a_model_is_copied_and_masters_are_not(level):
         copied = copy.deepcopy(model)
         copied.load_state_dict(saved)
         found = dict(copied.state_dict())
-        with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+        with pytest.raises(RuntimeError, match=r"version counter"):
             copy.deepcopy((model, optimizer))
     low = loops.LEVELS[level].stored
     assert loops.same(found, {name: value.to(low).float() for name, value in saved.items()})

@@ -75,9 +75,6 @@ class Master(nn.Parameter):
         increment_version(self)
         parameters.set_data(self, value)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(nn.Parameter(self.detach(), self.requires_grad))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter, so that it loads without apex."""
         plain: Any = nn.Parameter(self.detach(), self.requires_grad)
@@ -193,19 +190,16 @@ def make_master(
     # write to the model's parameter.
     source = param if exact is None else exact
     value = source.data.to(torch.float32)
-    if not value.is_contiguous() and torch.empty_like(value).stride() != value.stride():
+    if torch.empty_like(value).stride() != value.stride():
         value = value.clone()
     return master_class(value)
 
 
 def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh: bool) -> Any:
-    """Rebuilds a pair from a copy or a file, where a master is a plain parameter."""
-    if model.is_inference() or plain.is_inference():
-        raise RuntimeError(
-            "A model and its optimizer with fp32 masters were copied or loaded under "
-            "torch.inference_mode, where torch counts no writes. Do so outside it, or under "
-            "torch.no_grad."
-        )
+    """Rebuilds a pair from a copy or a file, where a master is a plain parameter.
+
+    Raises torch's RuntimeError under ``torch.inference_mode``, where it counts no writes.
+    """
     master: Any = plain
     if type(plain) is nn.Parameter:
         master.__class__ = LazyMaster if lazy else Master

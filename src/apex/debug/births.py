@@ -198,6 +198,7 @@ class Births:
         time: Number of operators traced.
         passes: Number of backward passes that reached a gradient.
         gradients: Names of parameters that a fault reached.
+        healed: Backward passes after which a dynamic loss scale backed off.
         certain: Whether values of a fault that no scale heals got that far.
     """
 
@@ -211,7 +212,7 @@ class Births:
         self._lost: dict[tuple[str, str], Birth] = {}
         self._reached: dict[Birth, None] = {}
         self._harmless: set[tuple[str, str]] = set()
-        self._healed: set[int] = set()
+        self.healed: set[int] = set()
 
     # -- births ----------------------------------------------------------------------------------
 
@@ -241,24 +242,20 @@ class Births:
             self.passes += 1
         self._backward = backward
         if birth is None:
-            judged = [b for b in self._pending if b not in self._reached and not b.heals]
-            self._harmless |= {judged_birth.site for judged_birth in judged}
+            for judged in self._pending:
+                if judged not in self._reached and not judged.heals:
+                    self._harmless.add(judged.site)
             self._pending.clear()
             return
         if name not in self.gradients:
             self.gradients.append(name)
         self._reached[birth] = None
         if birth.heals:
-            self._healed.add(backward)
+            self.healed.add(backward)
         else:
             self.certain = True
 
     # -- results -----------------------------------------------------------------------------------
-
-    @property
-    def healed(self) -> int:
-        """Number of backward passes after which a dynamic loss scale backed off."""
-        return len(self._healed)
 
     def first(self, *, healing: bool = True) -> Birth | None:
         """Returns the first birth that is a fault; see Note [When a birth is a fault].

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import configparser
 import functools
-import importlib.resources
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ _WAYS = {"plain", "autocast", "O0", "O1", "O2", "O3", "O4", "O5"}
 def data() -> configparser.ConfigParser:
     """Returns what causes.ini says of each cause and formula."""
     parser = configparser.ConfigParser(interpolation=None, delimiters="=", default_section="")
-    text = importlib.resources.files("apex.debug").joinpath("causes.ini").read_text("utf-8")
-    parser.read_string(text)
+    parser.read_string(Path(__file__).with_name("causes.ini").read_text("utf-8"))
     return parser
 
 

@@ -185,13 +185,14 @@ class Explanation:
             rows: Largest number of operators to show, those that took the most time; None for all.
         """
         total = self.total
+        seconds = total.seconds or 1.0
         longest = sorted(self.ops, key=lambda row: -row.seconds)[:rows]
-        shown = [_cells(row, total.seconds) for row in self.ops if row in longest]
+        shown = [_cells(row, seconds) for row in self.ops if row in longest]
         hidden = len(self.ops) - len(shown)
         table = common.aligned([_HEAD, *shown], [True] * len(_HEAD))
         lines = [
-            f"{self.model}: {_share(total.low_precision_seconds, total.seconds)} of the time in 16 "
-            f"bits; {common.counted(total.casts, 'cast')}, {total.cast_bytes:,} bytes moved",
+            f"{self.model}: {common.percent(total.low_precision_seconds / seconds)} of the time in "
+            f"16 bits; {common.counted(total.casts, 'cast')}, {total.cast_bytes:,} bytes moved",
             "",
             *("  ".join(line).rstrip() for line in table),
             *([f"{hidden} faster rows omitted; to_json() has all."] * bool(hidden)),
@@ -217,13 +218,9 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
         row.direction,
         str(row.calls),
         f"{taken} → {common.short(row.dtype_out)}",
-        _share(row.seconds, seconds),
+        common.percent(row.seconds / seconds),
         f"{row.cast_bytes:,}" if row.cast_bytes else "",
     )
-
-
-def _share(part: float, whole: float) -> str:
-    return common.percent(part / whole if whole else 0.0)
 
 
 # -- what was measured -----------------------------------------------------------------------------

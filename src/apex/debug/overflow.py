@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from apex._core.param_groups import params_of
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.births import Birth, Births
 from apex.debug.causes import finding_of
 from apex.debug.common import Held, held_by, listed, to_json
-from apex.debug.place import Finding, current_node, node_name, owner_of
+from apex.debug.place import Finding, current_node, node_name, owner_of, runs_in_scaler
 from apex.debug.rules import SOFTMAXES
 from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Mode, Trace, floating, kind_of
@@ -174,8 +175,8 @@ class OverflowTrace(Trace):
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
         self._optimizers.add(optimizer)
-        scale = self._scaled.scale_in_step(optimizer)
-        if scale != 1.0:
+        scale = self._scaled.scale_of([param.grad for param in params_of(optimizer)])
+        if scale != 1.0 and not runs_in_scaler():
             self._add_misuse("step", scale)
         super()._enter_step(optimizer)
 
@@ -283,8 +284,7 @@ class OverflowTrace(Trace):
 
     def _births_read(self, call: Call, before: _Inputs) -> list[Birth]:
         """Returns the births of the non-finite inputs."""
-        bad = [read for read in before.inputs if read.kind]
-        return [self._input_birth(read, call, before) for read in bad]
+        return [self._input_birth(read, call, before) for read in before.inputs if read.kind]
 
     def _origin(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
         """Returns the birth of a call's non-finite outputs."""
@@ -507,7 +507,7 @@ class ScriptTrace(OverflowTrace):
             operators=births.time,
             steps=len(steps),
             passes=births.passes,
-            healed=births.healed,
+            healed=len(births.healed),
         )
 
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -6,9 +6,7 @@ import math
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from apex._core.param_groups import params_of
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.place import runs_in_scaler
@@ -46,11 +44,6 @@ class ScaledGradients:
             if scale is not None:
                 return scale
         return 1.0
-
-    def scale_in_step(self, optimizer: Optimizer) -> float:
-        """Returns the scale of the gradients on which a script steps an optimizer; 1 if none."""
-        scale = self.scale_of([param.grad for param in params_of(optimizer)])
-        return 1.0 if scale == 1.0 or runs_in_scaler() else scale
 
     def arrive(self, gradient: Tensor) -> None:
         """Records a gradient that arrives in the running backward pass."""

@@ -196,7 +196,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # In a forked data loader worker, or without values.
         if os.getpid() != self._process or computes_shapes_only():
             return func(*args, **kwargs)
-        if not all(map(is_plain, types)):  # its inner operators come here next
+        plain = Tensor.__torch_dispatch__  # of classes with memory of their own, not quantized ones
+        if any(kind.__torch_dispatch__ is not plain for kind in types):  # inner operators come next
             return NotImplemented
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
@@ -367,11 +368,6 @@ def is_checked(tensor: Tensor) -> bool:
     return tensor.dtype in WIDE and tensor.device.type != "meta" and not is_lazy(tensor)
 
 
-def is_plain(kind: type[Tensor]) -> bool:
-    """Returns whether tensors of a class have memory of their own, as quantized ones do not."""
-    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
 def real(values: Tensor) -> Tensor:
     """Returns a real view of complex values; others unchanged."""
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
@@ -400,7 +396,8 @@ class ByMemory(Generic[Fact]):
 
     def of(self, tensor: Tensor) -> Fact | None:
         """Returns what is known of a tensor's memory; None if nothing."""
-        return self._facts.get(storage(tensor))
+        # Without facts, no view is made: in an optimizer's hook it is an operator of the trace.
+        return self._facts.get(storage(tensor)) if self._facts else None
 
     def note(self, tensor: Tensor, fact: Fact) -> None:
         """Records a fact about a tensor's memory."""
@@ -459,8 +456,7 @@ def is_mask(tensor: Tensor) -> bool:
 
 def covers_storage(tensor: Tensor) -> bool:
     """Returns whether a tensor covers its whole storage."""
-    values = dense(tensor)
-    return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
+    return dense(tensor).nbytes >= storage(tensor).nbytes()
 
 
 def largest_in_double(call: Call) -> float | None:

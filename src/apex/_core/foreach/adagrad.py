@@ -10,13 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apex._core.foreach.scalars import (
-    Scalar,
-    Tensors,
-    decay_,
-    decayed,
-    descend_,
-)
+from apex._core.foreach.scalars import Scalar, decay_, decayed, descend_
 from apex._core.foreach.working import working
 from apex._torch import foreach
 from apex._torch.copies import as_tensor
@@ -47,42 +41,28 @@ def adagrad_(
     """
     device = grads[0].device
     fused = foreach.has_fused("fused_adagrad_", device)
-    with working(grads, params, sums, skip=None if fused else skip) as wide:
+    with working(grads, params, sums, skip=None if fused else skip) as (grads, params, sums):
         if decoupled:
-            decay_(wide[1], lr, weight_decay, skip)
+            decay_(params, lr, weight_decay, skip)
             weight_decay = 0.0
-        if not fused:
-            _plain(*wide, lr=lr, eps=eps, weight_decay=weight_decay)
+        if fused:
+            first_step = as_tensor(1.0, device)  # read for a decay of the rate, which is 0
+            foreach.fused_adagrad_(
+                params,
+                grads,
+                sums,
+                [first_step] * len(params),
+                lr=lr,
+                lr_decay=0.0,
+                weight_decay=weight_decay,
+                eps=eps,
+                maximize=False,
+                grad_scale=None,
+                found_inf=skip,
+            )
             return
-        grads, params, sums = wide
-        first_step = as_tensor(1.0, device)  # read for a decay of the rate, of which there is none
-        foreach.fused_adagrad_(
-            params,
-            grads,
-            sums,
-            [first_step] * len(params),
-            lr=lr,
-            lr_decay=0.0,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-            grad_scale=None,
-            found_inf=skip,
-        )
-
-
-def _plain(
-    grads: Tensors,
-    params: Tensors,
-    sums: Tensors,
-    *,
-    lr: Scalar,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """The same step on foreach kernels."""
-    updates = decayed(grads, params, weight_decay)
-    torch._foreach_addcmul_(sums, updates, updates)
-    denominators = torch._foreach_sqrt(sums)
-    torch._foreach_add_(denominators, eps)
-    descend_(params, torch._foreach_div(updates, denominators), lr)
+        updates = decayed(grads, params, weight_decay)
+        torch._foreach_addcmul_(sums, updates, updates)
+        denominators = torch._foreach_sqrt(sums)
+        torch._foreach_add_(denominators, eps)
+        descend_(params, torch._foreach_div(updates, denominators), lr)

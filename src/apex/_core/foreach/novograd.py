@@ -49,7 +49,11 @@ def novograd_(
     """
     fresh = NORMS[norm_type](grads, norms.device)
     started = torch.where(norms == NOT_STARTED, fresh, norms)
-    blended = _blended(started, fresh, rule.betas[1], norm_type)
+    beta = rule.betas[1]
+    if norm_type == 2:
+        blended = torch.sqrt(beta * started * started + (1.0 - beta) * fresh * fresh)
+    else:
+        blended = beta * started + (1.0 - beta) * fresh
     first, second = rule.corrections(step)
     denominators = blended / second**0.5 + rule.eps
     with working(grads, params, exp_avgs) as (wide_grads, weights, averages):
@@ -74,9 +78,3 @@ def _momentum(rule: AdamRule, lr: Scalar) -> SGDRule:
         nesterov=False,
         decay_after_momentum=False,
     )
-
-
-def _blended(norms: Tensor, fresh: Tensor, beta: float, norm_type: int) -> Tensor:
-    if norm_type == 2:
-        return torch.sqrt(beta * norms * norms + (1.0 - beta) * fresh * fresh)
-    return beta * norms + (1.0 - beta) * fresh

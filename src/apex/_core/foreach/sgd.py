@@ -60,55 +60,43 @@ def sgd_(
         skip: 0-d flag, 1 to change nothing.
         first_run: Whether buffers become the undamped gradients.
     """
-    decays_late = rule.decay_after_momentum and rule.weight_decay
+    decays_late = rule.decay_after_momentum
     has_kernel = foreach.has_fused("fused_sgd_", grads[0].device)
-    fused = has_kernel and not decays_late and not any(map(is_low_precision, buffers))
-    stored = [buffer.dtype for buffer in buffers]
+    is_in_kernel = not (decays_late and rule.weight_decay)
+    fused = has_kernel and is_in_kernel and not any(map(is_low_precision, buffers))
     changed = [params, buffers] if buffers else [params]
     with working(grads, *changed, skip=None if fused else skip) as (grads, params, *momenta):
-        buffers = momenta[0] if momenta else []
-        if not fused:
-            _plain(grads, params, buffers, rule=rule, first_run=first_run, stored=stored)
+        wide_buffers = momenta[0] if momenta else []
+        if fused:
+            foreach.fused_sgd_(
+                params,
+                grads,
+                wide_buffers,
+                weight_decay=rule.weight_decay,
+                momentum=rule.momentum,
+                lr=rule.lr,
+                dampening=rule.dampening,
+                nesterov=rule.nesterov,
+                maximize=False,
+                is_first_step=first_run,
+                grad_scale=None,
+                found_inf=skip,
+            )
             return
-        foreach.fused_sgd_(
-            params,
-            grads,
-            buffers,
-            weight_decay=rule.weight_decay,
-            momentum=rule.momentum,
-            lr=rule.lr,
-            dampening=rule.dampening,
-            nesterov=rule.nesterov,
-            maximize=False,
-            is_first_step=first_run,
-            grad_scale=None,
-            found_inf=skip,
-        )
-
-
-def _plain(
-    grads: Tensors,
-    params: Tensors,
-    buffers: Tensors,
-    *,
-    rule: SGDRule,
-    first_run: bool,
-    stored: Sequence[torch.dtype],
-) -> None:
-    """The same step on foreach kernels; ``stored`` are the dtypes that buffers are kept in."""
-    decays_late = rule.decay_after_momentum
-    updates = grads if decays_late else decayed(grads, params, rule.weight_decay)
-    if buffers:
-        if first_run:
-            foreach.copy_(buffers, updates)
-        else:
-            torch._foreach_mul_(buffers, rule.momentum)
-            torch._foreach_add_(buffers, updates, alpha=1.0 - rule.dampening)
-        store(buffers, [buffer.to(dtype) for buffer, dtype in zip(buffers, stored, strict=True)])
-        if rule.nesterov:
-            updates = torch._foreach_add(updates, buffers, alpha=rule.momentum)
-        else:
-            updates = buffers
-    if decays_late:
-        updates = decayed(updates, params, rule.weight_decay)
-    descend_(params, updates, rule.lr)
+        updates: Tensors = grads if decays_late else decayed(grads, params, rule.weight_decay)
+        if momenta:
+            if first_run:
+                foreach.copy_(wide_buffers, updates)
+            else:
+                torch._foreach_mul_(wide_buffers, rule.momentum)
+                torch._foreach_add_(wide_buffers, updates, alpha=1.0 - rule.dampening)
+            # As stored: see Note [16-bit momentum].
+            rounded = [wide.to(own.dtype) for wide, own in zip(wide_buffers, buffers, strict=True)]
+            store(wide_buffers, rounded)
+            if rule.nesterov:
+                updates = torch._foreach_add(updates, wide_buffers, alpha=rule.momentum)
+            else:
+                updates = wide_buffers
+        if decays_late:
+            updates = decayed(updates, params, rule.weight_decay)
+        descend_(params, updates, rule.lr)

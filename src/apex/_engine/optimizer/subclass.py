@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, cast
 
 from torch.optim import Optimizer
@@ -70,10 +68,6 @@ class AmpOptimizer(Optimizer):
         declared: bool = getattr(super(), _SCALING, False)
         return bool(self.__dict__.get(_SCALING, declared))
 
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, declared: bool) -> None:
-        self.__dict__[_SCALING] = declared
-
     @untraced
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of masters and model, as the optimizer's own method does.
@@ -97,15 +91,17 @@ class AmpOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with fp32 masters where the level keeps them."""
         prepared = self._apex_prepared
-        with ExitStack() as undo:
-            undo.callback(operator.delitem, self.param_groups, slice(len(self.param_groups), None))
+        count = len(self.param_groups)
+        try:
             super().add_param_group(param_group)
-            group = self.param_groups[-1]
-            prepared.check_new_params(group["params"])
+            params = self.param_groups[-1]["params"]
+            prepared.check_new_params(params)
             if prepared.session is not None:
-                prepared.session.convert_late(group["params"])
+                prepared.session.convert_late(params)
             prepared.create_missing_masters()
-            undo.pop_all()
+        except BaseException:
+            del self.param_groups[count:]
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
