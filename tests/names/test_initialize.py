@@ -323,10 +323,14 @@ def test_bad_models_are_refused(level):
     refused(RuntimeError, words, DataParallel(model), loops.sgd(model.parameters()), level=level)
     words = r"parameter first\.weight is on the meta device.*to_empty\(device=\.\.\.\)"
     refused(RuntimeError, words, loops.Net().to("meta"), level=level)
-    words = r"parameter 0\.weight is not initialized yet \(a lazy module\).*one batch"
-    refused(RuntimeError, words, nn.Sequential(nn.LazyLinear(2)), level=level)
-    words = r"buffer 0\.running_mean is not initialized yet"
-    refused(RuntimeError, words, nn.Sequential(nn.LazyBatchNorm1d(affine=False)), level=level)
+    words = "uninitialized parameter.*When using LazyModules Call `forward` with a dummy batch"
+    refused(ValueError, words, nn.Sequential(nn.LazyLinear(2)), level=level)
+    refused(
+        ValueError,
+        "uninitialized parameter",
+        nn.Sequential(nn.LazyBatchNorm1d(affine=False)),
+        level=level,
+    )
     refused(ValueError, "same model twice. Pass each model once", [model, model], level=level)
     refused(TypeError, "got int instead of a model", [loops.Net(), 3], level=level)
     refused(TypeError, "got the class Linear instead of a model.*first", nn.Linear, level=level)

@@ -10,7 +10,6 @@ from inspect import Parameter
 import torch
 from torch import Tensor, jit, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from apex._core import dtypes
@@ -32,9 +31,9 @@ def check(models: Sequence[nn.Module], plan: ModelPlan, *, refuse_float64: bool)
 
     Raises:
         RuntimeError: Under ``torch.inference_mode()``; if the model is converted and either plan
-            casts its weights to 16 bits; if it is wrapped for parallel training, scripted, not
-            materialized, in float64 where operators cast, or sharded in a way that conflicts with
-            the plan's dtypes.
+            casts its weights to 16 bits; if it is wrapped for parallel training, scripted, on
+            the meta device, in float64 where operators cast, or sharded in a way that conflicts
+            with the plan's dtypes.
         ValueError: If ``plan`` names what no model has.
     """
     refuse_inference_mode("amp.initialize")
@@ -97,11 +96,6 @@ def _fault(tensor: Tensor, planned: torch.dtype | None, refuse_float64: bool) ->
     """Returns what makes a parameter or buffer unfit, with the remedy."""
     is_cast = planned not in (None, tensor.dtype)
     low = planned if planned in dtypes.LOW_PRECISION else None
-    if is_lazy(tensor):
-        return (
-            "not initialized yet (a lazy module). Run one batch through the model first, so that "
-            "its shapes are known."
-        )
     if tensor.is_meta:
         return (
             "on the meta device and has no values. Materialize the model first: "

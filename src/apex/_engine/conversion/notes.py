@@ -86,12 +86,9 @@ def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
 
 def _of_another_dtype(model: nn.Module, plan: ModelPlan) -> list[str]:
     """Returns the names and dtypes of parameters and buffers that differ from the plan's."""
-    planned: Iterable[tuple[str, Tensor, torch.dtype]] = planned_dtypes(model, plan)
-    if plan.param_dtype is None:
-        planned = [(name, param, torch.float32) for name, param in named_parameters(model)]
     return [
         f"{name} ({dtypes.name(tensor.dtype)})"
-        for name, tensor, dtype in planned
+        for name, tensor, dtype in planned_dtypes(model, plan)
         if dtypes.is_castable(tensor) and tensor.dtype is not dtype
     ]
 
