@@ -407,7 +407,6 @@ class MasterTable:
     def create(self, param: nn.Parameter, user: object, exact: Tensor | None = None) -> MasterPair:
         """Returns the pair of a low-precision parameter; a new one lives as long as ``user``.
 
-        A gradient that the parameter has goes to the master if the model's is scratch from now on.
         ``exact`` is the parameter's value before rounding, if known.
         """
         known = self.pair_of(param)
@@ -418,11 +417,16 @@ class MasterTable:
         master_class = LazyMaster if self.lazy else Master
         pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
         self.add([pair], user)
-        if param.grad is not None and not self.lazy:
-            (copy,) = fp32_copies([param.grad], [pair.master])
-            set_grad(pair.master, copy)
-            param.grad = None
         return pair
+
+    def take_earlier_grads(self) -> None:
+        """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
+        for pair in self.pairs():
+            grad = pair.model.grad
+            if grad is not None and not pair.lazy:
+                (copy,) = fp32_copies([grad], [pair.master])
+                set_grad(pair.master, copy)
+                pair.model.grad = None
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""

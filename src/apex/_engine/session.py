@@ -154,6 +154,7 @@ class Session:
         if self.policy.master_weights:
             step.hooks.add(self)
         match_states(optimizers, old_dtypes)
+        self.masters.take_earlier_grads()
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 

@@ -77,9 +77,24 @@ _DECIDED = 0.9
 # -- operators, by their base names ----------------------------------------------------------------
 
 MOVES = {
-    *("to_copy", "copy", "clone", "cat", "stack", "repeat", "roll", "flip", "where"),
-    *("constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_select"),
-    *("masked_fill", "select_backward", "slice_backward"),
+    "to_copy",
+    "copy",
+    "clone",
+    "cat",
+    "stack",
+    "repeat",
+    "roll",
+    "flip",
+    "where",
+    "constant_pad_nd",
+    "embedding",
+    "gather",
+    "index",
+    "index_select",
+    "masked_select",
+    "masked_fill",
+    "select_backward",
+    "slice_backward",
 }
 """Operators that only move values, so that they can lose no more than a cast."""
 
@@ -92,25 +107,53 @@ SUMS_OF_OPERANDS = DIFFERENCES | {"cat", "stack", "lerp"}
 """Operators to whose result each input contributes by its size."""
 
 DECIDED_BY_SECOND = {
-    *("threshold_backward", "leaky_relu_backward", "hardtanh_backward", "hardswish_backward"),
-    *("hardsigmoid_backward", "hardshrink_backward", "softshrink_backward"),
+    "threshold_backward",
+    "leaky_relu_backward",
+    "hardtanh_backward",
+    "hardswish_backward",
+    "hardsigmoid_backward",
+    "hardshrink_backward",
+    "softshrink_backward",
     "prelu_kernel_backward",
 }
 """Operators that decide on the sign of their second argument; see Note [Decisions]."""
 
 DECISIONS = {
-    *("sign", "sgn", "round", "floor", "ceil", "trunc", "heaviside", "frac"),
+    "sign",
+    "sgn",
+    "round",
+    "floor",
+    "ceil",
+    "trunc",
+    "heaviside",
+    "frac",
     "amp_update_scale",
 }
 """Operators whose result is a decision."""
 
 _SUMS = {
-    *("sum", "mean", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm", "linear"),
-    *("convolution", "convolution_backward"),
+    "sum",
+    "mean",
+    "mm",
+    "bmm",
+    "mv",
+    "dot",
+    "addmm",
+    "addmv",
+    "addbmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "convolution_backward",
 }
 _IN_PLACE_SUMS = {
-    *("embedding_dense_backward", "index_add", "scatter_add", "index_put", "index_put_impl"),
-    *("put", "scatter_reduce"),
+    "embedding_dense_backward",
+    "index_add",
+    "scatter_add",
+    "index_put",
+    "index_put_impl",
+    "put",
+    "scatter_reduce",
 }
 """Operators that sum in the tensor itself; see Note [Tolerance]."""
 

@@ -110,7 +110,9 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     if listed:
         _log.warning(
             "amp: in %s, rounding to 16 bits makes ordered values equal in %s. %s",
-            *(type(model).__name__, ", ".join(listed), keeping(model, listed)),
+            type(model).__name__,
+            ", ".join(listed),
+            keeping(model, listed),
         )
 
 
@@ -232,7 +234,9 @@ class Writes:
                         "amp: the forward of %s writes into its argument %s, which was cast: the "
                         "caller's own tensor does not change. Pass it in the dtype that the model "
                         "computes in, or name it in amp.initialize(..., fp32_inputs=%r).",
-                        *(type(model).__name__, name, [name]),
+                        type(model).__name__,
+                        name,
+                        [name],
                     )
                 if name in self._searched and exact.device.type != "cpu":
                     continue
@@ -248,7 +252,10 @@ class Writes:
                     "amp: the argument %s of %s holds whole numbers that 16 bits do not, such as "
                     "%g. If they are codes, positions or time steps, keep them in fp32: "
                     "amp.initialize(..., fp32_inputs=%r).",
-                    *(name, type(model).__name__, number, [name]),
+                    name,
+                    type(model).__name__,
+                    number,
+                    [name],
                 )
 
     def _tell_lost(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -258,7 +265,9 @@ class Writes:
                 "tensors",
                 "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
                 "running average stops moving, a bf16 counter sticks at 256): %s. %s",
-                *(type(model).__name__, ", ".join(names[:4]), keeping(model, own)),
+                type(model).__name__,
+                ", ".join(names[:4]),
+                keeping(model, own),
             )
 
     def tell(self, what: str, text: str, *args: object) -> None:

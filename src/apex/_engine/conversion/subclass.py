@@ -67,7 +67,10 @@ class Converted(nn.Module):
                 "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. "
                 "Weights cast to 16 bits train without fp32 masters: for those, or another level, "
                 "call amp.restore and then amp.initialize (O2 or O5 for masters).",
-                *(type(self).__name__, after, after, before),
+                type(self).__name__,
+                after,
+                after,
+                before,
             )
         return apply(fn, *args, **kwargs)
 
