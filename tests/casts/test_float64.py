@@ -1,5 +1,8 @@
 """float64 arguments stay float64 at a model's door, and still meet fp32 weights."""
 
+import dataclasses
+from collections import UserDict, deque
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,6 +50,25 @@ def test_seconds_since_1970_keep_their_differences(level, low, make):
     model = prepared(level, nn.Linear(1, 4), elapsed)
     assert model(make(start + 3), other=start).dtype is low
     assert torch.equal(found[0], torch.full((2, 1), 3.0, dtype=FP64))
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [
+        (Batch, lambda batch: batch.x),
+        (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+        (lambda x: deque([x]), lambda batch: batch[0]),
+    ],
+)
+def test_float64_in_any_container_meets_fp32_weights(level, low, pack, unpack):
+    model = prepared(level, nn.Linear(4, 4), lambda layer, batch: layer(unpack(batch)))
+    assert model(pack(torch.ones(2, 4, dtype=FP64))).dtype is low
 
 
 def lstm(layer, x):

@@ -67,6 +67,18 @@ def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ende
     assert product() is torch.float32
 
 
+def test_casts_end_beside_a_dtype_that_the_script_set():
+    before = torch.get_autocast_dtype("cuda")
+    held = [*session("O4")]
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        held.clear()
+        gc.collect()
+        assert product() is torch.float32
+    finally:
+        torch.set_autocast_dtype("cuda", before)
+
+
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_session_that_begins_in_a_block_casts_in_its_models_only(device):

@@ -363,6 +363,25 @@ def test_an_optimizer_of_the_models_own_16_bit_weights_is_warned_of_once(level, 
         assert loops.agree(model, optimizer)
 
 
+class Groups(nn.Linear):
+    """Its ``parameters()`` are groups."""
+
+    def parameters(self, recurse=True):
+        return [{"params": [self.weight]}, {"params": [self.bias]}]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_optimizer_of_another_model_steps_beside_a_model_with_groups(level):
+    model = Groups(4, 4)
+    loops.prepared(level, model=model)
+    other = nn.Linear(4, 4)
+    optimizer = loops.sgd(other.parameters())
+    other.weight.grad = torch.ones(4, 4)
+    before = other.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(other.weight, before)
+
+
 # -- torch's GradScaler ----------------------------------------------------------------------
 
 

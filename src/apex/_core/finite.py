@@ -82,15 +82,10 @@ def unscale_and_check_(values: list[Tensor], inverse_scale: Tensor, found_inf: T
             continue
         found_here = torch.zeros((), dtype=torch.float32, device=device)
         foreach.check_and_unscale_(grads, found_here, moved(inverse_scale, device))
-        raise_flag_(found_inf, moved(found_here, found_inf.device))
+        torch.maximum(found_inf, moved(found_here, found_inf.device), out=found_inf)
 
 
 def unscale_(values: list[Tensor], inverse_scale: float) -> None:
     """Multiplies ``values`` by ``inverse_scale`` in place, without a check."""
     for grads in group(values):
         torch._foreach_mul_(grads, inverse_scale)
-
-
-def raise_flag_(flag: Tensor, other: Tensor) -> None:
-    """Sets 0-d ``flag`` if 0-d ``other`` is set, on the device."""
-    torch.maximum(flag, other, out=flag)

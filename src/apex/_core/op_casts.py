@@ -43,11 +43,8 @@ def cast_operands(
             dtype = low
         case "fp32":
             dtype = torch.float32
-        case "banned":
-            _refuse(op, (torch.float16,), args)
-            dtype = torch.float32
-        case "banned_16bit":
-            _refuse(op, LOW_PRECISION, args)
+        case "banned" | "banned_16bit":
+            _refuse(op, (torch.float16,) if category == "banned" else LOW_PRECISION, args)
             dtype = torch.float32
         case "promote":
             dtype = wide
@@ -55,7 +52,14 @@ def cast_operands(
             result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
             dtype = result.dtype
         case "fp32_inplace":
-            _refuse_low_self(op, args[0])
+            if args[0].dtype in LOW_PRECISION:
+                operator = op.partition(".")[0]
+                raise InPlaceError(
+                    f"In-place {operator} got a {args[0].dtype} tensor under amp: this operation "
+                    "runs in fp32, and the tensor cannot hold the result. Use "
+                    f"{operator.rstrip('_')}, which returns a new fp32 tensor, or put the call "
+                    "inside `with amp.disable_casts():`."
+                )
         case "raises":
             raise RuntimeError(f"{op} is unsafe to autocast. Call {op}_with_logits.")
     if dtype not in CASTABLE:
@@ -79,26 +83,14 @@ def _refuse(op: str, dtypes: Collection[torch.dtype], args: Args) -> None:
             )
 
 
-def _refuse_low_self(op: str, tensor: Tensor) -> None:
-    if tensor.dtype in LOW_PRECISION:
-        operator = op.partition(".")[0]
-        raise InPlaceError(
-            f"In-place {operator} got a {tensor.dtype} tensor under amp: this operation runs in "
-            f"fp32, and the tensor cannot hold the result. Use {operator.rstrip('_')}, which "
-            "returns a new fp32 tensor, or put the call inside `with amp.disable_casts():`."
-        )
-
-
 def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Returns the tensors among a call's arguments, lists and dicts included."""
+    """Returns the tensors among a call's arguments, lists included."""
     tensors = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
             tensors += tensors_in(value, {})
-        elif isinstance(value, dict):
-            tensors += tensors_in((), value)
     return tensors
 
 

@@ -53,7 +53,6 @@ _ROWS: Mapping[Category, str] = {
 
 _NAMESPACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": Tensor}
 _PYTHON_2 = ("__div__", "__rdiv__", "__idiv__")  # apex's lists have them, newer torch has not
-_ARITHMETIC = {"truediv": "div", **{name: name for name in ("add", "sub", "mul", "div")}}
 
 
 def operators(namespace: str, name: str) -> tuple[str, ...]:
@@ -79,11 +78,11 @@ def _operator_of_method(name: str) -> str:
     """Returns the operator of a method such as ``__radd__``, or the name itself."""
     if not name.startswith("__"):
         return name
-    own = name.strip("_")
-    if own == "ipow" or own[1:] in _ARITHMETIC:
-        after = _ARITHMETIC.get(own[1:], own[1:])
-        return f"{after}_" if own.startswith("i") else after
-    return {**_ARITHMETIC, "rmatmul": "matmul"}.get(own, own)
+    operator = name.strip("_").replace("truediv", "div")
+    plain = operator[1:]  # of a reflected or an in-place one
+    if operator == "ipow" or plain in ("add", "sub", "mul", "div"):
+        return f"{plain}_" if operator.startswith("i") else plain
+    return "matmul" if operator == "rmatmul" else operator
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,8 @@ class OpTable:
 
     def with_bans(self, category: Category) -> OpTable:
         """Returns the table with banned operators in ``category``."""
-        rows = dict(self.rows)
-        for op in self.rows:
-            if self.rows[op] == "banned":
-                rows[op] = category
-        return OpTable(rows)
+        rows = self.rows.items()
+        return OpTable({op: category if row == "banned" else row for op, row in rows})
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
         """Returns the table with the operators of ``name`` in ``category``.
@@ -160,12 +156,8 @@ class OpTable:
                 "amp.register_half_function or amp.register_promote_function."
             )
         into_self: Category = "fp32_inplace" if category == "fp32" else "destination"
-        rows = {op: into_self if _is_in_place(op) else category for op in ops}
+        rows = {op: into_self if op.partition(".")[0].endswith("_") else category for op in ops}
         return OpTable({**self.rows, **rows})
-
-
-def _is_in_place(op: str) -> bool:
-    return op.partition(".")[0].endswith("_")
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import tree
-
-_params = operator.itemgetter("params")
 
 
 def is_trained(param: nn.Parameter) -> bool:
@@ -27,7 +24,10 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def params_in(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
     """Returns the parameters of these groups, in order."""
-    return [*chain.from_iterable(map(_params, groups))]
+    params: list[nn.Parameter] = []
+    for group in groups:
+        params += group["params"]
+    return params
 
 
 def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -50,8 +50,6 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
 
     Groups, their lists and the state keep their identity.
     """
-    if not new:
-        return
     for holder in optimizers_in(optimizer):
         for group in holder.param_groups:
             group["params"][:] = [new.get(id(param), param) for param in group["params"]]
@@ -80,14 +78,8 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer and those that it holds, perhaps in a list."""
     optimizers = [optimizer]
     for holder in optimizers:  # which grows meanwhile
-        for held in _held_by(holder):
-            if not any(held is known for known in optimizers):
-                optimizers.append(held)
+        for value in vars(holder).values():
+            for held in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(held, Optimizer) and held not in optimizers:
+                    optimizers.append(held)
     return optimizers
-
-
-def _held_by(optimizer: Optimizer) -> Iterator[Optimizer]:
-    for value in vars(optimizer).values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, Optimizer):
-                yield item

@@ -24,10 +24,6 @@ Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]
 """Positional and keyword arguments."""
 
-# The most common types without tensors in forward calls, returned without further tests.
-_LEAVES: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
-_PLAIN: tuple[type, ...] = (list, tuple, dict)
-
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -160,22 +156,19 @@ class _Walk:
         self.open: list[Any] = []  # dataclasses, whose parts may refer back to them
 
     def visit(self, obj: Any) -> Any:
-        cls = type(obj)
-        if cls in _LEAVES or isinstance(obj, (nn.Module, type)):
+        if isinstance(obj, (nn.Module, type)):
             return obj
         if isinstance(obj, Tensor):
             return self._replaced(obj, self.fn)
         # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
         # tuple, a tokenizer's batch a dict. Looked up on the class: instances of attribute-style
         # dicts seem to have every attribute.
-        if cls not in _PLAIN and callable(getattr(cls, "to", None)):
+        if callable(getattr(type(obj), "to", None)):
             return obj if self.convert is None else self._replaced(obj, self.convert)
         if isinstance(obj, (list, tuple, deque)):
-            before = self.changes
-            items = [self.visit(item) for item in obj]
-            return obj if self.changes == before else _sequence_like(obj, items)
+            return self._container(obj, enumerate(obj))
         if isinstance(obj, Mapping):
-            return self._mapping(obj)
+            return self._container(obj, obj.items())
         if dataclasses.is_dataclass(obj):
             return self._dataclass(obj)
         return obj
@@ -186,14 +179,14 @@ class _Walk:
             self.changes += 1
         return new
 
-    def _mapping(self, obj: Mapping[Any, Any]) -> Any:
-        changed = self._changed(obj.items())
+    def _container(self, obj: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+        changed = self._changed(items)
         if not changed:
             return obj
-        result: Any = copy.copy(obj) if _has_own_items(obj) else dict(obj)
+        result = _writable(obj)
         for key, value in changed.items():
             result[key] = value
-        return result
+        return _tuple_like(obj, result) if isinstance(obj, tuple) else result
 
     def _dataclass(self, obj: Any) -> Any:
         if any(outer is obj for outer in self.open):
@@ -218,13 +211,23 @@ class _Walk:
         return changed
 
 
-def _sequence_like(obj: Any, items: list[Any]) -> Any:
+def _writable(obj: Any) -> Any:
+    """Returns a copy of a container with items of its own: a list for a tuple.
+
+    For a mapping whose copy may be a view on the same items, it is a dict.
+    """
+    if isinstance(obj, tuple):
+        return list(obj)
+    if type(obj) in (list, dict):
+        return obj.copy()  # dynamo does not trace copy.copy
+    has_own_items = isinstance(obj, (list, deque, dict))
+    if isinstance(obj, MutableMapping) and callable(getattr(obj, "__copy__", None)):
+        has_own_items = True
+    return copy.copy(obj) if has_own_items else dict(obj)
+
+
+def _tuple_like(obj: Any, items: list[Any]) -> Any:
     cls = type(obj)
-    if cls is not list and isinstance(obj, (list, deque)):
-        made = copy.copy(obj)
-        made.clear()
-        made.extend(items)
-        return made
     is_named = hasattr(cls, "_fields")
     attributes = getattr(obj, "__dict__", None)
     # dynamo traces only the class's own ``__new__``.
@@ -234,10 +237,3 @@ def _sequence_like(obj: Any, items: list[Any]) -> Any:
     if attributes:
         made.__dict__.update(attributes)
     return made
-
-
-def _has_own_items(mapping: Mapping[Any, Any]) -> bool:
-    """Returns whether a copy of a mapping has items of its own, and is no view on the same ones."""
-    if isinstance(mapping, dict):
-        return type(mapping) is not dict
-    return isinstance(mapping, MutableMapping) and callable(getattr(mapping, "__copy__", None))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
@@ -66,7 +66,10 @@ class DDPTracker:
         """
         if wrapper not in self.wrappers:
             _check_order(wrapper)
-            self.wrappers[wrapper] = _WrapperState(ddp.sent_params(wrapper))
+            ignored = wrapper.parameters_to_ignore
+            named = wrapper.module.named_parameters()
+            sent = {id(param) for name, param in named if name not in ignored}
+            self.wrappers[wrapper] = _WrapperState(sent)
         if ddp.is_joining(wrapper):
             self._check_join()
         if traced:
@@ -113,8 +116,10 @@ class DDPTracker:
         state = self.wrappers[wrapper]
         state.shared = True
         pairs = [pair for pair in self._masters.pairs() if id(pair.model) in state.sent]
-        ddp.broadcast_from_first_rank([pair.master.detach() for pair in pairs], wrapper)
+        group = wrapper.process_group
+        source = distributed.get_global_rank(group, 0)
         for pair in pairs:
+            distributed.broadcast(pair.master.detach(), source, group=group)
             pair.state = MasterState.EXACT
 
     def _check_join(self) -> None:

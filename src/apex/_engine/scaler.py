@@ -55,7 +55,7 @@ class Readback(Generic[T]):
         fake tensors, which have no values.
         """
         if has_values(values) and not capturing(values.device):
-            self._copies.append((source, HostCopy(values).start()))
+            self._copies.append((source, HostCopy(values)))
 
     def poll(self, *, wait: bool = False) -> list[tuple[T, list[float]]]:
         """Returns readings completed since the last call, oldest first; with ``wait``, all."""

@@ -60,26 +60,17 @@ def record(device: torch.device, *, timing: bool = False) -> torch.Event:
 
 
 class HostCopy:
-    """An asynchronous copy of a device tensor to the host, begun by :meth:`start`.
+    """An asynchronous copy to the host of what a device tensor holds now.
 
     Tensors in host memory are copied immediately.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        """Allocates the memory."""
-        self._tensor = tensor.detach()
-        self._event: torch.Event | None = None
-        pinned = tensor.device.type != "cpu"
-        self._host = torch.empty_like(self._tensor, device="cpu", pin_memory=pinned)
-
-    def start(self) -> HostCopy:
-        """Copies what the tensor holds now, without waiting; needs no memory. Returns itself."""
-        device = self._tensor.device
-        self._host.copy_(self._tensor, non_blocking=True)
-        if device.type != "cpu":
-            self._event = record(device)
-        del self._tensor
-        return self
+        """Begins the copy, without waiting."""
+        on_device = tensor.device.type != "cpu"
+        self._host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=on_device)
+        self._host.copy_(tensor.detach(), non_blocking=True)
+        self._event = record(tensor.device) if on_device else None
 
     @property
     def arrived(self) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 SENDS_LATER = "_apex_sends_later"
@@ -26,13 +25,6 @@ def active_wrapper() -> DistributedDataParallel | None:
 def sends(wrapper: DistributedDataParallel) -> bool:
     """Returns whether the wrapper sends the gradients of a forward pass that begins now."""
     return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER, False))
-
-
-def sent_params(wrapper: DistributedDataParallel) -> set[int]:
-    """Returns the ids of the parameters that the wrapper keeps equal on all ranks."""
-    ignored = wrapper.parameters_to_ignore
-    named = wrapper.module.named_parameters()
-    return {id(param) for name, param in named if name not in ignored}
 
 
 def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
@@ -64,17 +56,6 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
     # Private in torch (``Joinable``); a wrapper without it cannot join.
     config = wrapper.__dict__.get("_join_config")
     return bool(config is not None and config.enable)
-
-
-def broadcast_from_first_rank(tensors: Sequence[Tensor], wrapper: DistributedDataParallel) -> None:
-    """Broadcasts tensors from the first rank of the wrapper's group to the others, in place.
-
-    Every rank must call it, with tensors of the same shapes.
-    """
-    group = wrapper.process_group
-    source = distributed.get_global_rank(group, 0)
-    for tensor in tensors:
-        distributed.broadcast(tensor, source, group=group)
 
 
 def rebuild_reducer(model: nn.Module) -> None:

@@ -47,10 +47,9 @@ def computes_shapes_only() -> bool:
 _OPERANDS = {"_fused_adam_": 5, "_fused_adamw_": 5, "_fused_sgd_": 3, "_fused_adagrad_": 3}
 
 OPERANDS: Mapping[Any, int] = {
-    getattr(packet, overload): count
+    getattr(getattr(torch.ops.aten, name), overload): count
     for name, count in _OPERANDS.items()
-    if (packet := getattr(torch.ops.aten, name, None)) is not None
-    for overload in packet.overloads()
+    for overload in getattr(torch.ops.aten, name).overloads()
     if overload in ("default", "tensor_lr")
 }
 """For each fused operator, how many of its arguments are lists of tensors like the parameters.

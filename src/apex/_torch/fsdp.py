@@ -29,15 +29,6 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
         yield from (m for m in model.modules() if isinstance(m, fsdp.FSDPModule))
 
 
-def reshard(model: nn.Module) -> None:
-    """Frees a sharded model's gathered parameters, so that it holds its own again.
-
-    A forward pass without a backward pass leaves the gathered ones in place.
-    """
-    for module in sharded_modules(model):
-        module.reshard()  # type: ignore[operator]
-
-
 def param_groups(model: nn.Module) -> list[Any]:
     """Returns the groups of parameters that are gathered together, without duplicates."""
     by_id: dict[int, Any] = {}

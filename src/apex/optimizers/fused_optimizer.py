@@ -217,18 +217,22 @@ class FusedOptimizer(Optimizer):
 
     def _count(self, skip_on: SkipOn) -> None:
         """Counts the step in each group; on the device from the first flag on that may skip one."""
+        counts: dict[torch.device, list[Tensor]] = {}
         for group in self.param_groups:
             if not group["params"]:
                 continue
             device = group["params"][0].device
-            skip = skip_on(device)
             step = group.get("step", 0)
-            if skip is None and not isinstance(step, Tensor):
+            if skip_on(device) is None and not isinstance(step, Tensor):
                 group["step"] = step + 1
-                continue
-            # In place, because a CUDA graph reads the tensor.
-            group["step"] = _count_on(device, step)
-            group["step"] += 1 if skip is None else skip == 0
+            else:
+                group["step"] = _count_on(device, step)
+                counts.setdefault(device, []).append(group["step"])
+        for device, steps in counts.items():
+            skip = skip_on(device)
+            taken = 1 - (0 if skip is None else skip)
+            # With alpha, as torch otherwise takes the tensor for a number, and reads it.
+            torch._foreach_add_(steps, _count_on(device, taken), alpha=1)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return param.grad

@@ -46,7 +46,7 @@ def test_only_copies_to_the_host_wait(target):
     moved = copies.moved(torch.ones(2), target)
     for other in DEVICES[1:]:
         copies.moved(moved, other)
-    copies.HostCopy(moved).start()
+    copies.HostCopy(moved)
     assert device.waits() == []
     copies.moved(moved, torch.device("cpu"))
     assert device.waits() == ["aten::copy_ to host"]
@@ -57,14 +57,14 @@ def test_only_copies_to_the_host_wait(target):
 def test_a_host_copy_has_the_values_of_its_start(source, current):
     tensor = torch.full((2,), 3.0, device=source)
     with torch.cuda.device(current):
-        copy = copies.HostCopy(tensor).start()
+        copy = copies.HostCopy(tensor)
         tensor.fill_(5.0)
         assert copy.wait().tolist() == [3.0, 3.0]
 
 
 @pytest.mark.emulated
 def test_a_host_copy_has_arrived_when_its_event_has_passed():
-    copy = copies.HostCopy(torch.full((2,), 3.0, device="cuda:1")).start()
+    copy = copies.HostCopy(torch.full((2,), 3.0, device="cuda:1"))
     device.set_events_pass(False)
     try:
         assert not copy.arrived

@@ -145,8 +145,8 @@ def end_stale_casts() -> None:
     # A block, a pass and dynamo restore the switch at their end.
     if autocast_depth() > 0 or backward_id() != -1 or is_compiling_here():
         return
-    # An operator or a step has turned it off for a while.
-    if _here.switches() != _states():
+    # An operator or a step has turned it off for a while. A script may have set dtypes.
+    if any(on and not torch.is_autocast_enabled(d) for d, (on, _) in _here.switches().items()):
         return
     for number in [*_here.sessions]:
         if number not in kernels.live:

@@ -18,6 +18,13 @@ from apex._engine.autocast.region import under
 from apex._torch.autograd import autocast_depth, backward_id, leave_function_mode
 from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
 
+_FIRST_GRADIENTS = (
+    (Tensor.backward, "gradient"),
+    (torch.autograd.backward, "grad_tensors"),
+    (torch.autograd.grad, "grad_outputs"),
+)
+"""What runs a backward pass, and its argument with the gradients to begin with."""
+
 
 class BackwardAutocast(TorchFunctionMode):
     """The casts of one ``scale_loss`` block: as around it, but off in backward passes.
@@ -40,12 +47,9 @@ class BackwardAutocast(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            return self._run_pass(func, "gradient", *args, **kwargs)
-        if func is torch.autograd.backward:
-            return self._run_pass(func, "grad_tensors", *args, **kwargs)
-        if func is torch.autograd.grad:
-            return self._run_pass(func, "grad_outputs", *args, **kwargs)
+        for runner, name in _FIRST_GRADIENTS:
+            if func is runner:
+                return self._run_pass(func, name, *args, **kwargs)
         if not _is_in_pass(*self._start):
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and widest(tensors_in(args, kwargs)) is None:
@@ -65,26 +69,19 @@ class BackwardAutocast(TorchFunctionMode):
             gradients = [gradients]
         self._start = threading.get_ident(), autocast_depth()
         with UncastBlock(), ExitStack() as until:
-            options[name] = _EnteringMode(self, until, gradients)
+            options[name] = _entering(self, until, gradients)
             return run(tensors, *inputs, **options)
 
 
-class _EnteringMode:
-    """A pass's first gradients, which enter a mode as torch takes them.
+def _entering(mode: TorchFunctionMode, until: ExitStack, gradients: Iterable[Any]) -> Iterator[Any]:
+    """Yields a pass's first gradients, and enters a mode as torch takes them.
 
     A mode that is on at the call would get the call itself, again and again. torch looks for modes
     first, then takes the gradients, then starts the pass, so the mode is on in the pass alone.
     """
-
-    def __init__(self, mode: TorchFunctionMode, until: ExitStack, gradients: Iterable[Any]) -> None:
-        self._mode = mode
-        self._until = until
-        self._gradients = gradients
-
-    def __iter__(self) -> Iterator[Any]:
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        self._until.callback(leave_function_mode, self._mode)
-        return iter(self._gradients)
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    until.callback(leave_function_mode, mode)
+    yield from gradients
 
 
 @at_tracing

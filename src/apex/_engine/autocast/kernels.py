@@ -206,7 +206,7 @@ def _fall_through(op: str, device: str) -> Kernel:
     uncast = dispatcher.without_autocast(device)
     below = dispatcher.keys_below_autocast(device)
     # torch takes numbers for the second tensor of some: x.add(1.0).
-    types = [str(argument.type) for argument in dispatcher.schema(op).arguments]
+    types = [str(argument.type) for argument in dispatcher.overload(op)._schema.arguments]
     takes_number = types[:2] == ["Tensor", "Tensor"]
 
     def fall_through(keyset: Any, *args: Any, **kwargs: Any) -> Any:

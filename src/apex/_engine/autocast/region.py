@@ -132,7 +132,7 @@ class AutocastRegion(Region):
         # The digest is a guard: code with other rows is compiled again.
         if not self._digest or is_off():
             return (), None
-        for tensor in tensors_in(args, kwargs):
+        for tensor in tree.tensors((args, kwargs)):
             if tensor.dtype is torch.float64:
                 self._accept_float64()
                 break

@@ -41,7 +41,9 @@ def check(models: Sequence[nn.Module], plan: ModelPlan, *, refuse_float64: bool)
     for model in models:
         _check_model(model, plan)
     for model in models:
-        fsdp.reshard(model)
+        # A forward pass without a backward pass leaves gathered parameters in place of its own.
+        for module in fsdp.sharded_modules(model):
+            module.reshard()  # type: ignore[operator]
         planned = {id(tensor): dtype for _, tensor, dtype in planned_dtypes(model, plan)}
         for name, tensor in named_tensors(model).items():
             is_param = isinstance(tensor, nn.Parameter)

@@ -146,6 +146,8 @@ class Writes:
         self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
         self._whole_numbers: Readback[str] = Readback()
+        # Arguments on a device are searched in one pass, as that takes some 20 launches.
+        self._searched: set[str] = set()
 
     def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
@@ -235,10 +237,13 @@ class Writes:
                         "computes in, or name it in amp.initialize(..., fp32_inputs=%r).",
                         *(type(model).__name__, name, [name]),
                     )
+                if name in self._searched and exact.device.type != "cpu":
+                    continue
                 if exact.dtype in WIDE and dtypes.is_low_precision(copy) and not _is_tracing():
                     # Tensors of torch.func, sparse ones and empty ones have no values to search.
                     with contextlib.suppress(RuntimeError, IndexError):
                         self._whole_numbers.send(name, _lost(exact, copy.dtype))
+            self._searched.add(name)
         for name, (number,) in self._whole_numbers.poll():
             if number != 0.0:
                 self.tell(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import dtypes, finite
+from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state
 from apex._engine import masters
 from apex._engine.masters import LazyMaster, MasterPair, MasterState, MasterTable
@@ -67,7 +67,7 @@ class OverflowFlag:
             self._flag = torch.zeros_like(found_inf)
         self._flag = moved(self._flag, found_inf.device)
         if self._is_checked:
-            finite.raise_flag_(self._flag, found_inf)
+            torch.maximum(self._flag, found_inf, out=self._flag)
         else:
             self._flag.copy_(found_inf)
         self._is_checked = True
@@ -96,7 +96,7 @@ class OverflowFlag:
         if isinstance(skipped, bool):
             return skipped
         if self._host_copy is None:
-            self._host_copy = HostCopy(skipped).start()
+            self._host_copy = HostCopy(skipped)
         if not self._host_copy.arrived:
             return None
         return bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
