@@ -55,9 +55,9 @@ MUTANTS = [
     ),
     Mutant(
         "masters not written back",
-        f"{ENGINE}/optimizer/prepared.py",
-        "self.stepping = False\n        masters.update_model_from_masters(self.pairs)\n",
-        "self.stepping = False\n",
+        f"{ENGINE}/masters.py",
+        "            foreach.copy_(models, masters)\n",
+        "            pass\n",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
