@@ -178,12 +178,14 @@ def test_a_pass_reaches_optimizers_through_those_that_share_their_parameters(lev
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-@pytest.mark.parametrize("where", ["before", "inside"])
+@pytest.mark.parametrize("where", ["before", "inside", "unfrozen"])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_gradients_of_another_optimizer_s_block_reach_no_master(level, where, zeros):
     nets = [loops.Weights(), loops.Weights()]
     first, second = [loops.sgd(net.parameters()) for net in nets]
+    nets[1].requires_grad_(where != "unfrozen")
     amp.initialize(nets, [first, second], opt_level=level, verbosity=0, loss_scale=128.0)
+    nets[1].requires_grad_()
     if where == "before":
         second.zero_grad(set_to_none=not zeros)
     with amp.scale_loss(nets[0](a=1.0, b=1.0) + nets[1](a=8.0, b=8.0), first) as scaled_loss:
