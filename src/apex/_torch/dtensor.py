@@ -25,9 +25,11 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Returns whether any of ``tensors`` is a DTensor."""
     module = sys.modules.get(_MODULE)
-    if module is None:
-        return False
-    return any(issubclass(tensor_type, module.DTensor) for tensor_type in {*map(type, tensors)})
+    if module is not None:
+        for tensor_type in {*map(type, tensors)}:
+            if issubclass(tensor_type, module.DTensor):
+                return True
+    return False
 
 
 def local(tensor: Tensor) -> Tensor:
