@@ -121,9 +121,9 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
     try:
         with floating_only:
             result = copied.to(dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # whatever the class raises for an argument that it does not know
+    except Exception as error:  # whatever the class raises for an argument that it does not know
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         return obj
     if not floating_only.has_changed:
         return obj
