@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core.scale import SMALLEST_SCALE, ScaleRule, ScaleState, next_scale, update_scale_
-from tests.support.reference import loops as plain_loops
+from tests.support.reference import plain_loops
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

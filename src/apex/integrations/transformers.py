@@ -117,8 +117,8 @@ class OverflowCallback(TrainerCallback):
             self._consecutive_bad_steps = 0
             return
         self.trace = trace
-        what = "gradients are not finite" if finite_losses else "loss is not finite"
-        self._report(trace, f"Step {state.global_step + 1}: the {what}. ", args, state, model)
+        fault = "gradients are not finite" if finite_losses else "loss is not finite"
+        self._report(trace, f"Step {state.global_step + 1}: the {fault}. ", args, state, model)
         self._stop()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -182,8 +182,9 @@ def _are_finite(losses: list[Tensor], model: nn.Module) -> tuple[bool, bool]:
     if not losses and not grads:
         return True, True
     device = (losses or grads)[0].device
-    bad = torch.stack([norms.any_non_finite(tensors, device) for tensors in (losses, grads)])
-    bad_losses, bad_grads = bad.tolist()  # sync: the trace needs the weights before the step
+    flags = [norms.any_non_finite(losses, device), norms.any_non_finite(grads, device)]
+    # sync: the trace needs the weights before the step
+    bad_losses, bad_grads = torch.stack(flags).tolist()
     return not bad_losses, not bad_grads
 
 
