@@ -40,7 +40,7 @@ def iterate(level: str, peer: str, count: str) -> None:
     gc.disable()
     for _ in range(int(count)):
         work()
-    os._exit(0)  # without the instructions of the end
+    os._exit(0)  # skips the instructions of Python's shutdown
 
 
 def count(level: str, peer: str, iterations: int) -> int:

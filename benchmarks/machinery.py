@@ -67,9 +67,9 @@ def _race(racers: Mapping[str, Builder], heats: int) -> Times:
     return race(
         racers,
         rounds=5,
-        heats=heats,  # a process stays as fast as its memory happens to lie
+        heats=heats,  # the addresses of a process's memory decide its speed
         calls=8,
-        warmup=40,  # past the blocks that are inspected for mistakes
+        warmup=40,  # amp inspects the first blocks for mistakes
         threads=1,
     )
 
@@ -105,7 +105,7 @@ LIST_OPERATORS = (
 
 
 def without_kernels() -> torch.library.Library:
-    """Has operators over lists do nothing, in this process, as long as the result lives."""
+    """Disables operators over lists in this process while the returned library is alive."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*overriding a previously registered kernel")
@@ -115,7 +115,7 @@ def without_kernels() -> torch.library.Library:
 
 
 class Passes(torch.autograd.Function):
-    """A loss of parameters without computation, which gives them gradients."""
+    """A loss of parameters that computes nothing, forward or backward."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Passes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Returns gradients of any values."""
+        """Returns uninitialized gradients."""
         return tuple([torch.empty_like(param) for param in ctx.params])
 
 

@@ -70,7 +70,7 @@ class Measurement:
         return None if self.goal is None else self.goal.holds(self.value, self.digits)
 
     def as_json(self) -> dict[str, object]:
-        """Returns the figure as plain data, the verdict included."""
+        """Returns the figure and its verdict as plain data."""
         data = {key: _no_nan(value) for key, value in asdict(self).items()}
         return data | {"goal": self.goal and str(self.goal), "passed": self.passed}
 

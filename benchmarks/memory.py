@@ -25,7 +25,7 @@ PASSES = 4
 """Backward passes of an iteration that accumulates."""
 
 WIDE, DEEP = 1024, 13
-"""A model of 13.6 M parameters, whose activations are few."""
+"""A model of 13.6 M parameters with few activations."""
 
 PEAKS = {"O2": 20.1, "O5": 16.2}
 """The goals without clipping; clipping may add 0.1."""
@@ -34,8 +34,8 @@ PEAKS = {"O2": 20.1, "O5": 16.2}
 def run(*, quick: bool) -> Iterator[Measurement]:
     """Yields the stored bytes at each level, counted in two ways, and the peak of an iteration.
 
-    Live tensors are those that Python can reach; the allocator also knows those that only C++
-    holds, such as autocast's weight cache.
+    Python can reach the live tensors. The allocator also counts tensors that only C++ holds, such
+    as autocast's weight cache.
     """
     task = Task(_model, _batch, fused_adamw)
     params = _count(_model())
@@ -74,7 +74,7 @@ def peak_bytes(work: Work, stored: int) -> int:
     """Returns the most bytes allocated at once in the third iteration of ``work``.
 
     Args:
-        work: One iteration, at whose end no gradient is left.
+        work: One iteration, which leaves no gradients.
         stored: What is allocated between iterations.
     """
     for _ in range(2):
@@ -116,7 +116,7 @@ def allocated_bytes(task: Task, level: str) -> int:
 def kept_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
     """Returns what ``forward`` returns, and the bytes that it keeps for its backward pass.
 
-    Parameters count, too; each storage counts once.
+    Parameters also count. Each storage counts once.
     """
     kept: dict[int, int] = {}
     with saved_for_backward(kept):
@@ -125,9 +125,9 @@ def kept_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
 
 
 def storages() -> dict[int, int]:
-    """Returns the size in bytes of each storage in use by a tensor, by its address.
+    """Returns the bytes of each storage that a tensor uses, by address.
 
-    Masters are parameters. Other subclasses of Tensor (those that compiling leaves behind) have no
+    Masters are parameters. Other subclasses of Tensor, which compilation leaves behind, have no
     storage of their own.
     """
     tensors = []

@@ -62,7 +62,7 @@ def _times(name: str, task: Task, *, quick: bool) -> Iterator[Measurement]:
 
 
 def _kept_under_autocast(task: Task) -> int:
-    """Returns the bytes that a forward under autocast keeps, before any session lives."""
+    """Returns the bytes that a forward under autocast keeps, without an active session."""
     gc.collect()  # sessions of earlier cases end here
     model = task.model().to(device())
     inputs, labels = task.batch()
@@ -120,7 +120,7 @@ def conv_net(width: int = 64) -> nn.Module:
 
 
 def large_layers() -> nn.Module:
-    """Returns two layers of 33 M parameters each, whose step takes most of an iteration."""
+    """Returns two layers of 33 M parameters each; the step takes most of an iteration."""
     return nn.Sequential(nn.Linear(LARGE, LARGE), nn.ReLU(), nn.Linear(LARGE, LARGE))
 
 

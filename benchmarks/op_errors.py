@@ -1,4 +1,4 @@
-"""What each fp32 row would lose in bf16, and so which rows O4 needs.
+"""Measures the error of each fp32 row in bf16, which decides the rows that O4 needs.
 
 ``python -m benchmarks.op_errors`` measures the running torch on the CPU and writes the table of the
 documentation.
@@ -47,14 +47,14 @@ class Errors(NamedTuple):
 
     @property
     def range_only(self) -> bool:
-        """Whether the name is in fp32 for the range of fp16 alone."""
+        """Whether the name is in fp32 only because of the range of fp16."""
         if self.in_autocast or self.output is None:
             return False
         return self.output <= ROUNDING and self.gradient <= 1.05 * self.gradient_of_row
 
     @property
     def reason(self) -> str:
-        """Why the name is in fp32 at O4, or is not."""
+        """The reason for the name's dtype at O4."""
         if self.range_only:
             return "bf16: one rounding, as any operator without a row"
         if self.in_autocast:
@@ -71,11 +71,11 @@ OTHERS = (
     *("_sparse_addmm", "_sparse_mm", "sparse_sampled_addmm", "hspmm", "smm", "sspaddmm"),
     *("histogram", "histogramdd"),
 )
-"""Fake quantization, products of sparse tensors and histograms: fp32 for want of a kernel."""
+"""Fake quantization, products of sparse tensors and histograms, which have no bf16 kernel."""
 
 
 PUBLIC = ("softmax", "nll_loss", "pow")
-"""Functions that share an operator with another."""
+"""Functions that share an operator with another function."""
 
 
 def names() -> dict[str, tuple[str, ...]]:
@@ -119,7 +119,7 @@ def measured() -> tuple[Errors, ...]:
 
 
 def _is_native(op: str, device: str) -> bool:
-    # As torch itself has it: a session registers kernels for the life of the process.
+    # Of torch itself: a session's kernels stay registered until the process ends.
     return kernels.native_category(op, device) is not None
 
 
@@ -170,7 +170,7 @@ def _relative(value: Tensor, exact: Tensor) -> float:
 # -- calls ---------------------------------------------------------------------------------------
 
 Call = tuple[Any, ...]
-"""A function and its arguments; the gradient is that of the first."""
+"""A function and its arguments; the gradient is taken of the first argument."""
 
 
 def _normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:

@@ -56,7 +56,7 @@ def syncs_per_iteration(work: Work, *, refuse: bool = False) -> float:
 
     Args:
         work: One whole iteration.
-        refuse: Whether CUDA shall raise at a sync, of whatever kind.
+        refuse: Whether CUDA raises an error at any sync.
     """
     gc.collect()  # sessions of earlier cases end here
     for _ in range(2):

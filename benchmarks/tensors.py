@@ -19,7 +19,7 @@ COUNTS = (1_000, 3_000, 10_000)
 
 
 def run(*, quick: bool) -> Iterator[Measurement]:
-    """Yields the time of each for models of growing size, and native ``state_dict``'s beside it.
+    """Yields the times for models of growing size, and of native ``state_dict``.
 
     CPU time, so that a busy machine matters less. torch's ``state_dict`` computes nothing; amp's
     compares each weight with its master, as writes through ``data`` are not counted.
@@ -77,7 +77,7 @@ def _milliseconds(call: Callable[[], object], repeats: int = 7) -> float:
 def _once(call: Callable[[], object]) -> float:
     """Returns the seconds of a call without garbage collection, as ``timeit`` does.
 
-    A collection's time grows with everything in the process.
+    The time of a collection grows with the number of objects in the process.
     """
     gc.collect()
     gc.disable()

@@ -76,6 +76,9 @@ class ExplicitOptimizer(FusedOptimizer):
             lists = [lists]
         groups = [group["params"] for group in self.param_groups]
         if [*map(len, lists)] != [*map(len, groups)]:
-            raise ValueError(f"step takes as many {name} as parameters, in one list per group.")
+            raise ValueError(
+                f"step got {name} in lists of {[*map(len, lists)]} tensors; it takes as many as "
+                f"parameters, {[*map(len, groups)]}, in one list per group."
+            )
         pairs = zip(chain(*groups), chain(*lists), strict=True)
         return {param: tensor for param, tensor in pairs if tensor is not None}
