@@ -164,7 +164,7 @@ def test_contrib_steps_take_gradients_scale_and_outputs(kind, nested):
     fused.assert_same(masters, twins, **EXACT)
     fused.assert_same(outputs, [m.bfloat16() for m in masters], **EXACT)
     assert all(p.grad is grad for p, grad in zip(masters, own, strict=True))
-    with pytest.raises(ValueError, match="got grads in lists of .*as many as parameters"):
+    with pytest.raises(ValueError, match=r"got grads in lists of .*as many as parameters"):
         kind(masters, lr=0.05).step(grads=fused.gradients(masters, 0)[:2])
 
 
