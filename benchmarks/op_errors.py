@@ -3,9 +3,9 @@
 ``python -m benchmarks.op_errors`` measures the running torch on the CPU and writes the table of the
 documentation.
 
-The inputs are exact in bf16. A call computes from them in bf16, and in fp32 as its row has it,
-whose gradient is then rounded to bf16, the dtype of the inputs. Both are compared with float64;
-errors are relative root mean squares. One rounding to bf16 is 0.0017 on average, 0.0039 at most.
+The inputs are exact in bf16. A call computes from them twice: in bf16, and in fp32 as in its row.
+The row's gradient is then rounded to bf16, the dtype of the inputs. Both are compared with float64.
+Errors are relative root mean squares. One rounding to bf16 is 0.0017 on average, 0.0039 at most.
 """
 
 from __future__ import annotations

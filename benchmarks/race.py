@@ -1,6 +1,6 @@
 """Times several workloads in turns, each in a separate process.
 
-Separate processes are needed because an amp session enables casts in its thread and registers
+Separate processes are needed because an amp session enables casts in its thread. It also registers
 kernels for the whole process, which would affect native autocast. Turns are needed because the
 machine's speed drifts: compared measurements lie within half a second.
 """

@@ -39,11 +39,11 @@ class OverflowCallback(TrainerCallback):
     Before each optimizer step, the callback checks the loss and the gradients. If one is not
     finite, it runs the step's batches again inside :func:`apex.debug.trace_overflow`, before the
     weights change. It writes the report to ``overflow-step-N.txt`` and ``.json`` in ``output_dir``,
-    logs it as a warning to the logger ``apex``, and then stops checking. Tracing does not change
+    and logs it as a warning to the logger ``apex``. Then it stops checking. Tracing does not change
     gradients, buffers or random numbers.
 
     Under ``fp16=True``, the ``GradScaler`` skips the first steps until its scale has backed off.
-    Therefore non-finite gradients are traced only after ``after_skips`` consecutive bad steps, and
+    Therefore non-finite gradients are traced only after ``after_skips`` consecutive bad steps. They
     are not reported if only the loss scale makes them overflow. A non-finite loss is reported
     immediately.
 
