@@ -34,16 +34,16 @@ MUTANTS = [
     Mutant(
         "gradients rounded before unscaling",
         f"{ENGINE}/backward.py",
-        "    groups = dtensor.groups(params)",
-        "    groups = dtensor.groups(params)\n"
-        "    [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
+        "    _add_grads(masters, copies)\n",
+        "    [c.copy_(c.to(torch.bfloat16)) for c in dtensor.dense_values(copies)]\n"
+        "    _add_grads(masters, copies)\n",
         "tests/loop/test_gradients.py tests/parity",
     ),
     Mutant(
         "growth interval off by one",
-        f"{CORE}/scale.py",
-        "        rule.growth_interval,\n    )",
-        "        rule.growth_interval + 1,\n    )",
+        f"{ENGINE}/scaler.py",
+        "            rule.growth_interval,\n",
+        "            rule.growth_interval + 1,\n",
         "tests/loop/test_scale_rule.py tests/loop/test_loss_scale.py",
     ),
     Mutant(
@@ -76,9 +76,9 @@ MUTANTS = [
     ),
     Mutant(
         "`max_loss_scale` ignored",
-        f"{CORE}/scale.py",
-        "scale.clamp_(rule.least, rule.greatest)",
-        "scale.clamp_(min=rule.least)",
+        f"{ENGINE}/scaler.py",
+        "self.loss_scale.clamp_(rule.least, rule.greatest)",
+        "self.loss_scale.clamp_(min=rule.least)",
         "tests/loop/test_scale_rule.py tests/loop/test_loss_scale.py",
     ),
     Mutant(

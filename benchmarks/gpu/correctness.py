@@ -45,8 +45,9 @@ def facts(tiny: bool) -> Checks:
 
 def fused_kernels() -> dict[str, bool]:
     """Returns which fused optimizers the device has."""
-    names = ("fused_adam_", "fused_adamw_", "fused_sgd_", "fused_adagrad_")
-    return {name: foreach.has_fused(name, torch.device("cuda")) for name in names}
+    names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+    device = torch.device("cuda")
+    return {name: foreach.fused_kernel(name, device) is not None for name in names}
 
 
 def mixed_copy() -> str:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from apex._core.finite import group
 from apex._core.foreach import norms
 from apex._engine import masters
 from apex._torch import dtensor, parameters
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
+from apex._torch.foreach import group
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer

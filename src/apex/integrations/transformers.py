@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import finite
 from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._torch import dtensor, ranks
@@ -178,7 +177,7 @@ class OverflowCallback(TrainerCallback):
 def _are_finite(losses: list[Tensor], model: nn.Module) -> tuple[bool, bool]:
     """Returns whether all losses are finite, and whether all gradients are."""
     grads = [param.grad for param in model.parameters() if param.grad is not None]
-    grads = [finite.summed_values(dtensor.local(grad)) for grad in grads]
+    grads = [dtensor.summed_values(dtensor.local(grad)) for grad in grads]
     if not losses and not grads:
         return True, True
     device = (losses or grads)[0].device
