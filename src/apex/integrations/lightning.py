@@ -43,6 +43,9 @@ if not _BASES:
         "apex.integrations.lightning needs Lightning 2, which could not be imported. Install it: "
         "pip install lightning."
     )
+_PRECISIONS = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
+"""Lightning's names of the 16-bit precisions."""
+
 _FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
 _Precision: Any = type("_Precision", tuple(_BASES.values()), {})
 
@@ -83,9 +86,7 @@ class ApexPrecision(_Precision):
         inspect.signature(amp.initialize).bind_partial(opt_level=opt_level, **options)
         self.options = {"opt_level": opt_level, "keep_fp32_values": True, **options}
         dtype: Any = defaults.cast_model_type or defaults.patch_torch_functions_type
-        self.precision = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(
-            dtype, "32-true"
-        )
+        self.precision = _PRECISIONS.get(dtype, "32-true")
         # Fabric's optimizers, and its modules that are not prepared yet.
         self._fabric_optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in optimizers]
         self._unprepared: list[nn.Module] = []
