@@ -1,5 +1,6 @@
-"""``OverflowCallback`` under transformers' Trainer, in bf16, fp32 and with a ``GradScaler``."""
+"""transformers' Trainer: prepared models, and ``OverflowCallback`` with its own precisions."""
 
+import functools
 import gc
 import json
 import logging
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from apex import amp
 from tests.clients.libraries import need, of_its_time
 
 transformers = need("transformers")
@@ -189,3 +191,20 @@ def test_an_exception_leaves_no_hook_once_the_trainer_is_gone(tmp_path):
         run_trainer(tmp_path, net, [OverflowCallback(), Stop()])
     gc.collect()
     assert not net._forward_hooks
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_prepared_model_accumulates_clips_and_trains_as_in_fp32(tmp_path, level):
+    def losses(level):
+        net = FaultyClassifier()
+        net.body[1].p = 0.0
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        kind = functools.partial(transformers.Trainer, optimizers=(optimizer, constant))
+        options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}
+        run_trainer(tmp_path, net, [], kind=kind, **options)
+        amp.restore(net, optimizer)
+        return net.seen
+
+    assert losses(level) == pytest.approx(losses("O0"), abs=0.01)

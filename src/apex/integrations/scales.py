@@ -39,8 +39,8 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
     A state without scales (saved with amp disabled, or before the first iteration) changes nothing.
     If amp is disabled now, no state changes anything. Entries that do not apply (a dynamic scale
-    for a static scaler, or the reverse) are skipped with a log message. If the number of scales
-    differs, the matching ones are loaded, with a warning.
+    for a static scaler, or the reverse) are skipped. A log message reports it, unless one of the
+    two scales is 1. If the number of scales differs, the first ones are loaded, with a warning.
 
     Raises:
         RuntimeError: If a key is unexpected or a value is invalid; nothing changes in this case.
