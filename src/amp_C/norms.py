@@ -31,7 +31,7 @@ def multi_tensor_l2norm(
     """
     (tensors,) = tensor_lists
     # In fp32 as in the kernel, whatever the tensors' dtype.
-    single = norms.l2_norms(tensors, noop_flag.device).float()
+    single = norms.norms_of(tensors, 2.0, noop_flag.device).float()
     norm = torch.linalg.vector_norm(single).reshape(1)
     set_noop_(noop_flag, ~torch.isfinite(norm))
     return norm, single if per_tensor else single[:0]
