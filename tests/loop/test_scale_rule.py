@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core.scale import SMALLEST_SCALE, ScaleRule, ScaleState, next_scale
 from apex._engine.scaler import DynamicScaler
-from tests.support.reference import loops as plain_loops
+from tests.support.reference import plain_loops
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -137,28 +137,17 @@ class Scaler:
         if values and scale != 1.0:
             foreach.unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
 
-    def end_pass(self, optimizers: int) -> None:
-        """Ends a block that updates the scale, and raises the flags of its optimizers.
+    def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
+        """Ends a block that updates the scale, of this number of optimizers.
 
-        ``optimizers`` is the number of these, for the report.
+        Returns the updates that have reached the host since the last call, oldest first.
         """
-        flags = self.unchecked
-        if self.own_update is None:
-            self.update()
-        else:
-            self.found_inf.fill_(float(bool(self.own_update())))
-            self.unchecked = {}
-            self.version += 1
-        for flag in flags:
-            flag.add(self.found_inf)
+        self.update()
+        return ()
 
     def update(self) -> None:
         """Updates a dynamic scale from its flag, or counts a static one's step."""
         self._steps += 1
-
-    def read_updates(self) -> list[ScaleUpdate]:
-        """Returns the updates that have reached the host since the last call, oldest first."""
-        return []
 
     # -- state -------------------------------------------------------------------------------
 
@@ -238,10 +227,23 @@ class DynamicScaler(Scaler):
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
             foreach.unscale_and_check_(values, inverse, self.found_inf)
 
-    def end_pass(self, optimizers: int) -> None:
-        """Also starts to copy scale and flag to the host."""
-        super().end_pass(optimizers)
+    def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
+        """Also raises the optimizers' flags, and starts to copy scale and flag to the host."""
+        flags = self.unchecked
+        self.unchecked = {}
+        if self.own_update is None:
+            self.update()
+        else:
+            self.found_inf.fill_(float(bool(self.own_update())))
+        for flag in flags:
+            flag.add(self.found_inf)
         self._readback.send(optimizers, self._scale_and_flag)
+        updates = []
+        for count, (loss_scale, found_inf) in self._readback.poll():
+            overflow = found_inf != 0.0
+            self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
+            updates.append(ScaleUpdate(loss_scale, overflow, count, self._skipped_in_row))
+        return updates
 
     def update(self) -> None:
         """Updates scale and count as :func:`apex._core.scale.next_scale` does, on the device."""
@@ -257,14 +259,6 @@ class DynamicScaler(Scaler):
         self.loss_scale.clamp_(rule.least, rule.greatest)
         self.unchecked = {}
         self.version += 1
-
-    def read_updates(self) -> list[ScaleUpdate]:
-        updates = []
-        for optimizers, (loss_scale, found_inf) in self._readback.poll():
-            overflow = found_inf != 0.0
-            self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            updates.append(ScaleUpdate(loss_scale, overflow, optimizers, self._skipped_in_row))
-        return updates
 
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number

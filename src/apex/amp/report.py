@@ -62,14 +62,8 @@ def _lines(properties: Properties) -> list[str]:
     return [f"{name:26} : {value}" for name, value in options if name != _UNREPORTED]
 
 
-def end_of_pass(ended: BackwardPass) -> None:
-    """Reports each overflow with one line per optimizer; warns after 50 consecutive skips."""
-    for update in ended.updates:
-        if update.overflow:
-            _overflow(ended, update)
-
-
-def _overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
+def overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
+    """Reports an overflow with one line per optimizer; warns after 50 consecutive skips."""
     loss_id = ended.scaler.loss_id
     for _ in range(update.optimizers):
         maybe_print(
@@ -84,7 +78,7 @@ def _overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
             f"{_summary(ended.session)} No scale mends a NaN; an inf exceeds the range at any "
             f"scale. {_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
-            stacklevel=7,
+            stacklevel=6,
         )
 
 
