@@ -295,7 +295,7 @@ class Session:
             if delayed is None or delayed.is_open or not prepared.is_live:
                 continue
             if cleared.issuperset(map(id, prepared.params())):
-                prepared.open_pass = None
+                delayed.forget(prepared)
 
 
 def _end(region: AutocastRegion, functions: UserRegistry) -> None:

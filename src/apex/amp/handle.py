@@ -295,23 +295,25 @@ def session_of(
     """
     session = _newest(prepared_optimizers)
     if session is not None:
-        return session if _amp_state.is_on(session) else None
+        options = _amp_state.options.get(session)
+        is_on = options is None or options.options["enabled"]  # which scripts may unset
+        return session if is_on else None
     if any(prepared_optimizers) or _amp_state.enabled:
         raise RuntimeError(_not_prepared(prepared_optimizers, caller))
     return None
 
 
 def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
-    given = []
+    sessions: list[Session] = []
     for prepared in prepared_optimizers:
         if prepared is None or prepared.session is None:
             return None
-        given.append(prepared.session)
-    for session in reversed(_amp_state.sessions()):
-        if session in given:
-            return session
-    # An ended session is not among them. Without optimizers, it is the current one.
-    return given[0] if given else _amp_state.current()
+        sessions.append(prepared.session)
+    newest: Session | None = None
+    for session in Session.live:
+        if session in sessions:
+            newest = session
+    return newest or _amp_state.current()
 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
