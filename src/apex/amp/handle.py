@@ -240,7 +240,7 @@ class OptimWrapper:
         session = amp_handle._session
         scale = 1.0 if session is None else session.policy.loss_scale
         rule = ScaleRule(max_scale=2.0**24)
-        self._loss_scaler = [scaler_for(scale, rule, loss_id=index) for index in range(num_loss)]
+        self._loss_scaler = [scaler_for(scale, rule) for _ in range(num_loss)]
 
     @untraced
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
@@ -258,6 +258,7 @@ class OptimWrapper:
                 "num_loss=... to handle.wrap_optimizer, one for each loss."
             )
         scaler = self._loss_scaler[self._loss_index]
+        scaler.loss_id = self._loss_index
         block = self._handle._backward_pass("optimizer.scale_loss", loss, self._optimizer, scaler)
         self._loss_index += 1
         return block
