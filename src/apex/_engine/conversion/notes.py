@@ -320,13 +320,13 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
     A column is what the last dimension indexes; one row is no column. Measured values are rounded
     as well, and seldom whole: so at least half of what a column loses must be whole numbers.
+    Negative ones are those of masks, such as -10000.
     """
     columns = exact.reshape(-1, exact.shape[-1]) if exact.dim() > 1 else exact.reshape(-1, 1)
     if columns.shape[0] == 1:
         columns = columns.reshape(-1, 1)
-    changed = (columns.to(dtype).to(columns.dtype) != columns) & (columns.abs() < _LARGEST)
-    whole = changed & (columns == columns.round())
+    changed = columns.to(dtype).to(columns.dtype) != columns
+    whole = changed & (columns == columns.round()) & (columns > 0.0) & (columns < _LARGEST)
     are_codes = whole.any(0) & (2 * whole.sum(0) >= changed.sum(0))
-    example = torch.where(whole & are_codes, columns, 0.0).flatten()
-    largest = example.abs().argmax(0, keepdim=True)
-    return example[largest]
+    example = torch.where(whole & are_codes, columns, 0.0)
+    return example.max().reshape(1)
