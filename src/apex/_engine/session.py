@@ -19,7 +19,6 @@ from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import (
     AutocastRegion,
     LowPrecisionRegion,
-    NoAutocastRegion,
     Region,
 )
 from apex._engine.autocast.user_functions import UserRegistry
@@ -86,7 +85,7 @@ class Session:
         end_stale_casts()
         self.policy = policy
         self.scalers = [scaler_for(policy.loss_scale, rule) for _ in range(num_losses)]
-        self.region: Region = NoAutocastRegion()
+        self.region: Region = Region()
         if spec is not None:
             self.region = AutocastRegion(spec)
         elif policy.low_precision is not None:
@@ -191,7 +190,7 @@ class Session:
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                state.set_region(model, NoAutocastRegion())
+                state.set_region(model, Region())
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import NoAutocastRegion, casts_off
+from apex._engine.autocast.region import Region, casts_off
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
@@ -206,7 +206,7 @@ class AmpHandle:
             return
         self._session.close()
         for model in self._models:
-            set_region(model, NoAutocastRegion())
+            set_region(model, Region())
         self._models = ()
         if self._session not in _amp_state.options:
             _amp_state.discard(self._session)
