@@ -98,14 +98,14 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
 
     ``before`` holds tensors of the converted model with their values before conversion.
     """
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    values = {id(tensor): exact for tensor, exact in before}
     listed: list[str] = []
-    for tensor, exact in before:
-        name = names.get(id(tensor))
-        is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(tensor)
-        if name is None or not is_rounded or not has_values(exact):
+    for name, buffer in model.named_buffers():
+        exact = values.get(id(buffer), buffer)
+        is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(buffer)
+        if not is_rounded or not has_values(exact):
             continue
-        if loses_order(exact, tensor.dtype).item():  # sync: before training begins
+        if loses_order(exact, buffer.dtype).item():  # sync: before training begins
             listed.append(name)
     if listed:
         _log.warning(
@@ -172,20 +172,20 @@ class Writes:
             cast: The arguments that ``forward`` gets.
         """
         self.left -= 16 if model.training else 1
-        averages: list[str] = []
+        lost: list[str] = []
         buffers: dict[str, Tensor] = {}
         for name, tensor in self._written_again(model, link):
             if isinstance(tensor, nn.Parameter):
-                averages.append(name)
+                lost.append(name)
             else:
                 buffers[name] = tensor
-        self._tell_lost(model, averages)
         if buffers:
             with Sums(buffers) as sums:
                 yield
-            self._tell_lost(model, sums.found(dict(_buffers(model))))
+            lost += sums.found(dict(_buffers(model)))
         else:
             yield
+        self._tell_lost(model, lost)
         names = positional_names(forward)
         self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
 
@@ -298,12 +298,11 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
     A column is what the last dimension indexes; one row is no column. Measured values are rounded
     as well, and seldom whole: so at least half of what a column loses must be whole numbers.
     """
-    columns = exact.reshape(-1, exact.shape[-1]) if exact.dim() > 1 else exact.reshape(-1, 1)
+    columns = exact.reshape(-1, exact.shape[-1] if exact.dim() else 1)
     if columns.shape[0] == 1:
-        columns = columns.reshape(-1, 1)
-    changed = (columns.to(dtype).to(columns.dtype) != columns) & (columns.abs() < _LARGEST)
+        columns = columns.T
+    changed = (columns.to(dtype) != columns) & (columns.abs() < _LARGEST)
     whole = changed & (columns == columns.round())
-    are_codes = whole.any(0) & (2 * whole.sum(0) >= changed.sum(0))
-    example = torch.where(whole & are_codes, columns, 0.0).flatten()
-    largest = example.abs().argmax(0, keepdim=True)
-    return example[largest]
+    are_codes = 2 * whole.sum(0) >= changed.sum(0)
+    codes = torch.where(whole & are_codes, columns, 0.0)
+    return codes.abs().amax().reshape(1)
