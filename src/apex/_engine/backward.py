@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from apex._core import finite
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import MasterPair, fp32_copies
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
-from apex._torch import dtensor, foreach
+from apex._torch import dtensor
 from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -305,10 +304,9 @@ def unscale_grads(
     copies = fp32_copies(grads, masters)
     # Masters have gradients of a loss that uses them itself.
     params = [*unique_params]
-    scaler.unscale_([*finite.values_of(params), *finite.dense_values(copies)], scale)
-    groups = dtensor.groups(params)
-    if groups and scaler.dynamic:  # all ranks that hold shards must step or skip together
-        dtensor.all_reduce_(scaler.found_inf, groups, "MAX")
+    scaler.unscale_([*dtensor.values_of(params), *dtensor.dense_values(copies)], scale)
+    if scaler.dynamic:  # all ranks that hold shards must step or skip together
+        dtensor.share_flag_(scaler.found_inf, params)
     _add_grads(masters, copies)
     _add_stashed(prepared_optimizers)
 
@@ -359,4 +357,4 @@ def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
             # torch adds sparse to dense, not dense to sparse.
             set_grad(param, total + grad if grad.is_sparse else grad + total)
     if totals:
-        foreach.add_(finite.dense_values(totals), finite.dense_values(added))
+        torch._foreach_add_(dtensor.dense_values(totals), dtensor.dense_values(added))

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from apex._core.finite import dense_values, group
 from apex._core.foreach import norms
 from apex._engine import masters
 from apex._torch import dtensor, parameters
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
+from apex._torch.foreach import group
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -59,7 +59,7 @@ def clip_grad_norm_(
     for grad in pending:
         masters.set_clip_factor(grad, factor)
         prepared.masters.has_clipped = True
-    for same in group(dense_values(grads)) if grads else ():
+    for same in group(dtensor.dense_values(grads)) if grads else ():
         torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
     return norm
 

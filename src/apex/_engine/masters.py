@@ -361,10 +361,12 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
             continue
         target = torch.empty_like(param, dtype=torch.float32)
         copies.append(target)
-        targets.append(target)
-        sources.append(grad)
-    if targets:
-        foreach.assign_(targets, sources)
+        if grad.requires_grad:  # part of a graph, of which the kernel is not
+            target.copy_(grad)
+        else:
+            targets.append(target)
+            sources.append(grad)
+    foreach.copy_(targets, sources)
     return copies
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.policy import LossScale
-from apex._core.scale import ScaleRule, checked_static, update_scale_
+from apex._core.scale import ScaleRule, checked_static
+from apex._torch import foreach
 from apex._torch.copies import HostCopy, as_tensor, capturing, has_values, moved
 
 if TYPE_CHECKING:
@@ -133,11 +133,11 @@ class Scaler:
         """Divides gradients by a scale, in place; a dynamic scale also checks them.
 
         Args:
-            values: Dense gradients, see :func:`apex._core.finite.dense_values`.
+            values: Dense gradients, see :func:`apex._torch.dtensor.dense_values`.
             scale: What :meth:`factor` returned for the pass, or another number.
         """
         if values and scale != 1.0:
-            unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
+            foreach.unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
 
     def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
         """Ends a block that updates the scale, of this number of optimizers.
@@ -224,7 +224,7 @@ class DynamicScaler(Scaler):
             divisor = as_tensor(scale, self.found_inf.device)
             # With ``out`` it is no op that casts inside a region.
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
-            unscale_and_check_(values, inverse, self.found_inf)
+            foreach.unscale_and_check_(values, inverse, self.found_inf)
 
     def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
         """Also raises the optimizers' flags, and starts to copy scale and flag to the host."""
@@ -245,8 +245,17 @@ class DynamicScaler(Scaler):
         return updates
 
     def update(self) -> None:
-        """Updates the scale from the flag, on the device."""
-        update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
+        """Updates scale and count as :func:`apex._core.scale.next_scale` does, on the device."""
+        rule = self.rule
+        foreach.update_scale_(
+            self.loss_scale,
+            self.growth_tracker,
+            self.found_inf,
+            rule.growth_factor,
+            rule.backoff_factor,
+            rule.growth_interval,
+        )
+        self.loss_scale.clamp_(rule.least, rule.greatest)
         self.unchecked = {}
         self.version += 1
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import finite
 from apex._core.param_groups import params_of
 from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.subclass import prepared_state
@@ -162,7 +161,7 @@ def count(tensor: Tensor) -> tuple[int, int, int]:
 
     Counts a sparse tensor's values and this rank's part of a sharded one. Waits for the device.
     """
-    values = finite.summed_values(dtensor.local(tensor.detach()))
+    values = dtensor.summed_values(dtensor.local(tensor.detach()))
     counts = torch.stack([torch.isinf(values).sum(), torch.isnan(values).sum()])
     inf, nan = counts.tolist()  # sync: a diagnosis
     return inf, nan, values.numel()

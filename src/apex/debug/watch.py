@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from apex._core import finite
 from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._engine.backward import BackwardPass
@@ -238,7 +237,7 @@ def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
-    grads = [finite.summed_values(grad) for param in params if (grad := param.grad) is not None]
+    grads = [dtensor.summed_values(grad) for param in params if (grad := param.grad) is not None]
     if dtensor.any_dtensor(grads):
         norm = torch.nn.utils.get_total_norm(grads)
         return norm.full_tensor() if dtensor.is_dtensor(norm) else norm

@@ -117,7 +117,7 @@ class BlockStep(TorchDispatchMode):
         """Runs the fused operators by blocks, and every other one as it is."""
         kwargs = kwargs or {}
         # With a scale, the kernel writes unscaled gradients back.
-        if func in dispatch_modes.OPERANDS and kwargs.get("grad_scale") is None:
+        if dispatch_modes.operands(func) and kwargs.get("grad_scale") is None:
             args = _run_by_blocks(func, args, kwargs)
             if not args[0]:
                 return None
@@ -149,7 +149,7 @@ def _run_by_blocks(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
     pairs: list[MasterPair] = []
     taken: list[int] = []
     rest: list[int] = []
-    count = dispatch_modes.OPERANDS[func]
+    count = dispatch_modes.operands(func)
     operands = [tensors for tensors in args[:count] if tensors]
     for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
         pair = _pair_shown(grad)
@@ -184,7 +184,7 @@ def _run_blocks(
         elements = sum(size for _, _, size in block)
         largest = max(largest, elements)
     buffer = torch.empty(largest, dtype=torch.float32, device=device)
-    count = dispatch_modes.OPERANDS[func]
+    count = dispatch_modes.operands(func)
     kernel = dispatch_modes.function_of(func)
     for block in cuts:
         places = [place for place, _, _ in block]
