@@ -348,13 +348,13 @@ def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         total = grad_of(param)
         if total is None:
             set_grad(param, grad)
-        elif total.layout is not torch.strided or grad.layout is not torch.strided:
-            # torch adds sparse to dense, not dense to sparse.
-            set_grad(param, total + grad if grad.is_sparse else grad + total)
-        elif total.requires_grad or grad.requires_grad:
-            set_grad(param, total + grad)
-        else:
+            continue
+        is_dense = total.layout is torch.strided and grad.layout is torch.strided
+        if is_dense and not (total.requires_grad or grad.requires_grad):
             totals.append(total)
             added.append(grad)
+        else:
+            # torch adds sparse to dense, not dense to sparse.
+            set_grad(param, total + grad if grad.is_sparse else grad + total)
     if totals:
         torch._foreach_add_(dtensor.dense_values(totals), dtensor.dense_values(added))

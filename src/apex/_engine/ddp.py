@@ -46,9 +46,7 @@ class DDPTracker:
 
     def __init__(self) -> None:
         """Starts without wrappers."""
-        self.wrappers: weakref.WeakKeyDictionary[Wrapper, _WrapperState] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.wrappers = weakref.WeakKeyDictionary[Wrapper, _WrapperState]()
 
     def mark_forward(self, wrapper: Wrapper, session: Session, *, traced: bool) -> None:
         """Records that a model's forward pass begins under a wrapper, and if that sends gradients.

@@ -46,7 +46,7 @@ class Readback(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._copies: deque[tuple[T, HostCopy]] = deque()
+        self._copies = deque[tuple[T, HostCopy]]()
 
     def send(self, source: T, values: Tensor) -> None:
         """Queues the present values of a 1-d tensor, with what they belong to.
@@ -212,7 +212,7 @@ class DynamicScaler(Scaler):
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
         first = min(max(checked_static(loss_scale), rule.least), rule.greatest)
         super().__init__(first, rule)
-        self._readback: Readback[int] = Readback()
+        self._readback = Readback[int]()
         self._skipped_in_row = 0
 
     def factor(self) -> Tensor:

@@ -97,10 +97,8 @@ class Session:
         # Without a scale, the model's gradients are the masters', from now on.
         self.masters = MasterTable(lazy=all(scaler.is_identity for scaler in self.scalers))
         # In order, as ranks communicate for one optimizer after the other.
-        self._prepared_optimizers: weakref.WeakKeyDictionary[PreparedOptimizer, None] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._prepared_optimizers = weakref.WeakKeyDictionary[PreparedOptimizer, None]()
+        self._models = weakref.WeakSet[nn.Module]()
         self.ddp_tracker = DDPTracker()
         # What fully_shard keeps of the models, to tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
