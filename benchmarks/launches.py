@@ -43,7 +43,7 @@ DTYPES = {
     "O4": torch.bfloat16,
     "O5": torch.bfloat16,
 }
-"""The ways to train, with the dtype of each: autocast, the former with a GradScaler, and levels."""
+"""The ways to train, with their dtypes: autocast (``fp16`` with a GradScaler), and amp's levels."""
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW": fused_adamw,
@@ -71,8 +71,7 @@ STEPS: Mapping[str, Cost] = {
 """Each optimizer's step; LAMB and NovoGrad launch one kernel for each tensor."""
 
 WARMUP = 32
-"""Iterations before the counted one: the first blocks are inspected for mistakes, and copy losses
-to the host."""
+"""Iterations before the counted one: amp inspects the first blocks, and copies their losses."""
 
 # torch's kernels over lists, built with CUDA 13: the tensors that one launch takes, by the number
 # of lists, its thread blocks, and the elements of each (aten/src/ATen/native/cuda/ForeachFunctors).
@@ -86,10 +85,10 @@ TWO_KERNELS = frozenset({"_foreach_norm", "_foreach_max"})
 _NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 )
-"""Operators without a kernel that are no views."""
+"""Operators without a kernel, other than views."""
 
 _ONLY_WRITE = frozenset({"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"})
-"""Operators in place that do not read what they write."""
+"""In-place operators that only write their target."""
 
 
 class LaunchCounter(OperatorCounter):
@@ -168,7 +167,7 @@ def _has_elements(tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_view(func: Any) -> bool:
-    """Returns whether an operator's result is a view of an argument that it leaves alone."""
+    """Returns whether an operator's result is a view of an argument that it does not change."""
     returned = [value.alias_info for value in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
 
@@ -185,7 +184,7 @@ def _bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         if argument.name == "grads" and kwargs.get("grad_scale") is None:
             is_written = False  # with a scale, the fused optimizers' kernels write gradients back
         if is_written and not argument.is_out and name not in _ONLY_WRITE:
-            total += size  # read, too
+            total += size  # it is also read
     in_place = any(value.alias_info is not None for value in schema.returns)
     return total if in_place else total + _bytes_of(result)
 
@@ -204,7 +203,7 @@ def machinery(mode: str, optimizer: MakeOptimizer, **options: Any) -> LaunchCoun
     Args:
         mode: A level, or ``"fp16"`` or ``"bf16"`` for autocast, the former with a GradScaler.
         optimizer: Makes the optimizer.
-        **options: Those of :func:`benchmarks.loops.with_amp`.
+        **options: Options of :func:`benchmarks.loops.with_amp`.
     """
     counted = _counted(work(mode, optimizer, **options), WARMUP)
     baseline = _of_passes(DTYPES[mode])
@@ -235,7 +234,7 @@ def _counted(iteration: Work, warmup: int) -> LaunchCounter:
 
 
 def passes(dtype: torch.dtype) -> Work:
-    """Returns the passes of the same model, all in 16 bits but for the loss."""
+    """Returns the passes of the same model, all in 16 bits except the loss."""
     model = _model().to(device(), dtype)
     inputs, labels = _batch()
     inputs, labels = inputs.to(device(), dtype), labels.to(device())
@@ -260,7 +259,7 @@ def _batch() -> Batch:
 
 @dataclass(frozen=True)
 class Row:
-    """What one way to train takes.
+    """The launches and bytes of one way to train.
 
     Attributes:
         case: Its level, or torch's autocast, and its optimizer.

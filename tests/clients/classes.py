@@ -10,13 +10,13 @@ LEVELS = ("O0", "O1", "O2", "O5")
 EXACT = {"rtol": 0, "atol": 0}
 
 
-def batch(seed=1, count=8):
+def labelled_rows(seed=1, count=8):
     x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
     return x, x[:, :3].argmax(1)
 
 
 def data(batch_size=8):
-    return DataLoader(TensorDataset(*batch(count=32)), batch_size=batch_size)
+    return DataLoader(TensorDataset(*labelled_rows(count=32)), batch_size=batch_size)
 
 
 def layers():

@@ -7,7 +7,6 @@ from torch import nn
 from apex import amp
 from apex.parallel import LARC
 from tests.support import loops
-from tests.support.loops import live_sessions, nothing_changes
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
@@ -35,7 +34,7 @@ def test_the_same_objects_come_back_plain(level):
     assert group["params"] is listed
     if level != "O3":
         assert loops.same(exact, loops.values(params))
-    assert (live_sessions(), amp.state_dict()) == (0, {})
+    assert (loops.live_sessions(), amp.state_dict()) == (0, {})
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -148,7 +147,7 @@ def refused(error, words, model, optimizer=None):
     objects = [
         each for part in (model, optimizer) for each in (part if type(part) is list else [part])
     ]
-    with nothing_changes(*objects), pytest.raises(error, match=words):
+    with loops.nothing_changes(*objects), pytest.raises(error, match=words):
         amp.restore(model, optimizer)
 
 
@@ -173,7 +172,7 @@ def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
 def test_an_optimizer_with_masters_is_refused_without_its_model(level):
     first, second = loops.prepared(level), loops.prepared(level)
     words = r"masters of a model that was not passed.*amp\.restore\(model, optimizer\)"
-    with nothing_changes(*first, *second), pytest.raises(ValueError, match=words):
+    with loops.nothing_changes(*first, *second), pytest.raises(ValueError, match=words):
         amp.restore(first[0], second[1])
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode.*no_grad\(\)"):
         amp.restore(*first)

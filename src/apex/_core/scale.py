@@ -1,4 +1,4 @@
-"""The loss-scale rule: a plain reference form, and the same rule on 0-d device tensors.
+"""The loss-scale rule in a plain form, which a dynamic scaler follows on the device.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 """
@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from apex._core.arguments import is_number, shown
-from apex._torch import foreach
 
 SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
 """Lower bound of every scale: positive, and its inverse is finite in fp32."""
-
 
 _PUBLIC = {"min_scale": "min_loss_scale", "max_scale": "max_loss_scale"}
 """Arguments of ``initialize`` for the bounds, which errors name."""
@@ -127,28 +124,6 @@ def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleSt
             scale = grown
         growth_tracker = 0
     return ScaleState(min(max(scale, rule.least), rule.greatest), growth_tracker)
-
-
-def update_scale_(
-    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, rule: ScaleRule
-) -> None:
-    """Updates ``scale`` and ``growth_tracker`` in place as :func:`next_scale`, without a host sync.
-
-    Args:
-        scale: 0-d fp32.
-        growth_tracker: 0-d int32 on the same device, below the interval.
-        found_inf: 0-d fp32 on the same device; non-zero means overflow.
-        rule: Factors, interval and bounds.
-    """
-    foreach.update_scale_(
-        scale,
-        growth_tracker,
-        found_inf,
-        rule.growth_factor,
-        rule.backoff_factor,
-        rule.growth_interval,
-    )
-    scale.clamp_(rule.least, rule.greatest)
 
 
 def checked_static(loss_scale: Any, name: str = "loss_scale") -> float:

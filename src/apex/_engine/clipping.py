@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from apex._core.finite import group
 from apex._core.foreach import norms
 from apex._engine import masters
 from apex._torch import dtensor, parameters
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
+from apex._torch.foreach import group
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -33,22 +33,24 @@ def clip_grad_norm_(
             "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."
         )
     prepared.create_missing_masters()
-    _move_grads_that_cannot_wait(prepared)
-    params = dict.fromkeys(prepared.params())
-    with_grad = [param for param in params if parameters.grad_of(param) is not None]
-    grads = [grad for param in with_grad if (grad := param.grad) is not None]
-    pending = [grad for pair in prepared.pairs if (grad := pair.pending_grad) is not None]
+    pending = _pending_grads(prepared)
+    grads: list[Tensor] = []
+    for param in dict.fromkeys(prepared.params()):
+        grad = parameters.grad_of(param)
+        if grad is not None:
+            grads.append(grad)
     if any(grad.layout is not torch.strided for grad in (*pending, *grads)):
         raise TypeError(
             "amp.clip_grad_norm_ got a sparse gradient, which has no norm that torch can compute. "
             "Use an embedding with sparse=False, or give it an optimizer of its own."
         )
-    if dtensor.any_dtensor(with_grad):
-        total = nn.utils.clip_grad_norm_(with_grad, max_norm, norm_type, error_if_nonfinite)
-        return total.full_tensor() if dtensor.is_dtensor(total) else total
     if not (pending or grads):
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    norm = norms.global_norm([*pending, *grads], norm_type)
+    if dtensor.any_dtensor(grads):
+        norm = nn.utils.get_total_norm(grads, norm_type)
+        norm = norm.full_tensor() if dtensor.is_dtensor(norm) else norm
+    else:
+        norm = norms.global_norm([*pending, *grads], norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "
@@ -61,19 +63,27 @@ def clip_grad_norm_(
     for grad in pending:
         masters.set_clip_divisor(grad, divisor)
         prepared.masters.has_clipped = True
-    if grads:
-        factor = divisor.reciprocal()  # which fp16 holds, unlike large divisors
-        for same in group(grads):
-            torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
+    _divide(grads, divisor)
     return norm
 
 
-def _move_grads_that_cannot_wait(prepared: PreparedOptimizer) -> None:
-    """Moves pending gradients to masters that have one, or that have been clipped before.
+def _divide(grads: list[Tensor], divisor: Tensor) -> None:
+    """Divides gradients in place."""
+    if not grads:
+        return
+    factor = divisor.reciprocal()  # fp16 holds it, unlike large divisors
+    for same in group(dtensor.dense_values(grads)):
+        torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
 
-    And views of a wrapper's buffer, which are the same tensor in every pass: a divisor would stay.
+
+def _pending_grads(prepared: PreparedOptimizer) -> list[Tensor]:
+    """Returns gradients that may stay on the model, with a divisor; moves others to the masters.
+
+    Those move whose master has one, or that have been clipped before. And views of a wrapper's
+    buffer, which are the same tensor in every pass: a divisor would stay.
     """
     session = prepared.session
+    pending: list[Tensor] = []
     for pair in prepared.pairs:
         grad = pair.pending_grad
         if grad is None:
@@ -82,3 +92,6 @@ def _move_grads_that_cannot_wait(prepared: PreparedOptimizer) -> None:
         is_clipped = masters.clip_divisor(grad) is not None
         if in_buffer or is_clipped or parameters.grad_of(pair.master) is not None:
             masters.move_grads_to_masters([pair])
+        else:
+            pending.append(grad)
+    return pending

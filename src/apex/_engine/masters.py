@@ -20,8 +20,9 @@ Note [One gradient in one place]
 
 Note [The divisor of a clip]
     ``amp.clip_grad_norm_`` leaves pending gradients in 16 bits: the divisor is an attribute of the
-    gradient tensor, applied when the gradient is moved, or by the fused kernel. It ends with that tensor. A forward pass
-    moves clipped gradients first, so that autograd does not add unclipped ones to them.
+    gradient tensor, applied when the gradient is moved, or by the fused kernel. It ends with that
+    tensor. A forward pass moves clipped gradients first, so that autograd does not add unclipped
+    ones to them.
 """
 
 from __future__ import annotations
@@ -361,10 +362,12 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
             continue
         target = torch.empty_like(param, dtype=torch.float32)
         copies.append(target)
-        targets.append(target)
-        sources.append(grad)
-    if targets:
-        foreach.assign_(targets, sources)
+        if grad.requires_grad:  # part of a graph, of which the kernel is not
+            target.copy_(grad)
+        else:
+            targets.append(target)
+            sources.append(grad)
+    foreach.copy_(targets, sources)
     return copies
 
 

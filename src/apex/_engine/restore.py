@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,6 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
         _make_optimizer_plain(prepared)
     for prepared in prepared_optimizers:
         if prepared.session is not None:
-            prepared.session.forget(prepared)
             for user in (prepared, *models):
                 prepared.session.masters.release(user)
     match_states(optimizers, old_dtypes)
@@ -66,36 +65,35 @@ def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
     subclass.unprepare_class(prepared.optimizer)
 
 
-def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
-    """Returns the dtype of every parameter that the optimizers step, by ``id``."""
-    return {id(p): p.dtype for optimizer in optimizers for p in params_of(optimizer)}
+def dtypes_of(optimizers: Iterable[Optimizer]) -> list[torch.dtype]:
+    """Returns the dtypes of all parameters that the optimizers step, in order."""
+    return [param.dtype for optimizer in optimizers for param in params_of(optimizer)]
 
 
-def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:
+def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype]) -> None:
     """Casts optimizer state to the new dtype of its parameter, as torch's kernels require.
 
     Needed for parameters converted in place (O3).
+
+    Args:
+        optimizers: Optimizers whose parameters were converted, or exchanged for masters.
+        before: Their :func:`dtypes_of` before that.
     """
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    old_dtypes = dict(zip(map(id, params), before, strict=True))
     for optimizer in optimizers:
         prepared = subclass.prepared_state(optimizer)
-        models: dict[int, nn.Parameter] = {}
-        for pair in () if prepared is None else prepared.pairs:
-            models[id(pair.master)] = pair.model
+        has_masters = prepared is not None and prepared.master_weights
         for part in optimizers_in(optimizer):
             # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
             if getattr(part, "state_stays_fp32", False) or is_from(part, _FUSED_ADAM):
                 continue
             for param, state in states_in(part.state):
-                old = before.get(id(models.get(id(param), param)), param.dtype)
                 new = param.dtype
-                if (
-                    prepared is not None
-                    and prepared.master_weights
-                    and dtypes.is_low_precision(param)
-                ):
+                if has_masters and dtypes.is_low_precision(param):
                     # Frozen: the state is for the fp32 master that it gets when unfrozen.
                     new = torch.float32
-                _cast_state(state, old, new)
+                _cast_state(state, old_dtypes.get(id(param), param.dtype), new)
 
 
 def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
@@ -107,4 +105,5 @@ def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> No
         # 0-d tensors are step counts, which stay exact.
         return value.to(new) if value.dtype is old and value.dim() else value
 
-    state.update({name: tree.map_tensors(cast, value) for name, value in state.items()})
+    for name, value in state.items():
+        state[name] = tree.map_tensors(cast, value)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.policy import LossScale
-from apex._core.scale import ScaleRule, checked_static, update_scale_
+from apex._core.scale import ScaleRule, checked_static
+from apex._torch import foreach
 from apex._torch.copies import HostCopy, as_tensor, capturing, has_values, moved
 
 if TYPE_CHECKING:
@@ -131,34 +131,23 @@ class Scaler:
         """Divides gradients by a scale, in place; a dynamic scale also checks them.
 
         Args:
-            values: Dense gradients, see :func:`apex._core.finite.dense_values`.
+            values: Dense gradients, see :func:`apex._torch.dtensor.dense_values`.
             scale: What :meth:`factor` returned for the pass, or another number.
         """
         if values and scale != 1.0:
-            unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
+            foreach.unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
 
-    def end_pass(self, optimizers: int) -> None:
-        """Ends a block that updates the scale, and raises the flags of its optimizers.
+    def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
+        """Ends a block that updates the scale, of this number of optimizers.
 
-        ``optimizers`` is the number of these, for the report.
+        Returns the updates that have reached the host since the last call, oldest first.
         """
-        flags = self.unchecked
-        if self.own_update is None:
-            self.update()
-        else:
-            self.found_inf.fill_(float(bool(self.own_update())))
-            self.unchecked = {}
-            self.version += 1
-        for flag in flags:
-            flag.add(self.found_inf)
+        self.update()
+        return ()
 
     def update(self) -> None:
         """Updates a dynamic scale from its flag, or counts a static one's step."""
         self._steps += 1
-
-    def read_updates(self) -> list[ScaleUpdate]:
-        """Returns the updates that have reached the host since the last call, oldest first."""
-        return []
 
     # -- state -------------------------------------------------------------------------------
 
@@ -236,26 +225,40 @@ class DynamicScaler(Scaler):
             divisor = as_tensor(scale, self.found_inf.device)
             # With ``out`` it is no op that casts inside a region.
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
-            unscale_and_check_(values, inverse, self.found_inf)
+            foreach.unscale_and_check_(values, inverse, self.found_inf)
 
-    def end_pass(self, optimizers: int) -> None:
-        """Also starts to copy scale and flag to the host."""
-        super().end_pass(optimizers)
-        self._readback.send(optimizers, self._scale_and_flag)
-
-    def update(self) -> None:
-        """Updates the scale from the flag, on the device."""
-        update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
+    def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
+        """Also raises the optimizers' flags, and starts to copy scale and flag to the host."""
+        flags = self.unchecked
         self.unchecked = {}
-        self.version += 1
-
-    def read_updates(self) -> list[ScaleUpdate]:
+        if self.own_update is None:
+            self.update()
+        else:
+            self.found_inf.fill_(float(bool(self.own_update())))
+        for flag in flags:
+            flag.add(self.found_inf)
+        self._readback.send(optimizers, self._scale_and_flag)
         updates = []
-        for optimizers, (loss_scale, found_inf) in self._readback.poll():
+        for count, (loss_scale, found_inf) in self._readback.poll():
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            updates.append(ScaleUpdate(loss_scale, overflow, optimizers, self._skipped_in_row))
+            updates.append(ScaleUpdate(loss_scale, overflow, count, self._skipped_in_row))
         return updates
+
+    def update(self) -> None:
+        """Updates scale and count as :func:`apex._core.scale.next_scale` does, on the device."""
+        rule = self.rule
+        foreach.update_scale_(
+            self.loss_scale,
+            self.growth_tracker,
+            self.found_inf,
+            rule.growth_factor,
+            rule.backoff_factor,
+            rule.growth_interval,
+        )
+        self.loss_scale.clamp_(rule.least, rule.greatest)
+        self.unchecked = {}
+        self.version += 1
 
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number

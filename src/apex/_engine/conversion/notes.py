@@ -303,7 +303,7 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
     if columns.shape[0] == 1:
         columns = columns.reshape(-1, 1)
     changed = columns.to(dtype).to(columns.dtype) != columns
-    whole = changed & (columns == columns.round()) & (0.0 < columns) & (columns < _LARGEST)
+    whole = changed & (columns == columns.round()) & (columns > 0.0) & (columns < _LARGEST)
     are_codes = whole.any(0) & (2 * whole.sum(0) >= changed.sum(0))
     example = torch.where(whole & are_codes, columns, 0.0)
     return example.max().reshape(1)

@@ -68,13 +68,17 @@ class ExplicitOptimizer(FusedOptimizer):
         return grad.detach().to(math_dtype(grad)) / self._scale
 
     def _by_param(self, name: str, given: GivenTensors | None) -> dict[Tensor, Tensor]:
-        """Returns the tensors that are given, by their parameters."""
+        """Returns the argument's tensors, by parameter."""
         if given is None:
             return {}
         lists: Any = list(given)
-        nested = lists if lists and isinstance(lists[0], list) else [lists]
+        if not lists or not isinstance(lists[0], list):
+            lists = [lists]
         groups = [group["params"] for group in self.param_groups]
-        if [*map(len, nested)] != [*map(len, groups)]:
-            raise ValueError(f"step takes as many {name} as parameters, in one list per group.")
-        pairs = zip(chain(*groups), chain(*nested), strict=True)
+        if [*map(len, lists)] != [*map(len, groups)]:
+            raise ValueError(
+                f"step got {name} in lists of {[*map(len, lists)]} tensors; it takes as many as "
+                f"parameters, {[*map(len, groups)]}, in one list per group."
+            )
+        pairs = zip(chain(*groups), chain(*lists), strict=True)
         return {param: tensor for param, tensor in pairs if tensor is not None}
