@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apex._core.foreach import norms
 from apex._engine import masters
@@ -46,11 +46,9 @@ def clip_grad_norm_(
         )
     if not (pending or grads):
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    if dtensor.any_dtensor(grads):
-        norm = nn.utils.get_total_norm(grads, norm_type)
-        norm = norm.full_tensor() if dtensor.is_dtensor(norm) else norm
-    else:
-        norm = norms.global_norm([*pending, *grads], norm_type)
+    norm = norms.global_norm([*pending, *grads], norm_type)
+    if dtensor.is_dtensor(norm):
+        norm = norm.full_tensor()
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is not finite, so they cannot be "

@@ -59,7 +59,7 @@ def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
             pair.model.grad = None
             pair.model.data = parameters.uncounted(pair.master)
-        grad = pair.master.grad
+        grad = parameters.grad_of(pair.master)
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
     prepared.close()
     subclass.unprepare_class(prepared.optimizer)

@@ -33,7 +33,7 @@ from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import step, subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.restore import dtypes_of, match_states
-from apex._engine.scaler import Readback, Scaler, ScaleUpdate, scaler_for
+from apex._engine.scaler import Readback, ScaleUpdate, scaler_for
 from apex._torch import fsdp
 from apex._torch.parameters import grad_of, set_grad
 
@@ -85,9 +85,7 @@ class Session:
         """
         end_stale_casts()
         self.policy = policy
-        self.scalers: list[Scaler] = []
-        for index in range(num_losses):
-            self.scalers.append(scaler_for(policy.loss_scale, rule, loss_id=index))
+        self.scalers = [scaler_for(policy.loss_scale, rule) for _ in range(num_losses)]
         self.region: Region = NoAutocastRegion()
         if spec is not None:
             self.region = AutocastRegion(spec)
@@ -104,7 +102,7 @@ class Session:
             weakref.WeakKeyDictionary()
         )
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.ddp_tracker = DDPTracker(self.scalers, self.masters)
+        self.ddp_tracker = DDPTracker()
         # What fully_shard keeps of the models, to tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
         # Ends the op casts; None before they start.
@@ -295,7 +293,7 @@ class Session:
             if delayed is None or delayed.is_open or not prepared.is_live:
                 continue
             if cleared.issuperset(map(id, prepared.params())):
-                prepared.open_pass = None
+                delayed.forget(prepared)
 
 
 def _end(region: AutocastRegion, functions: UserRegistry) -> None:

@@ -125,7 +125,7 @@ class BlockStep(TorchDispatchMode):
         """Runs the fused operators by blocks, and every other one as it is."""
         kwargs = kwargs or {}
         # With a scale, the kernel writes unscaled gradients back.
-        if func in dispatch_modes.OPERANDS and kwargs.get("grad_scale") is None:
+        if dispatch_modes.operands(func) and kwargs.get("grad_scale") is None:
             options = kwargs
             if self._divisor is not None:  # the kernel divides by it, as by a loss scale
                 divisor = moved(self._divisor, args[0][0].device, torch.float32)
@@ -161,7 +161,7 @@ def _run_by_blocks(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
     pairs: list[MasterPair] = []
     taken: list[int] = []
     rest: list[int] = []
-    count = dispatch_modes.OPERANDS[func]
+    count = dispatch_modes.operands(func)
     operands = [tensors for tensors in args[:count] if tensors]
     for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
         pair = _pair_shown(grad)
@@ -195,7 +195,7 @@ def _run_blocks(
         elements = sum(size for _, _, size in block)
         largest = max(largest, elements)
     buffer = torch.empty(largest, dtype=torch.float32, device=device)
-    count = dispatch_modes.OPERANDS[func]
+    count = dispatch_modes.operands(func)
     kernel = dispatch_modes.function_of(func)
     for block in cuts:
         places = [place for place, _, _ in block]
