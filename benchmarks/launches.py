@@ -71,8 +71,7 @@ STEPS: Mapping[str, Cost] = {
 """Each optimizer's step; LAMB and NovoGrad launch one kernel for each tensor."""
 
 WARMUP = 32
-"""Iterations before the counted one: the first blocks are inspected for mistakes, and copy losses
-to the host."""
+"""Iterations before the counted one: amp inspects the first blocks, and copies their losses."""
 
 # torch's kernels over lists, built with CUDA 13: the tensors that one launch takes, by the number
 # of lists, its thread blocks, and the elements of each (aten/src/ATen/native/cuda/ForeachFunctors).

@@ -67,7 +67,7 @@ def clip_grad_norm_(
 
 
 def _divide_(grads: list[Tensor], divisor: Tensor) -> None:
-    factor = divisor.reciprocal()  # which fp16 holds, unlike large divisors
+    factor = divisor.reciprocal()  # fp16 holds it, unlike large divisors
     for same in group(grads):
         torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
 
