@@ -171,12 +171,8 @@ def test_under_a_scaler_a_loss_that_is_not_finite_is_reported_at_once(tmp_path):
 
 def test_under_a_scaler_gradients_are_reported_after_skips_in_a_row(tmp_path):
     callback = OverflowCallback(after_skips=2)
-    run_trainer(
-        tmp_path,
-        FaultyClassifier(fail_at=[2, 6, 8, 10], kind="backward"),
-        [callback],
-        kind=ScaledTrainer,
-    )
+    net = FaultyClassifier(fail_at=[2, 6, 8, 10], kind="backward")
+    run_trainer(tmp_path, net, [callback], kind=ScaledTrainer)
     assert callback.path == tmp_path / "overflow-step-5.txt"
     assert callback.trace.first.module == "fault"
 

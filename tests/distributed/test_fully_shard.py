@@ -72,7 +72,7 @@ def train_sharded(model, optimizer, rank, steps, overflow_at=None):
     return whole(model)
 
 
-def weights_and_scale(rank, level, policy, options=None, overflow_at=None):
+def outcome(rank, level, policy, options=None, overflow_at=None):
     model, optimizer = prepare_sharded(level, policy, **(options or {}))
     weights = train_sharded(model, optimizer, rank, range(STEPS), overflow_at)
     return weights, dict(amp.state_dict()["loss_scaler0"])
@@ -81,17 +81,13 @@ def weights_and_scale(rank, level, policy, options=None, overflow_at=None):
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, summed in fp32"])
 def test_o0_computes_as_plain_fsdp2_with_the_same_policy(on_two_ranks, policy):
     expected = on_two_ranks(plain, policy)
-    for (weights, _), alone in zip(
-        on_two_ranks(weights_and_scale, "O0", policy), expected, strict=True
-    ):
+    for (weights, _), alone in zip(on_two_ranks(outcome, "O0", policy), expected, strict=True):
         assert all(map(torch.equal, weights, alone))
 
 
 def test_o4_computes_as_fsdp2_under_autocast(on_two_ranks):
     expected = on_two_ranks(plain, "fp32", torch.bfloat16)
-    for (weights, _), alone in zip(
-        on_two_ranks(weights_and_scale, "O4", "fp32"), expected, strict=True
-    ):
+    for (weights, _), alone in zip(on_two_ranks(outcome, "O4", "fp32"), expected, strict=True):
         for ours, theirs in zip(weights, alone, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=8e-3)
 
@@ -100,7 +96,7 @@ def test_o4_computes_as_fsdp2_under_autocast(on_two_ranks):
 def test_a_dynamic_scale_trains_within_fp16_of_fp32(on_two_ranks, level, policy):
     options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
     expected = on_two_ranks(plain, "fp32")
-    results = on_two_ranks(weights_and_scale, level, policy, options)
+    results = on_two_ranks(outcome, level, policy, options)
     for (weights, scale), alone in zip(results, expected, strict=True):
         assert scale == {"loss_scale": 2.0**8, "unskipped": STEPS}
         for ours, theirs in zip(weights, alone, strict=True):
@@ -110,7 +106,7 @@ def test_a_dynamic_scale_trains_within_fp16_of_fp32(on_two_ranks, level, policy)
 @pytest.mark.parametrize(("level", "policy"), [("O0", "fp16"), ("O1", "fp32")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on_two_ranks, level, policy):
     options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
-    skipped = on_two_ranks(weights_and_scale, level, policy, options, STEPS - 1)
+    skipped = on_two_ranks(outcome, level, policy, options, STEPS - 1)
     stopped = on_two_ranks(without_the_last_step, level, policy, options)
     for (weights, scale), before in zip(skipped, stopped, strict=True):
         assert scale == {"loss_scale": 2.0**7, "unskipped": 0}

@@ -19,7 +19,7 @@ def dtype_of(level):
     return loops.LEVELS[level].stored
 
 
-def prepare_unskipped(level, model=None, make_optimizer=loops.sgd, **options):
+def prepare(level, model=None, make_optimizer=loops.sgd, **options):
     options.setdefault("loss_scale", SCALE.get(level))
     return loops.prepared(level, make_optimizer, model, **options)
 

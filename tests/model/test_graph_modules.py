@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from apex import amp
-from tests.model.cases import LEVELS, prepare_unskipped
+from tests.model.cases import LEVELS, prepare
 from tests.support import loops
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -31,11 +31,11 @@ def x():
 
 @every_level
 def test_a_graph_trains_as_the_model_that_it_is_of_and_so_do_its_copies(level):
-    model, optimizer = prepare_unskipped(level)
+    model, optimizer = prepare(level)
     loops.train(model, optimizer)
     expected = model(x())
     del model, optimizer
-    model, optimizer = prepare_unskipped(level, fx.symbolic_trace(loops.net()))
+    model, optimizer = prepare(level, fx.symbolic_trace(loops.net()))
     loops.train(model, optimizer)
     for each in (model, copy.copy(model), copy.deepcopy(model), loops.saved_and_loaded(model)):
         assert torch.equal(each(x()), expected)
@@ -44,7 +44,7 @@ def test_a_graph_trains_as_the_model_that_it_is_of_and_so_do_its_copies(level):
 
 @every_level
 def test_a_graph_compiled_anew_casts_as_before(level):
-    model, optimizer = prepare_unskipped(level, TwoGraphs(loops.net()))
+    model, optimizer = prepare(level, TwoGraphs(loops.net()))
     loops.train(model, optimizer)
     before = model(x())
     model.eval()

@@ -5,15 +5,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.model.cases import (
-    CASTS_DOWN,
-    EPS,
-    LEVELS,
-    close,
-    dtype_of,
-    prepare_unskipped,
-    train_plain,
-)
+from tests.model.cases import CASTS_DOWN, EPS, LEVELS, close, dtype_of, prepare, train_plain
 from tests.support import loops
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -39,7 +31,7 @@ def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
     train_plain(plain, reference, 1)
     replace_head(plain, reference)
     train_plain(plain, reference, seed=2)
-    model, optimizer = prepare_unskipped(level)
+    model, optimizer = prepare(level)
     loops.train(model, optimizer, 1)
     replace_head(model, optimizer)
     assert model[2].weight.dtype is dtype_of(level)
@@ -55,7 +47,7 @@ def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
 
 @casting_levels
 def test_late_parts_get_the_dtypes_that_the_level_gives_their_like(level):
-    model, optimizer = prepare_unskipped(
+    model, optimizer = prepare(
         level, nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), fp32_modules=[nn.LayerNorm]
     )
     model.append(nn.BatchNorm1d(2))
@@ -123,10 +115,10 @@ def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level, kind)
     def made():
         return nn.Sequential(Time(), nn.Linear(4, 4) if kind is nn.Linear else Recurrent(kind))
 
-    model, _ = prepare_unskipped(level, made())
+    model, _ = prepare(level, made())
     with pytest.raises(RuntimeError, match=r"created inside forward(.|\n)*fp32_modules"):
         model(torch.arange(3))
-    model, _ = prepare_unskipped(level, made(), fp32_modules=["1"])
+    model, _ = prepare(level, made(), fp32_modules=["1"])
     assert model(torch.arange(3)).dtype is torch.float32
 
 
@@ -155,7 +147,7 @@ class Spectrum(nn.Module):
     ids=["fft", "det", "rank", "vander", "quantile", "stft"],
 )
 def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
-    model, _ = prepare_unskipped(level, Spectrum(of))
+    model, _ = prepare(level, Spectrum(of))
     with pytest.raises(RuntimeError, match=r"operator without a 16-bit kernel(.|\n)*fp32_modules"):
         model(torch.ones(4, 4))
 
@@ -163,7 +155,7 @@ def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
 @casting_levels
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
 def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
-    model, _ = prepare_unskipped(level)
+    model, _ = prepare(level)
     with pytest.raises(RuntimeError, match=r"but got \w+ and B?\w+$"):
         model(loops.batch()[0].to(dtype))
 
@@ -206,7 +198,7 @@ def exact_values(model, optimizer):
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("to_fp32", FLOATS)
 def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level, to_fp32, caplog):
-    model, optimizer = prepare_unskipped(level)
+    model, optimizer = prepare(level)
     loops.train(model, optimizer)
     exact = exact_values(model, optimizer)
     assert to_fp32(model) is model
@@ -228,8 +220,8 @@ def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level,
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_float_between_backward_and_step_changes_no_step(level):
-    model, optimizer = prepare_unskipped(level)
-    expected = prepare_unskipped(level)
+    model, optimizer = prepare(level)
+    expected = prepare(level)
     for each, change in ((model, True), (expected[0], False)):
         own = optimizer if change else expected[1]
         x, y = loops.batch()
@@ -243,7 +235,7 @@ def test_float_between_backward_and_step_changes_no_step(level):
 @pytest.mark.parametrize(("part", "dtype"), [("", torch.float16), ("2", torch.float64)])
 def test_an_error_names_parameters_that_were_cast_later(part, dtype):
     """At O1 and O4 operators cast them, as soon as one has met float64 beside fp32."""
-    model, _ = prepare_unskipped("O0")
+    model, _ = prepare("O0")
     model.get_submodule(part).to(dtype)
     with pytest.raises(RuntimeError, match=f"{dtype}"[6:] + r"\).*cast, added or assigned later"):
         model(loops.batch()[0])

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from tests.model.cases import prepare_unskipped
+from tests.model.cases import prepare
 from tests.support import loops
 
 every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
@@ -15,7 +15,7 @@ def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):
     model(loops.batch()[0])
     eager = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 2))
     eager.load_state_dict(model.state_dict())
-    pairs = [prepare_unskipped(level, each) for each in (model, eager)]
+    pairs = [prepare(level, each) for each in (model, eager)]
     for pair in pairs:
         loops.train(*pair)
     assert loops.same(*(loops.masters(optimizer) for _, optimizer in pairs))
@@ -23,7 +23,7 @@ def test_a_materialized_model_trains_as_one_that_never_was_lazy(level):
 
 @every_level
 def test_a_group_of_lazy_parameters_is_refused_until_they_are_materialized(level):
-    model, optimizer = prepare_unskipped(level)
+    model, optimizer = prepare(level)
     model.append(nn.LazyLinear(2, dtype=next(model.parameters()).dtype))
     group = {"params": list(model[3].parameters())}
     with pytest.raises(ValueError, match="uninitialized parameter"):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from apex import amp
-from tests.model.cases import EPS, SCALE, close, prepare_unskipped
+from tests.model.cases import EPS, SCALE, close, prepare
 from tests.model.nets import Tied
 from tests.support import loops
 
@@ -30,7 +30,7 @@ def train_tied(model, optimizer, *, scaled=True):
 @every_level
 def test_a_tied_weight_trains_saves_copies_and_is_restored_as_one(level):
     plain = Tied()
-    model, optimizer = prepare_unskipped(level, copy.deepcopy(plain))
+    model, optimizer = prepare(level, copy.deepcopy(plain))
     with amp.disable_casts():
         train_tied(plain, loops.sgd(plain.parameters()), scaled=False)
     train_tied(model, optimizer)
