@@ -97,14 +97,14 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
 
     ``before`` holds tensors of the converted model with their values before conversion.
     """
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    values = {id(tensor): exact for tensor, exact in before}
     listed: list[str] = []
-    for tensor, exact in before:
-        name = names.get(id(tensor))
-        is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(tensor)
-        if name is None or not is_rounded or not has_values(exact):
+    for name, buffer in model.named_buffers():
+        exact = values.get(id(buffer), buffer)
+        is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(buffer)
+        if not is_rounded or not has_values(exact):
             continue
-        if _loses_order(exact, tensor.dtype):
+        if _loses_order(exact, buffer.dtype):
             listed.append(name)
     if listed:
         _log.warning(
@@ -320,13 +320,13 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
     A column is what the last dimension indexes; one row is no column. Measured values are rounded
     as well, and seldom whole: so at least half of what a column loses must be whole numbers.
+    Negative ones are those of masks, such as -10000.
     """
-    columns = exact.reshape(-1, exact.shape[-1]) if exact.dim() > 1 else exact.reshape(-1, 1)
+    columns = exact.reshape(-1, exact.shape[-1] if exact.dim() else 1)
     if columns.shape[0] == 1:
-        columns = columns.reshape(-1, 1)
-    changed = (columns.to(dtype).to(columns.dtype) != columns) & (columns.abs() < _LARGEST)
-    whole = changed & (columns == columns.round())
-    are_codes = whole.any(0) & (2 * whole.sum(0) >= changed.sum(0))
-    example = torch.where(whole & are_codes, columns, 0.0).flatten()
-    largest = example.abs().argmax(0, keepdim=True)
-    return example[largest]
+        columns = columns.T
+    changed = columns.to(dtype) != columns
+    whole = changed & (columns == columns.round()) & (columns > 0.0) & (columns < _LARGEST)
+    are_codes = 2 * whole.sum(0) >= changed.sum(0)
+    codes = torch.where(whole & are_codes, columns, 0.0)
+    return codes.amax().reshape(1)
