@@ -90,10 +90,11 @@ def clipping(caller: str, max_norm: Any, norm_type: Any) -> tuple[float, float]:
         TypeError: If one is no number.
         ValueError: If one is negative, NaN, or no numeric string.
     """
-    norms = float(max_norm), float(norm_type)
-    in_range(f"{caller}: max_norm", norms[0])  # a negative norm would reverse the gradients
-    in_range(f"{caller}: norm_type", norms[1])
-    return norms
+    norm = float(max_norm)
+    order = float(norm_type)
+    in_range(f"{caller}: max_norm", norm)  # a negative norm would reverse the gradients
+    in_range(f"{caller}: norm_type", order)
+    return norm, order
 
 
 def module(caller: str, value: object) -> None:

@@ -28,5 +28,6 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         RuntimeError: From ``torch.split``, if the numbers of elements differ.
     """
-    pieces = torch.split(coalesced, [tensor.numel() for tensor in bucket])
+    sizes = [tensor.numel() for tensor in bucket]
+    pieces = torch.split(coalesced, sizes)
     return [piece.view(like.shape) for piece, like in zip(pieces, bucket, strict=True)]

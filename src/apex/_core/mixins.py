@@ -68,6 +68,10 @@ def with_mixin(mixin: Any, own: type) -> Any:
         if methods is not None and methods.__base__ is mixin:
             return known
 
+    def shown_class(self: object) -> type:
+        # Dynamo searches this class for methods.
+        return type(self) if is_tracing() else own
+
     def change_class(self: object, new: type) -> None:
         is_generated = mixin_of(new) is not None
         swap_class(self, new if is_generated else with_mixin(mixin, new))
@@ -76,8 +80,7 @@ def with_mixin(mixin: Any, own: type) -> Any:
     overrides: dict[str, Any] = getattr(mixin, "_apex_overrides", lambda own: {})(own)
     # A class that hides nothing, as dynamo's guards look for methods in its ``__dict__``.
     names[MIXIN] = type(mixin.__name__, (mixin,), overrides)
-    # Dynamo searches this class for methods.
-    names["__class__"] = property(lambda self: type(self) if is_tracing() else own, change_class)
+    names["__class__"] = property(shown_class, change_class)
     metaclass = type("_Generated", (_Generated, type(own)), {})
     # Past the own metaclass's ``__new__``, which may register classes or require keywords.
     return type.__new__(metaclass, own.__name__, (own,), names)

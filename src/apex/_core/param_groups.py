@@ -74,7 +74,8 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     optimizers = [optimizer]
     for holder in optimizers:  # which grows meanwhile
         for value in vars(holder).values():
-            for held in value if isinstance(value, list | tuple) else (value,):
+            parts = value if isinstance(value, list | tuple) else [value]
+            for held in parts:
                 if isinstance(held, Optimizer) and held not in optimizers:
                     optimizers.append(held)
     return optimizers

@@ -367,7 +367,8 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
         else:
             targets.append(target)
             sources.append(grad)
-    foreach.copy_(targets, sources)
+    if targets:
+        foreach.copy_(targets, sources)
     return copies
 
 

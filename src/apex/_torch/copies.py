@@ -71,8 +71,10 @@ class HostCopy:
     @property
     def arrived(self) -> bool:
         """Whether :meth:`wait` would return immediately; False during CUDA graph capture."""
+        if self._event is None:
+            return True
         # Querying an event would break the capture.
-        return self._event is None or (not capturing(self._event.device) and self._event.query())
+        return not capturing(self._event.device) and self._event.query()
 
     def wait(self) -> Tensor:
         """Waits for the copy and returns it."""

@@ -18,7 +18,10 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 def skip_flag(flag: Tensor | None, device: torch.device) -> Tensor | None:
     """Returns a one-element tensor of any device as 0-d fp32 there: 1 to skip, 0 to step."""
-    return None if flag is None else (as_tensor(flag, device) != 0).to(torch.float32)
+    if flag is None:
+        return None
+    is_set = as_tensor(flag, device) != 0
+    return is_set.to(torch.float32)
 
 
 def bias_correction(beta: float, step: Scalar) -> Scalar:
