@@ -16,7 +16,7 @@ PAIRS = [("O1", "O4"), ("O2", "O5"), ("O1", "O2"), ("O4", "O5"), ("O0", "O3")]
 STEPS = 4
 
 
-def train(level, seed, model):
+def train_copy(level, seed, model):
     """Returns the losses, weights and scale of a short training of a copy of ``model``."""
     model = copy.deepcopy(model)
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model=model)
@@ -45,11 +45,11 @@ def in_two_threads(work):
 @pytest.mark.parametrize("levels", PAIRS, ids="+".join)
 def test_two_threads_at_different_levels_give_what_each_gives_alone(levels):
     models = [loops.net(seed) for seed in range(2)]  # here: threads share one generator
-    alone = [train(level, seed, models[seed]) for seed, level in enumerate(levels)]
+    alone = [train_copy(level, seed, models[seed]) for seed, level in enumerate(levels)]
     together = [None, None]
 
     def work(index):
-        together[index] = train(levels[index], index, models[index])
+        together[index] = train_copy(levels[index], index, models[index])
 
     in_two_threads(work)
     assert loops.same(together, alone)

@@ -12,9 +12,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import cast, is_low_precision
+from apex._core.dtypes import is_low_precision
 from apex._core.op_casts import floating_dtypes, widest
-from apex._core.tree import Call, map_tensors, tensors
+from apex._core.tree import Call, cast, map_tensors, tensors
 from apex._engine.autocast.ambient import devices_on
 from apex._engine.autocast.region import active_dtype, under
 
