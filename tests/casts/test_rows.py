@@ -118,7 +118,8 @@ def called_on(device, row, args, kwargs):
     if (row, device) in KEPT:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return called(row, faked(args, device), kwargs)
-    with torch._C._IncludeDispatchKeyGuard(dispatcher.autocast_key(device)):
+    key = getattr(torch._C.DispatchKey, dispatcher.AUTOCAST_KEYS[device])
+    with torch._C._IncludeDispatchKeyGuard(key):
         return called(row, args, kwargs)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apex._core.dtypes import CASTABLE, LOW_PRECISION, name
-
-Args = Sequence[Any]
-Kwargs = dict[str, Any]
+from apex._core.tree import Args, Kwargs
 
 
 class InPlaceError(NotImplementedError, TypeError):
@@ -28,8 +26,8 @@ def cast_operands(
     args: Args,
     kwargs: Kwargs,
     low: torch.dtype,
-    dtypes: Collection[torch.dtype],
-) -> tuple[Args, Kwargs]:
+    dtypes: frozenset[torch.dtype],
+) -> tuple[Iterable[Any], Kwargs]:
     """Returns the arguments of one call, cast by a category.
 
     float64 is cast only beside other dtypes, as data from numpy meets weights.
@@ -49,7 +47,7 @@ def cast_operands(
         case "fp32":
             dtype = torch.float32
         case "banned" | "banned_16bit":
-            _refuse(op, (torch.float16,) if category == "banned" else LOW_PRECISION, args)
+            _refuse(op, dtypes & _BANNED[category])
             dtype = torch.float32
         case "promote":
             dtype = widest(dtypes)
@@ -73,21 +71,22 @@ def cast_operands(
     return _cast(args, dtype), cast_kwargs
 
 
-def _refuse(op: str, dtypes: Collection[torch.dtype], args: Args) -> None:
-    for arg in args:
-        if isinstance(arg, Tensor) and arg.dtype in dtypes:
-            dtype = name(arg.dtype)
-            raise NotImplementedError(
-                f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities near 0 "
-                f"and 1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
-                "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in "
-                "any precision; pass fp32 tensors (.float()); or run it in fp32 through "
-                "amp.init(allow_banned=True) or "
-                f"amp.register_float_function(torch.nn.functional, {op!r})."
-            )
+_BANNED = {"banned": {torch.float16}, "banned_16bit": {*LOW_PRECISION}}
 
 
-def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
+def _refuse(op: str, refused: frozenset[torch.dtype]) -> None:
+    for dtype in map(name, refused):
+        raise NotImplementedError(
+            f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities near 0 "
+            f"and 1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
+            "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in "
+            "any precision; pass fp32 tensors (.float()); or run it in fp32 through "
+            "amp.init(allow_banned=True) or "
+            f"amp.register_float_function(torch.nn.functional, {op!r})."
+        )
+
+
+def tensors_in(args: Iterable[Any], kwargs: Kwargs) -> list[Tensor]:
     """Returns the tensors among a call's arguments, lists included."""
     tensors = []
     for value in (*args, *kwargs.values()):

@@ -212,7 +212,8 @@ fake_quantize_per_tensor_affine
 NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         **_WRITTEN,
-        **dict.fromkeys(("cat", "stack"), "promote"),
+        "cat": "promote",
+        "stack": "promote",
         **dict.fromkeys(_KEPT_ON_ACCELERATORS.split(), "fp32"),
     },
     "cuda": _ON_ACCELERATORS,

@@ -18,7 +18,6 @@ from apex._core.op_rows import Category
 from apex._torch import dispatcher
 
 _NAMESPACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": Tensor}
-_PYTHON_2 = ("__div__", "__rdiv__", "__idiv__")  # apex's lists have them, newer torch has not
 
 
 def operators(namespace: str, name: str) -> tuple[str, ...]:
@@ -29,7 +28,9 @@ def operators(namespace: str, name: str) -> tuple[str, ...]:
     """
     if name in op_rows.OPERATORS:
         return tuple(op_rows.OPERATORS[name].split())
-    if not callable(getattr(_NAMESPACES[namespace], name, None)) and name not in _PYTHON_2:
+    ops = dispatcher.overloads_of(_operator_of_method(name))
+    # Python 2's ``__div__``, which apex's lists have, is an operator only.
+    if not ops and not callable(getattr(_NAMESPACES[namespace], name, None)):
         raise ValueError(
             f"amp.lists cannot cast {namespace}.{name}: torch has no such function. Correct the "
             "name, or register a function of another module: amp.register_float_function(module, "
@@ -37,7 +38,7 @@ def operators(namespace: str, name: str) -> tuple[str, ...]:
         )
     if namespace == "torch.nn.functional" and not dispatcher.is_builtin(name):
         return ()
-    return dispatcher.overloads_of(_operator_of_method(name))
+    return ops
 
 
 def _operator_of_method(name: str) -> str:

@@ -16,11 +16,7 @@ from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import (
-    AutocastRegion,
-    LowPrecisionRegion,
-    Region,
-)
+from apex._engine.autocast.region import AutocastRegion, LowPrecisionRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state

@@ -42,11 +42,6 @@ def is_under_autocast(tensor: torch.Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)  # raises for meta tensors
 
 
-def autocast_key(device: str) -> Any:
-    """Returns the dispatch key of a device type's autocast."""
-    return getattr(torch._C.DispatchKey, AUTOCAST_KEYS[device])
-
-
 _AUTOGRAD_KEYS = [
     torch._C.DispatchKey.AutogradFunctionality,  # that of every device
     torch._C.DispatchKey.AutogradNestedTensor,
@@ -66,12 +61,9 @@ def is_above_autograd(keyset: Any, tensor: torch.Tensor) -> bool:
 
 def keys_below_autocast(device: str) -> Any:
     """Returns the set of dispatch keys that come after a device type's autocast."""
-    return torch._C._dispatch_keyset_full_after(autocast_key(device))
-
-
-def has_autocast(op: str, device: str) -> bool:
-    """Returns whether torch itself has an autocast kernel for an operator on a device type."""
-    return has_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
+    return torch._C._dispatch_keyset_full_after(
+        getattr(torch._C.DispatchKey, AUTOCAST_KEYS[device])
+    )
 
 
 def overload(op: str) -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -55,8 +55,6 @@ class UncastBlock:
     devices = staticmethod(devices_on)
     """Returns the device types whose casts are turned off."""
 
-    _on: Sequence[str] = ()
-
     @untraced
     def __enter__(self) -> None:
         self._on = self.devices()
@@ -80,7 +78,7 @@ class _Thread(threading.local):
     """Whether autocast cached weights before the first session."""
 
     def __init__(self) -> None:
-        self.sessions: dict[int, AutocastSpec] = {}  # by the number of their spec, oldest first
+        self.sessions: dict[object, AutocastSpec] = {}  # by the token of their spec, oldest first
         self.before: dict[str, State] = {}  # by device type, before the first session
         self.steps: list[_UncastStep] = []  # outermost first
 
@@ -103,7 +101,7 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
-def begin_casts(number: int, spec: AutocastSpec) -> None:
+def begin_casts(token: object, spec: AutocastSpec) -> None:
     """Turns casts by a live spec on in this thread, until it ends; see Note [Ambient casts]."""
     end_stale_casts()
     if autocast_depth() > 0:
@@ -113,13 +111,13 @@ def begin_casts(number: int, spec: AutocastSpec) -> None:
             state = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             _here.before[device] = state
         _here.cache = torch.is_autocast_cache_enabled()
-    _here.sessions[number] = spec
+    _here.sessions[token] = spec
     _here.set_switches()
 
 
-def end_casts(number: int) -> None:
+def end_casts(token: object) -> None:
     """Ends a spec, and its casts as soon as their thread can; safe in finalizers and any thread."""
-    kernels.deactivate_spec(number)
+    kernels.deactivate_spec(token)
     end_stale_casts()
 
 
@@ -138,8 +136,8 @@ def end_stale_casts() -> None:
     # An operator or a step has turned it off for a while. A script may have set dtypes.
     if any(on and not torch.is_autocast_enabled(d) for d, (on, _) in _here.switches().items()):
         return
-    for number in ended:
-        del _here.sessions[number]
+    for token in ended:
+        del _here.sessions[token]
     _here.set_switches()
 
 

@@ -15,7 +15,6 @@ Note [Casts of our own]
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,26 +30,23 @@ from apex._torch.autograd import autocast_depth, backward_id, is_formula
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import before_each_run, untraced
 
-Kernel = Callable[..., Any]
-
 _PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
 
 
 _MODULES = (__name__, dynamo.__name__, "torch._ops")
 """Those whose functions are between the caller of an operator and :func:`_is_left_alone`."""
 
-live: dict[int, AutocastSpec] = {}
-"""The specs of sessions, oldest first, each under a number of its own."""
+live: dict[object, AutocastSpec] = {}
+"""The specs of sessions, oldest first, each by a token of its own."""
 
-_numbers = itertools.count()
 _registered: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
 
-def activate_spec(spec: AutocastSpec) -> int:
+def activate_spec(spec: AutocastSpec) -> object:
     """Makes a spec apply under autocast to its dtype.
 
-    Returns the number for :func:`deactivate_spec`.
+    Returns the token for :func:`deactivate_spec`.
 
     Raises:
         ValueError: If a device type has no autocast known to us.
@@ -63,15 +59,15 @@ def activate_spec(spec: AutocastSpec) -> int:
         )
     for device in spec.device_types:
         register(device, _not_as_in_torch(spec.table, device))
-    number = next(_numbers)
-    live[number] = spec
+    token = object()
+    live[token] = spec
     tag_caches()
-    return number
+    return token
 
 
-def deactivate_spec(number: int) -> None:
+def deactivate_spec(token: object) -> None:
     """Ends what :func:`activate_spec` began; idempotent, and safe in finalizers and any thread."""
-    live.pop(number, None)
+    live.pop(token, None)
     tag_caches()
 
 
@@ -134,22 +130,19 @@ def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
 @functools.cache  # as it was before our kernels were there
 def native_category(op: str, device: str) -> str | None:
     """Returns the category of torch's own autocast for an operator; None if it has no kernel."""
-    if not dispatcher.has_autocast(op, device):
+    if not dispatcher.has_kernel(f"aten::{op}", AUTOCAST_KEYS[device]):
         return None
     return op_rows.NATIVE_DIFFERENCES[device].get(op, OpTable.default().rows.get(op))
 
 
-def _build(op: str, device: str) -> Kernel:
+def _build(op: str, device: str) -> Callable[..., Any]:
     """Returns the kernel of one operator for the autocast key of a device type."""
     operator = dispatcher.overload(op)
     below = dispatcher.keys_below_autocast(device)
     native = native_category(op, device)
     types = [str(argument.type) for argument in operator._schema.arguments]
     takes_number = types[:2] == ["Tensor", "Tensor"]  # for the second one: x.add(1.0)
-
-    # cuDNN's inner row casts a whole RNN's weights into one piece; it knows fp16 only.
-    has_inner_row = device == "cuda" and torch.version.hip is None
-    inner_dtype = torch.float16 if has_inner_row else None
+    has_cudnn = device == "cuda" and torch.version.hip is None
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,11 +164,12 @@ def _build(op: str, device: str) -> Kernel:
                 category = "fp32"
             elif category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
                 category = None  # torch's own kernels work in place on memory of their own
-            elif category == "recurrent" and low is inner_dtype:
-                category = None
+            elif category == "recurrent" and has_cudnn and low is torch.float16:
+                category = None  # cuDNN's inner row casts the weights into one piece, to fp16 only
         is_number = takes_number and not isinstance(args[1], Tensor)
-        if category in (None, "refuses") and not is_number:  # which no redispatch takes
-            return operator.redispatch(keyset & below, *args, **kwargs)  # inner ones may be cast
+        if category in (None, "refuses") and not is_number:  # a redispatch takes none
+            # Operators inside still have casts.
+            return operator.redispatch(keyset & below, *args, **kwargs)
         cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, dtypes)
         torch.set_autocast_enabled(device, False)
         try:

@@ -114,7 +114,7 @@ class Region:
             return devices_cast(), None
         is_cached = torch.is_autocast_cache_enabled()
         if backward_id() != -1:
-            return self._turned_off.get(is_cached, devices_on()), None
+            return self._turned_off.get(is_cached, ()), None
         devices = devices_of_sessions()
         self._turned_off[is_cached] = devices
         return devices, None
@@ -135,8 +135,8 @@ class AutocastRegion(Region):
     def __init__(self, spec: AutocastSpec) -> None:
         self.spec = spec
         self._digest = spec.digest
-        self._number = kernels.activate_spec(spec)
-        self.end = weakref.finalize(self, end_casts, self._number)
+        self._token = kernels.activate_spec(spec)
+        self.end = weakref.finalize(self, end_casts, self._token)
         """Ends the region: its rows no longer apply. Idempotent."""
         self.end.atexit = False
 
@@ -165,7 +165,7 @@ class AutocastRegion(Region):
 
     def begin_ambient(self) -> None:
         """Turns casts on in this thread until the region ends; see Note [Ambient casts]."""
-        begin_casts(self._number, self.spec)
+        begin_casts(self._token, self.spec)
 
 
 class LowPrecisionRegion(Region):

@@ -64,12 +64,12 @@ def _rule(kind: Kind, dtype: torch.dtype, call: Call) -> Callable[[Tensor], Tens
     """Returns the function that casts one tensor of a call with these arguments."""
     if kind == "float":
         return lambda tensor: tensor.float() if is_low_precision(tensor) else tensor
+    target: torch.dtype | None = dtype
     if kind == "bfloat16":
-        return lambda tensor: cast(tensor, torch.bfloat16)
-    if kind == "low_precision":
-        return lambda tensor: cast(tensor, dtype)
-    wide = widest(floating_dtypes(tensors(call)))
-    return lambda tensor: tensor if wide is None else cast(tensor, wide)
+        target = torch.bfloat16
+    elif kind == "promote":
+        target = widest(floating_dtypes(tensors(call)))
+    return lambda tensor: tensor if target is None else cast(tensor, target)
 
 
 _Function = tuple[Any, str, Kind]
