@@ -8,9 +8,9 @@ import pytest
 
 from apex.debug.causes import data
 from apex.debug.check import FrozenUpdates
-from apex.debug.overflow import ScriptTrace
 from apex.debug.rounding import RoundingTrace
 from apex.tools.script import Script
+from apex.tools.script_trace import ScriptTrace
 from apex.tools.trace import FaultFound
 
 HEAD = """\
