@@ -8,9 +8,9 @@ import pytest
 
 from apex.debug.causes import data
 from apex.debug.check import FrozenUpdates
-from apex.debug.overflow import ScriptTrace
 from apex.debug.rounding import RoundingTrace
 from apex.tools.script import Script
+from apex.tools.script_trace import ScriptTrace
 from apex.tools.trace import FaultFound
 
 HEAD = """\
@@ -172,6 +172,15 @@ LONG = LOOP.replace("range(3)", "range(9)")
 ONE = LOOP.replace("x = batch()", "x = batch() * torch.eye(4)[0]")
 """With one input alone, so that most gradients are 0."""
 STATIC = ", loss_scale=2.0**24"
+HIGH = script("autocast, scaler").replace("256.0", "2.0**30")
+PENALTY = "torch.autograd.grad(scaler.scale(output.float().sum()), x, create_graph=True)[0].norm()"
+MANY = """\
+for step in range(150):
+    x = batch()
+    {forward}
+    criterion(output).backward()
+optimizer.step()
+"""
 
 
 def scaled(way, line, *, steps=True):
@@ -207,7 +216,18 @@ LOOPS = {
     "a cast to fp16": {
         way: script(way, loop=LARGE) for way in ("half", "autocast", "autocast, scaler", "O2", "O3")
     },
-    "growth": {way: script(way, optimizer=sgd("1e9"), loop=LONG) for way in ("fp32", "O5")},
+    "growth": {
+        way: script(way, optimizer=sgd("1e9"), loop=LONG)
+        for way in ("fp32", "autocast", "O1", "O5")
+    },
+    "skipped step": {
+        "autocast, scaler": HIGH.replace("scaler.update()", "scaler.update(); optimizer.step()")
+    },
+    "a scaled gradient in the loss": {
+        "autocast, scaler": HIGH.replace(
+            "batch()\n    with", "batch().requires_grad_()\n    with"
+        ).replace("= criterion(output)", f"= criterion(output) + {PENALTY}")
+    },
     "update": {"fp32": script("fp32", optimizer=sgd("1e30"), loop=STEEP)},
     "an update in fp16": {
         way: script(way, optimizer=sgd("6e4"), loop=STEEP16) for way in ("half", "O3")
@@ -233,6 +253,7 @@ MEASURED = {
             **{way: script(way, loop=TINY, scale=", loss_scale=1.0") for way in ("O1", "O2", "O3")},
         },
     ),
+    "chain of gradients": ("digits", {"bfloat16": script("bfloat16", loop=MANY)}),
     "frozen": (
         "updates",
         {way: script(way, optimizer=sgd("1e-5")) for way in ("bfloat16", "O3")},

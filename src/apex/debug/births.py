@@ -49,6 +49,8 @@ class Birth:
         unwritten: Whether nothing has written them since ``torch.empty``.
         eps: The optimizer's eps, in its step; None without one.
         weighs: Whether an input is a parameter, or its cast.
+        grown: Whether the weights have grown manifold since the first step.
+        reader: The operator that read the values first, and passed them on.
         feeds_softmax: Whether a softmax has read the values.
         negative: Whether all infinities are negative.
         scale: Multiplier on the loss; None while unknown.
@@ -79,6 +81,8 @@ class Birth:
     unwritten: bool = False
     eps: float | None = None
     weighs: bool = False
+    grown: bool = False
+    reader: str = ""
     feeds_softmax: bool = False
     negative: bool = False
     scale: float | None = None

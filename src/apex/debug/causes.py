@@ -115,7 +115,7 @@ def _what(birth: Birth) -> str:
     if birth.kind == "scaled":
         return f"{birth.op} {birth.place.where} got gradients times {birth.scale:g}"
     place = f"{birth.place.where}, {birth.place.direction}"
-    if birth.cause in ("update", "optimizer state"):
+    if birth.cause in ("update", "optimizer state", "skipped step"):
         place = "in an update of the weights"
     largest = f" (largest finite input {birth.largest:.4g})" if birth.inputs else ""
     sign = "-" if birth.negative else ""
@@ -130,6 +130,8 @@ def _section(birth: Birth) -> str:
         if birth.cause not in row.get("causes", "").split(", "):
             continue
         if "ops" in row and name not in row["ops"].split():
+            continue
+        if row.get("line", "") not in birth.place.source:
             continue
         if all(_FLAGS[flag](birth) for flag in row.get("if", "").split()):
             return section
@@ -150,7 +152,7 @@ def _is_masked(birth: Birth) -> bool:
 def _has_grown(birth: Birth) -> bool:
     # Not a mask of torch.finfo(dtype).min.
     grown = 1e9 < birth.largest < torch.finfo(birth.dtype).max
-    return grown and not birth.fits_fp32
+    return birth.grown or (grown and not birth.fits_fp32)
 
 
 def _loses_eps(birth: Birth) -> bool:
@@ -159,7 +161,7 @@ def _loses_eps(birth: Birth) -> bool:
 
 
 def _is_below_fp16(birth: Birth) -> bool:
-    if birth.dtype is not torch.float16:
+    if birth.dtype is not torch.float16 or birth.backward:
         return False
     largest = max(birth.numbers, default=0.0)
     if largest > _LARGE and birth.feeds_softmax:  # that is subtracted
@@ -170,10 +172,14 @@ def _is_below_fp16(birth: Birth) -> bool:
 _FLAGS: dict[str, Callable[[Birth], bool]] = {
     "masked": _is_masked,
     "number": lambda birth: birth.number is not None,
+    "infinite": lambda birth: birth.number is not None and math.isinf(birth.number),
     "unwritten": lambda birth: birth.unwritten,
     "no-eps": _loses_eps,
     "nan": lambda birth: birth.kind == "nan",
     "unhealed": lambda birth: not birth.heals,
+    "dynamic": lambda birth: birth.dynamic,
+    "then-sums": lambda birth: birth.reader in ("sum", "div"),
+    "then-adds": lambda birth: birth.reader == "add",
     "step": lambda birth: birth.op == "step",
     "reading": lambda birth: birth.masked,
     "beyond-fp16": _is_below_fp16,

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
-import importlib
 import math
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.param_groups import params_of
+from apex._engine.optimizer.subclass import prepared_state
 from apex._torch import ranks
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
@@ -27,13 +23,16 @@ from apex.debug.common import Held, held_by, listed, to_json
 from apex.debug.place import Finding, current_node, node_name, owner_of, runs_in_scaler
 from apex.debug.rules import SOFTMAXES
 from apex.debug.scaled import ScaledGradients
-from apex.debug.tracing import ByMemory, Call, Mode, Trace, floating, kind_of
+from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO
 _PARAMETERS = {"parameter", "master"}
 _MAX_INPUTS = 4
+
+_GROWTH = 10.0
+"""Growth of the largest weight from which a training diverges."""
 
 _MAX_COPIED = 2**24
 """Elements of the arguments of one call that are copied, at most: 64 MiB in fp32."""
@@ -143,6 +142,7 @@ class OverflowTrace(Trace):
         self._casts: ByMemory[bool] = ByMemory()
         self._unwritten: ByMemory[bool] = ByMemory()
         self._born: ByMemory[Birth] = ByMemory()
+        self._first_largest: float | None = None  # of the weights, before the first step
 
     @property
     def first(self) -> Finding | None:
@@ -170,15 +170,35 @@ class OverflowTrace(Trace):
             return self._nothing
         if first is None:
             return f"No overflow: {self._births.time} operators traced, no fault."
-        return "\n".join([headed(first), *hit_lines(self.gradients)])
+        return "\n".join([headed(first), *hit_lines(first, self.gradients)])
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights."""
         self._optimizers.add(optimizer)
-        scale = self._scaled.scale_of([param.grad for param in params_of(optimizer)])
-        if scale != 1.0 and not runs_in_scaler():
-            self._add_misuse("step", scale)
+        if self._first_largest is None:
+            self._first_largest = self._largest_weight
+        gradients = [param.grad for param in params_of(optimizer)]
+        scale = self._scaled.scale_of(gradients)
+        if not runs_in_scaler():
+            if scale != 1.0:
+                self._add_misuse("step", scale)
+            elif prepared_state(optimizer) is None:  # amp's skips what has overflowed
+                self._check_overflowed(gradients)
         super()._enter_step(optimizer)
+
+    def _check_overflowed(self, gradients: list[Tensor | None]) -> None:
+        """Adds a step on gradients from which a dynamic loss scale backs off."""
+        for gradient in floating(gradients):
+            overflow = self._born.of(gradient)
+            if overflow is not None and overflow.heals:
+                self._add_misuse("step", overflow.scale or 1.0, kind="inf", cause="skipped step")
+                return
+
+    @property
+    def _largest_weight(self) -> float:
+        held = held_by(self._tracker.models, [])
+        weights = [item.value for item in held if item.role == "parameter"]
+        return max((tracing.values_of(weight).largest for weight in weights), default=0.0)
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -264,15 +284,23 @@ class OverflowTrace(Trace):
             if not birth.deliberate and id(tensor) in written and _is_weight(held, tensor):
                 self._births.reach(birth)
 
-    def _add_misuse(self, op: str, scale: float, *, reads: bool = False) -> None:
-        """Adds a use of gradients that still carry the loss scale."""
+    def _add_misuse(
+        self,
+        op: str,
+        scale: float,
+        *,
+        reads: bool = False,
+        kind: str = "scaled",
+        cause: str = "scaled gradients",
+    ) -> None:
+        """Adds a use of gradients that still carry the loss scale, or have overflowed by it."""
         birth = Birth(
             self._tracker.place,
             op,
-            "scaled",
+            kind,
             torch.float32,
             way=self._way,
-            given="scaled gradients",
+            given=cause,
             scale=scale,
             masked=reads,
         )
@@ -292,6 +320,7 @@ class OverflowTrace(Trace):
         if not births:
             return self._first_birth(call, before, bad, kind)
         worst = min(births, key=Birth.rank)
+        worst.reader = worst.reader or call.base
         is_new_nan = kind == "nan" and all(read.kind != "nan" for read in before.inputs)
         if worst.deliberate and worst.cause == "constant" and is_new_nan:
             return self._birth(call, before, kind, bad, "constant")
@@ -382,6 +411,7 @@ class OverflowTrace(Trace):
             node="" if node is None else node_name(node),
             formula=self._tracker.runs_formula,
             eps=None if self._stepping is None else self._stepping.param_groups[0].get("eps"),
+            grown=self._has_grown(),
             weighs=self._weighs(call),
             negative=kind == "inf" and bool(tracing.real(tracing.dense(bad[0])).amax() < math.inf),
             scale=scale,
@@ -391,6 +421,11 @@ class OverflowTrace(Trace):
         )
         self._name_weights(birth, bad)
         return self._births.add(birth)
+
+    def _has_grown(self) -> bool:
+        """Returns whether the largest weight has grown manifold since the first step."""
+        first = self._first_largest or math.inf
+        return self._largest_weight > _GROWTH * first
 
     def _name_weights(self, birth: Birth, bad: list[Tensor]) -> None:
         """Names the weights that a birth is about: those that were bad, or never written."""
@@ -435,93 +470,6 @@ class OverflowTrace(Trace):
         return False
 
 
-# -- a whole program -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the trace of a program has seen.
-
-    Attributes:
-        first: The first fault that no dynamic loss scale heals; None without one.
-        steps_before: Number of optimizer steps before it; all of them without a fault.
-        certain: Whether the fault reached a gradient, the loss or a weight.
-        gradients: Names of parameters that received a non-finite gradient.
-        operators: Number of operators traced.
-        steps: Number of optimizer steps completed.
-        passes: Number of backward passes that reached a gradient.
-        healed: Number of these after which a dynamic loss scale backed off.
-    """
-
-    first: Finding | None
-    steps_before: int
-    certain: bool
-    gradients: tuple[str, ...]
-    operators: int
-    steps: int
-    passes: int
-    healed: int
-
-
-class ScriptTrace(OverflowTrace):
-    """An overflow trace around a program, which finds the program's models as they are called.
-
-    A fault is certain once it has reached a gradient, the loss or a weight, and no dynamic loss
-    scale backs off from it; such overflows are counted, and are no faults. Then ``on_fault`` is
-    called before the next operator outside a backward pass, and may raise. If it returns, the
-    program runs on, untraced.
-    """
-
-    def __init__(self, *, on_fault: Callable[[], None]) -> None:
-        super().__init__()
-        self._on_fault: Callable[[], None] | None = on_fault
-        self._steps: list[int] = []  # operators traced until each step of an optimizer
-
-    def __enter__(self) -> ScriptTrace:
-        """Starts tracing this thread, and those that the program starts with ``threading``."""
-        importlib.import_module("torch._dynamo")  # now: what is compiled later runs eagerly, too
-        super().__enter__()
-        self._hooks.callback(threading.setprofile, threading.getprofile())
-        threading.setprofile(self._enter_thread)
-        return self
-
-    def _enter_thread(self, *_: Any) -> None:
-        sys.setprofile(None)
-        Mode(self).__enter__()  # type: ignore[no-untyped-call]
-
-    @property
-    def first(self) -> Finding | None:
-        """The first fault that no dynamic loss scale heals; None without one."""
-        return finding_of(self._births.first(healing=False))
-
-    def seen(self) -> Seen:
-        """Returns what the trace has seen so far."""
-        births = self._births
-        first = births.first(healing=False)
-        steps = self._steps
-        return Seen(
-            first=self.first,
-            steps_before=bisect.bisect_left(steps, first.time) if first else len(steps),
-            certain=births.certain,
-            gradients=tuple(births.gradients),
-            operators=births.time,
-            steps=len(steps),
-            passes=births.passes,
-            healed=len(births.healed),
-        )
-
-    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
-        super()._leave_step(optimizer)
-        self._steps.append(self._births.time)
-
-    def _before(self, call: Call) -> Any:
-        on_fault = self._on_fault
-        if on_fault is not None and self._births.certain and self._tracker.may_stop:
-            self._on_fault = None
-            on_fault()
-        return None if self._on_fault is None else super()._before(call)
-
-
 # -- reports ---------------------------------------------------------------------------------------
 
 
@@ -534,9 +482,11 @@ def headed(finding: Finding) -> str:
     return f"{word}: {finding}"
 
 
-def hit_lines(gradients: Sequence[str]) -> list[str]:
+def hit_lines(finding: Finding, gradients: Sequence[str]) -> list[str]:
     """Returns the report's line on the parameters whose gradients were hit; none without any."""
-    return [f"  hit    the gradients of {listed(gradients, 3)}"] if gradients else []
+    if finding.kind == "scaled" or not gradients:
+        return []
+    return [f"  hit    the gradients of {listed(gradients, 3)}"]
 
 
 def _role(held: ByMemory[Held], tensor: Tensor) -> str:

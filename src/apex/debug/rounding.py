@@ -282,6 +282,10 @@ class RoundingTrace(Trace):
         """
         if self._in_step or not self._shadows.touch([call.arguments, result]):
             return ""
+        # A model's conversion, after which its weights are exact, as they are after a step.
+        is_weight = call.base == "to_copy" and isinstance(call.args[0], nn.Parameter)
+        if is_weight and not torch.is_grad_enabled():
+            return ""
         reason = _without_verdict(call, result)
         if reason is not None:
             return reason
@@ -362,6 +366,8 @@ class RoundingTrace(Trace):
             if entered != place.location:
                 text = f"{origin.op}, where the error enters ({origin.error:.2g})"
                 notes.append(("from", f"{text}\n{origin.place.shown}"))
+        if kind == "chain" and self._tracker.accumulating is not None:
+            section = "chain of gradients"
         ways = remedies(section, self._way, origin=entered)
         if section == "rounding":
             ways = in_fp32(place, self._way)

@@ -163,7 +163,7 @@ _NORM_BACKWARDS = {
     "native_group_norm_backward": ("rstd", "weight"),
     "cudnn_batch_norm_backward": ("save_var", "weight"),
 }
-_RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss")
+_RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss")
 SOFTMAXES = {"softmax", "log_softmax", "safe_softmax"}
 
 

@@ -15,9 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted, json_types
-from apex.debug.overflow import ScriptTrace, Seen, headed, hit_lines
+from apex.debug.overflow import headed, hit_lines
 from apex.debug.rounding import RoundingTrace
 from apex.tools.script import Ending, Script
+from apex.tools.script_trace import ScriptTrace, Seen
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
     lines = [
         f"apex trace: {script} {_MADE[first.kind]}, after {_steps(seen.steps_before)}.",
         headed(first),
-        *hit_lines(seen.gradients),
+        *hit_lines(first, seen.gradients),
     ]
     if first.kind != "scaled" and not seen.gradients and not seen.certain:
         lines.append("  hit    no gradient, loss or weight before the script ended")

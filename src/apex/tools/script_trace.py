@@ -1,0 +1,102 @@
+"""An overflow trace around a whole program, which stops at the first fault that is certain."""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from apex.debug.causes import finding_of
+from apex.debug.overflow import OverflowTrace
+from apex.debug.place import Finding
+from apex.debug.tracing import Call, Mode
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the trace of a program has seen.
+
+    Attributes:
+        first: The first fault that no dynamic loss scale heals; None without one.
+        steps_before: Number of optimizer steps before it; all of them without a fault.
+        certain: Whether the fault reached a gradient, the loss or a weight.
+        gradients: Names of parameters that received a non-finite gradient.
+        operators: Number of operators traced.
+        steps: Number of optimizer steps completed.
+        passes: Number of backward passes that reached a gradient.
+        healed: Number of these after which a dynamic loss scale backed off.
+    """
+
+    first: Finding | None
+    steps_before: int
+    certain: bool
+    gradients: tuple[str, ...]
+    operators: int
+    steps: int
+    passes: int
+    healed: int
+
+
+class ScriptTrace(OverflowTrace):
+    """An overflow trace around a program, which finds the program's models as they are called.
+
+    A fault is certain once it has reached a gradient, the loss or a weight, and no dynamic loss
+    scale backs off from it; such overflows are counted, and are no faults. Then ``on_fault`` is
+    called before the next operator outside a backward pass, and may raise. If it returns, the
+    program runs on, untraced.
+    """
+
+    def __init__(self, *, on_fault: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_fault: Callable[[], None] | None = on_fault
+        self._steps: list[int] = []  # operators traced until each step of an optimizer
+
+    def __enter__(self) -> ScriptTrace:
+        """Starts tracing this thread, and those that the program starts with ``threading``."""
+        importlib.import_module("torch._dynamo")  # now: what is compiled later runs eagerly, too
+        super().__enter__()
+        self._hooks.callback(threading.setprofile, threading.getprofile())
+        threading.setprofile(self._enter_thread)
+        return self
+
+    def _enter_thread(self, *_: Any) -> None:
+        sys.setprofile(None)
+        Mode(self).__enter__()  # type: ignore[no-untyped-call]
+
+    @property
+    def first(self) -> Finding | None:
+        """The first fault that no dynamic loss scale heals; None without one."""
+        return finding_of(self._births.first(healing=False))
+
+    def seen(self) -> Seen:
+        """Returns what the trace has seen so far."""
+        births = self._births
+        first = births.first(healing=False)
+        steps = self._steps
+        return Seen(
+            first=self.first,
+            steps_before=bisect.bisect_left(steps, first.time) if first else len(steps),
+            certain=births.certain,
+            gradients=tuple(births.gradients),
+            operators=births.time,
+            steps=len(steps),
+            passes=births.passes,
+            healed=len(births.healed),
+        )
+
+    def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
+        super()._leave_step(optimizer)
+        self._steps.append(self._births.time)
+
+    def _before(self, call: Call) -> Any:
+        on_fault = self._on_fault
+        if on_fault is not None and self._births.certain and self._tracker.may_stop:
+            self._on_fault = None
+            on_fault()
+        return None if self._on_fault is None else super()._before(call)
