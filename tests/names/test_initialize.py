@@ -58,6 +58,8 @@ def test_the_fourteen_arguments_have_apexs_order_and_defaults_and_others_are_key
     assert [*first.items()] == [*ARGUMENTS.items()]
     assert all(p.kind is p.KEYWORD_ONLY for p in [*parameters.values()][14:])
     assert all(f"{name}:" in inspect.getdoc(amp.initialize) for name in parameters)
+    read = inspect.getfullargspec(amp.initialize)  # by catalyst, which passes the defaults on
+    assert (read.args, [*read.defaults]) == ([*first], [*first.values()][1:])  # models has none
 
 
 @pytest.mark.parametrize("order", [(FP16,), ()])

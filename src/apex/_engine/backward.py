@@ -23,7 +23,7 @@ from apex._engine.autocast.backward import BackwardAutocast
 from apex._engine.masters import MasterPair, fp32_copies
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
-from apex._torch import dtensor
+from apex._torch import dtensor, foreach
 from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -357,4 +357,4 @@ def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
             # torch adds sparse to dense, not dense to sparse.
             set_grad(param, total + grad if grad.is_sparse else grad + total)
     if totals:
-        torch._foreach_add_(dtensor.dense_values(totals), dtensor.dense_values(added))
+        foreach.add_(dtensor.dense_values(totals), dtensor.dense_values(added))

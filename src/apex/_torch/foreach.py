@@ -76,13 +76,25 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, in its dtype; autograd records nothing.
+    """Copies each source into its target, in its dtype; autograd records nothing."""
+    _by_dtype(torch._foreach_copy_, targets, sources)
 
-    Calls torch's kernel for targets of one dtype and sources of one at a time: in torch 2.6 to
-    2.10, CUDA's writes past targets of several (https://github.com/pytorch/pytorch/pull/173531).
+
+def add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Adds each source to its target, in its dtype."""
+    _by_dtype(torch._foreach_add_, targets, sources)
+
+
+def _by_dtype(
+    kernel: Callable[..., Any], targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> None:
+    """Calls ``kernel`` for targets of one dtype and sources of one at a time.
+
+    In torch 2.6 to 2.10, CUDA's copy writes past targets of several
+    (https://github.com/pytorch/pytorch/pull/173531).
     """
     if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
-        torch._foreach_copy_(list(targets), list(sources))
+        kernel(list(targets), list(sources))
         return
     by_dtypes: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -91,7 +103,7 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         same_targets.append(target)
         same_sources.append(source)
     for same_targets, same_sources in by_dtypes.values():
-        torch._foreach_copy_(same_targets, same_sources)
+        kernel(same_targets, same_sources)
 
 
 def divide_(tensors: Sequence[Tensor], divisors: Sequence[Tensor | None]) -> None:

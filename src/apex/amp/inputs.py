@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -39,6 +40,8 @@ def takes_dtype_at(position: int, name: str) -> Callable[[F], F]:
                 kwargs[name] = positional.pop(position)
             return fn(*positional, **kwargs)
 
+        # inspect.getfullargspec, which catalyst calls, does not look through wrappers.
+        vars(called)["__signature__"] = inspect.signature(fn)
         return cast(F, called)
 
     return decorated

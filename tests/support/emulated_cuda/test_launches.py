@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import amp_C
-from apex import fp16_utils, optimizers
+from apex import amp, fp16_utils, optimizers
 from apex._engine.optimizer import block_step
 from benchmarks.launches import LaunchCounter, machinery
 from benchmarks.loops import fused_adamw, with_amp
@@ -84,3 +84,12 @@ def test_groups_cost_launches_of_their_kernels_only():
     fused_adam, _ = counted_step(optimizers.FusedAdam, flag=True, groups=32)
     adamw, _ = counted_step(functools.partial(torch.optim.AdamW, fused=True), flag=True, groups=32)
     assert fused_adam <= adamw
+
+
+def test_gradients_of_several_dtypes_add_up(monkeypatch):
+    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True)
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).half()]).cuda()
+    model, optimizer = loops.prepared("O1", model=net, loss_scale=2.0)
+    for _ in range(2):
+        loops.scaled_backward(sum(param.float().sum() for param in model.parameters()), optimizer)
+    assert [param.grad.unique().tolist() for param in model.parameters()] == [[2.0]] * 4
