@@ -232,8 +232,8 @@ MUTANTS = [
     Mutant(
         "a clipped model that nobody is told of",
         f"{ENGINE}/mistakes.py",
-        "            mistake = Mistake.CHANGED_MODEL_GRADS",
-        "            pass",
+        "            return Mistake.CHANGED_MODEL_GRADS",
+        "            return None",
         "tests/loop/test_mistakes.py",
     ),
 ]

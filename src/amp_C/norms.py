@@ -31,7 +31,7 @@ def multi_tensor_l2norm(
     """
     (tensors,) = tensor_lists
     # In fp32 for every dtype, as in apex's kernel.
-    each_norm = norms.l2_norms(tensors, noop_flag.device).float()
+    each_norm = norms.norms_of(tensors, 2.0, noop_flag.device).float()
     norm = torch.linalg.vector_norm(each_norm).reshape(1)
     set_noop_(noop_flag, ~torch.isfinite(norm))
     return norm, each_norm if per_tensor else each_norm[:0]

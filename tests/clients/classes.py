@@ -4,8 +4,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from apex import amp
-
 LEVELS = ("O0", "O1", "O2", "O5")
 EXACT = {"rtol": 0, "atol": 0}
 
@@ -26,7 +24,3 @@ def layers():
 
 def adam(model, lr=2e-2):
     return torch.optim.Adam(model.parameters(), lr=lr)
-
-
-def masters(optimizer):
-    return [param.detach().clone() for param in amp.master_params(optimizer)]

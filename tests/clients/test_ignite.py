@@ -5,8 +5,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from apex import amp
-from tests.clients.classes import EXACT, LEVELS, adam, labelled_rows, layers, masters
+from tests.clients.classes import EXACT, LEVELS, adam, labelled_rows, layers
 from tests.clients.libraries import need
+from tests.support.loops import masters
 
 engine = need("ignite.engine")
 

@@ -6,8 +6,8 @@ from torch.nn.utils import get_total_norm
 from torch.testing import assert_close
 
 from apex import amp
-from tests.clients.classes import masters
 from tests.clients.libraries import need
+from tests.support.loops import masters
 
 timm = need("timm")
 need("timm.layers")  # not in 0.4, which test_timm_of_2021.py runs

@@ -57,14 +57,15 @@ def scaled(params, scaler, factor=1.0):
 
 @every
 def test_grad_scaler_steps_by_unscaled_gradients(name):
-    for how in ("step", "unscale_", "argument", "idle"):
+    by_argument = () if name.startswith("contrib.") else ("argument", "disabled")
+    for how in ("step", "unscale_", *by_argument):
         params, twins = fused.parameters(), fused.parameters()
         optimizer, reference = fused.MAKERS[name](params), fused.MAKERS[name](twins)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaled(params, scaler if how != "idle" else torch.amp.GradScaler("cpu", enabled=False))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=how != "disabled")
+        scaled(params, scaler)
         if how == "unscale_":
             scaler.unscale_(optimizer)
-        if how in ("argument", "idle"):
+        if how in by_argument:
             optimizer.step(grad_scaler=scaler)
         else:
             scaler.step(optimizer)

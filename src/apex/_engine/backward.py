@@ -58,7 +58,8 @@ class BackwardPass:
         loss: The unscaled loss.
         scaler: The loss's scale.
         prepared_optimizers: The optimizers whose gradients the pass computes: those that the script
-            named, and those that share a parameter with one.
+            named, and those that share a parameter with one. A delayed pass forgets those whose
+            gradients are cleared.
         scaled: Whether the parameters' gradients are not those of the loss until the pass ends.
         updates: Scale updates that arrived at its end; on a device, those of earlier passes.
     """
@@ -167,7 +168,7 @@ class BackwardPass:
             has_same_scale = (
                 delayed.scaler is self.scaler and delayed._scale_version == self.scaler.version
             )
-            if has_same_scale and {*delayed._unfinished()} == {*self.prepared_optimizers}:
+            if has_same_scale and {*delayed.prepared_optimizers} == {*self.prepared_optimizers}:
                 self._continued = delayed
             else:
                 delayed.finish()
@@ -207,9 +208,10 @@ class BackwardPass:
         if self._inspection is not None:
             self.session.mistakes.warn(self._inspection.found)
 
-    def _unfinished(self) -> list[PreparedOptimizer]:
-        """Returns the optimizers whose gradients have not been cleared since a delayed block."""
-        return [prepared for prepared in self.prepared_optimizers if prepared.open_pass is self]
+    def forget(self, prepared: PreparedOptimizer) -> None:
+        """Ends the pass for an optimizer whose gradients were cleared after a delayed block."""
+        prepared.open_pass = None
+        self.prepared_optimizers.remove(prepared)
 
     def finish(self) -> None:
         """Unscales the gradients and updates the scale, once."""
@@ -225,35 +227,34 @@ class BackwardPass:
         if self._inspection is not None:  # in a step inside the block
             self._inspection.end()
         self._state = _State.DONE
-        prepared_optimizers = self._unfinished()
-        if not prepared_optimizers:
+        if not self.prepared_optimizers:
             return
         try:
             with without_overrides():
-                self._unscale(prepared_optimizers)
+                self._unscale()
             if captures:
-                for prepared in prepared_optimizers:
+                for prepared in self.prepared_optimizers:
                     prepared.keep_captured()
         except BaseException:
-            restore_grads(prepared_optimizers, scaled=self.scaled)
+            restore_grads(self.prepared_optimizers, scaled=self.scaled)
             raise
         finally:
-            for prepared in prepared_optimizers:
+            for prepared in self.prepared_optimizers:
                 prepared.open_pass = None
         if not self._delay_overflow_check:
             self._notify()
 
-    def _unscale(self, prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
+    def _unscale(self) -> None:
         scaler = self.scaler
         if scaler.dynamic and not scaler.unchecked:
             scaler.found_inf.zero_()
         if self.scaled:
-            unscale_grads(prepared_optimizers, scaler, self._scale)
+            unscale_grads(self.prepared_optimizers, scaler, self._scale)
         if scaler.dynamic:
-            for prepared in prepared_optimizers:
+            for prepared in self.prepared_optimizers:
                 scaler.unchecked[prepared.overflow] = None
         if not self._delay_overflow_check:
-            self.updates = scaler.end_pass(len(prepared_optimizers))
+            self.updates = scaler.end_pass(len(self.prepared_optimizers))
 
     def _abort(self) -> None:
         """Drops the gradients of the pass; one that continues others leaves what it added."""
@@ -347,13 +348,13 @@ def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         total = grad_of(param)
         if total is None:
             set_grad(param, grad)
-        elif total.layout is not torch.strided or grad.layout is not torch.strided:
-            # torch adds sparse to dense, not dense to sparse.
-            set_grad(param, total + grad if grad.is_sparse else grad + total)
-        elif total.requires_grad or grad.requires_grad:
-            set_grad(param, total + grad)
-        else:
+            continue
+        is_dense = total.layout is torch.strided and grad.layout is torch.strided
+        if is_dense and not (total.requires_grad or grad.requires_grad):
             totals.append(total)
             added.append(grad)
+        else:
+            # torch adds sparse to dense, not dense to sparse.
+            set_grad(param, total + grad if grad.is_sparse else grad + total)
     if totals:
         torch._foreach_add_(dtensor.dense_values(totals), dtensor.dense_values(added))

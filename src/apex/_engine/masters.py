@@ -18,10 +18,11 @@ Note [One gradient in one place]
     is *pending* until :func:`move_grads_to_masters` moves it: for code that reads
     ``master.grad``, for the next block, or for the step.
 
-Note [The factor of a clip]
-    ``amp.clip_grad_norm_`` leaves pending gradients in 16 bits: the factor is an attribute of the
-    gradient tensor, applied when the gradient is moved. It ends with that tensor. A forward pass
-    moves clipped gradients first, so that autograd does not add unclipped ones to them.
+Note [The divisor of a clip]
+    ``amp.clip_grad_norm_`` leaves pending gradients in 16 bits: the divisor is an attribute of the
+    gradient tensor, applied when the gradient is moved, or by the fused kernel. It ends with that
+    tensor. A forward pass moves clipped gradients first, so that autograd does not add unclipped
+    ones to them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _WRITTEN = -1
 _PAIR = "_apex_pair"
 """Attribute of a master, and of what stands in for its gradient: a weak reference to its pair."""
 
-_CLIP_FACTOR = "_apex_clip_factor"
-"""Attribute of a pending gradient: what a clip multiplies it by, 0-d."""
+_CLIP_DIVISOR = "_apex_clip_divisor"
+"""Attribute of a pending gradient: what a clip divides it by, 0-d."""
 
 
 class Master(nn.Parameter):
@@ -330,16 +331,16 @@ def move_grads_to_masters(pairs: Iterable[MasterPair]) -> None:
         if not moved:
             return
         copies = fp32_copies(grads, masters)  # first, because memory may run out
-        foreach.multiply_(copies, [clip_factor(grad) for grad in grads])
+        foreach.divide_(copies, [clip_divisor(grad) for grad in grads])
         for pair, copy in zip(moved, copies, strict=True):
             pair.model.grad = None
             set_grad(pair.master, copy)
 
 
 def _sum(total: Tensor, grad: Tensor) -> Tensor:
-    factor = clip_factor(grad)
-    if factor is not None:
-        grad = grad.float() * factor.to(grad.device)
+    divisor = clip_divisor(grad)
+    if divisor is not None:
+        grad = grad.float() / divisor.to(grad.device)
     is_recorded = total.requires_grad or grad.requires_grad
     if total.is_sparse or grad.is_sparse or is_recorded:
         return total + grad.to(total.device, total.dtype)
@@ -370,14 +371,14 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
     return copies
 
 
-def clip_factor(grad: Tensor) -> Tensor | None:
-    """Returns what a clip has left to multiply a pending gradient by, if anything."""
-    return vars(grad).get(_CLIP_FACTOR)
+def clip_divisor(grad: Tensor) -> Tensor | None:
+    """Returns what a clip has left to divide a pending gradient by, if anything."""
+    return vars(grad).get(_CLIP_DIVISOR)
 
 
-def set_clip_factor(grad: Tensor, factor: Tensor) -> None:
-    """Leaves the 0-d factor of a clip to whoever moves the pending gradient."""
-    vars(grad)[_CLIP_FACTOR] = factor
+def set_clip_divisor(grad: Tensor, divisor: Tensor) -> None:
+    """Leaves the 0-d divisor of a clip to whoever moves the pending gradient, or steps with it."""
+    vars(grad)[_CLIP_DIVISOR] = divisor
 
 
 # -- all masters of a session -----------------------------------------------------------------
@@ -391,7 +392,7 @@ class MasterTable:
         exact: The fp32 values of tensors without a master, from before they were rounded.
         stashed: Gradients from before an unfinished pass with a loss scale, by ``id`` of their
             parameters, which come with them.
-        has_clipped: Whether pending gradients may have the factor of a clip.
+        has_clipped: Whether pending gradients may have the divisor of a clip.
     """
 
     def __init__(self, *, lazy: bool = False) -> None:
@@ -490,6 +491,6 @@ class MasterTable:
         clipped: list[MasterPair] = []
         for pair in self.pairs():
             grad = pair.pending_grad
-            if grad is not None and clip_factor(grad) is not None:
+            if grad is not None and clip_divisor(grad) is not None:
                 clipped.append(pair)
         move_grads_to_masters(clipped)

@@ -20,13 +20,12 @@ from apex._torch import parameters
 _FUSED_ADAM = "apex.optimizers.fused_adam"
 
 
-def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Turns converted models and prepared optimizers back into plain fp32 objects.
 
     The optimizers keep their state and step the models' own parameters, which get the masters'
     values. Gradients that overflowed are dropped, with a warning.
     """
-    models = list(models)
     end_stale_casts()
     checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
@@ -43,13 +42,10 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
             masters[id(pair.model)] = pair.master
     for model in models:
         casts.restore(model, masters)
-    # First all optimizers, because they may share masters.
     for prepared in prepared_optimizers:
         _make_optimizer_plain(prepared)
-    for prepared in prepared_optimizers:
-        if prepared.session is not None:
-            for user in (prepared, *models):
-                prepared.session.masters.release(user)
+        for user in (prepared, *models):
+            prepared.masters.release(user)
     match_states(optimizers, old_dtypes)
 
 
@@ -59,7 +55,7 @@ def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
             pair.model.grad = None
             pair.model.data = parameters.uncounted(pair.master)
-        grad = pair.master.grad
+        grad = parameters.grad_of(pair.master)
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
     prepared.close()
     subclass.unprepare_class(prepared.optimizer)

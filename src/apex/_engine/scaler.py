@@ -46,7 +46,7 @@ class Readback(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._copies: deque[tuple[T, HostCopy]] = deque()
+        self._copies = deque[tuple[T, HostCopy]]()
 
     def send(self, source: T, values: Tensor) -> None:
         """Queues the present values of a 1-d tensor, with what they belong to.
@@ -77,7 +77,7 @@ class Scaler:
         loss_scale: The scale, 0-d fp32 (multiplier).
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
-        loss_id: Index of the loss in its session.
+        loss_id: Index of the loss in its session, by which reports name it.
         unchecked: Flags of the optimizers of passes from which the scale is not updated yet, as
             the keys of a dict. The next pass adds to ``found_inf``. They are raised when a block
             updates the scale, and not when a script does.
@@ -91,15 +91,17 @@ class Scaler:
     loss_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, loss_scale: float, rule: ScaleRule, loss_id: int = 0) -> None:
+    def __init__(self, loss_scale: float, rule: ScaleRule) -> None:
         """Starts at ``loss_scale`` (multiplier), on the CPU.
 
         Raises:
             ValueError: If it is not positive and finite.
         """
-        self._bind(torch.zeros(2, dtype=torch.float32, device="cpu"))
+        # One tensor holds scale and flag, so that one copy brings both to the host.
+        self._scale_and_flag = torch.zeros(2, dtype=torch.float32, device="cpu")
+        self.move_to(self._scale_and_flag.device)
         self.rule = rule
-        self.loss_id = loss_id
+        self.loss_id = 0
         self.unchecked: dict[OverflowFlag, None] = {}
         self.version = 0
         self.own_update: Callable[[], object] | None = None
@@ -187,12 +189,9 @@ class Scaler:
 
     def move_to(self, device: torch.device) -> None:
         """Moves scale and flag to ``device``."""
-        self._bind(moved(self._scale_and_flag, device))
-
-    def _bind(self, values: Tensor) -> None:
-        # One tensor holds scale and flag, so that one copy brings both to the host.
-        self._scale_and_flag = values
-        self.loss_scale, self.found_inf = values[0], values[1]
+        self._scale_and_flag = moved(self._scale_and_flag, device)
+        self.loss_scale = self._scale_and_flag[0]
+        self.found_inf = self._scale_and_flag[1]
 
 
 class DynamicScaler(Scaler):
@@ -204,16 +203,16 @@ class DynamicScaler(Scaler):
 
     dynamic = True
 
-    def __init__(self, loss_scale: float, rule: ScaleRule, loss_id: int = 0) -> None:
+    def __init__(self, loss_scale: float, rule: ScaleRule) -> None:
         """Starts at ``loss_scale``, clamped to the rule's bounds.
 
         Raises:
             ValueError: If it is not positive and finite.
         """
-        first = min(max(checked_static(loss_scale), rule.least), rule.greatest)
-        super().__init__(first, rule, loss_id)
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
-        self._readback: Readback[int] = Readback()
+        first = min(max(checked_static(loss_scale), rule.least), rule.greatest)
+        super().__init__(first, rule)
+        self._readback = Readback[int]()
         self._skipped_in_row = 0
 
     def factor(self) -> Tensor:
@@ -278,9 +277,7 @@ class DynamicScaler(Scaler):
         self.growth_tracker = moved(self.growth_tracker, device)
 
 
-def scaler_for(
-    loss_scale: LossScale, rule: ScaleRule, *, loss_id: int = 0, initial: float = INITIAL_SCALE
-) -> Scaler:
+def scaler_for(loss_scale: LossScale, rule: ScaleRule, *, initial: float = INITIAL_SCALE) -> Scaler:
     """Returns the scaler for ``loss_scale``, a number or ``"dynamic"``.
 
     A dynamic scale starts at ``initial`` (multiplier), within the rule's bounds.
@@ -289,5 +286,5 @@ def scaler_for(
         ValueError: If the scale is not positive and finite.
     """
     if loss_scale == "dynamic":
-        return DynamicScaler(initial, rule, loss_id)
-    return Scaler(loss_scale, rule, loss_id)
+        return DynamicScaler(initial, rule)
+    return Scaler(loss_scale, rule)

@@ -19,7 +19,6 @@ from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import (
     AutocastRegion,
     LowPrecisionRegion,
-    NoAutocastRegion,
     Region,
 )
 from apex._engine.autocast.user_functions import UserRegistry
@@ -33,7 +32,7 @@ from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import step, subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.restore import dtypes_of, match_states
-from apex._engine.scaler import Readback, Scaler, ScaleUpdate, scaler_for
+from apex._engine.scaler import Readback, ScaleUpdate, scaler_for
 from apex._torch import fsdp
 from apex._torch.parameters import grad_of, set_grad
 
@@ -85,10 +84,8 @@ class Session:
         """
         end_stale_casts()
         self.policy = policy
-        self.scalers: list[Scaler] = []
-        for index in range(num_losses):
-            self.scalers.append(scaler_for(policy.loss_scale, rule, loss_id=index))
-        self.region: Region = NoAutocastRegion()
+        self.scalers = [scaler_for(policy.loss_scale, rule) for _ in range(num_losses)]
+        self.region: Region = Region()
         if spec is not None:
             self.region = AutocastRegion(spec)
         elif policy.low_precision is not None:
@@ -100,11 +97,9 @@ class Session:
         # Without a scale, the model's gradients are the masters', from now on.
         self.masters = MasterTable(lazy=all(scaler.is_identity for scaler in self.scalers))
         # In order, as ranks communicate for one optimizer after the other.
-        self._prepared_optimizers: weakref.WeakKeyDictionary[PreparedOptimizer, None] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.ddp_tracker = DDPTracker(self.scalers, self.masters)
+        self._prepared_optimizers = weakref.WeakKeyDictionary[PreparedOptimizer, None]()
+        self._models = weakref.WeakSet[nn.Module]()
+        self.ddp_tracker = DDPTracker()
         # What fully_shard keeps of the models, to tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
         # Ends the op casts; None before they start.
@@ -193,7 +188,7 @@ class Session:
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                state.set_region(model, NoAutocastRegion())
+                state.set_region(model, Region())
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""
@@ -295,7 +290,7 @@ class Session:
             if delayed is None or delayed.is_open or not prepared.is_live:
                 continue
             if cleared.issuperset(map(id, prepared.params())):
-                prepared.open_pass = None
+                delayed.forget(prepared)
 
 
 def _end(region: AutocastRegion, functions: UserRegistry) -> None:

@@ -61,12 +61,6 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
-def device_types(tensor: Tensor) -> tuple[str, ...]:
-    """Returns the device type of ``tensor``, preceded by its mesh's for a DTensor."""
-    here = tensor.device.type
-    return (tensor.device_mesh.device_type, here) if is_dtensor(tensor) else (here,)
-
-
 def groups(params: Sequence[Tensor]) -> dict[Any, str]:
     """Returns the process groups of ranks that hold different parts of ``params``.
 

@@ -94,17 +94,17 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(same_targets, same_sources)
 
 
-def multiply_(tensors: Sequence[Tensor], factors: Sequence[Tensor | None]) -> None:
-    """Multiplies tensors by their 0-d factors, where there are some, in place.
+def divide_(tensors: Sequence[Tensor], divisors: Sequence[Tensor | None]) -> None:
+    """Divides tensors by their 0-d divisors, where there are some, in place.
 
-    One call serves all tensors of one factor.
+    One call serves all tensors of one divisor.
     """
-    by_factor: dict[tuple[Tensor, torch.device], list[Tensor]] = {}
-    for tensor, factor in zip(tensors, factors, strict=True):
-        if factor is not None:
-            by_factor.setdefault((factor, tensor.device), []).append(tensor)
-    for (factor, device), multiplied in by_factor.items():
-        torch._foreach_mul_(multiplied, moved(factor, device))
+    by_divisor: dict[tuple[Tensor, torch.device], list[Tensor]] = {}
+    for tensor, divisor in zip(tensors, divisors, strict=True):
+        if divisor is not None:
+            by_divisor.setdefault((divisor, tensor.device), []).append(tensor)
+    for (divisor, device), divided in by_divisor.items():
+        torch._foreach_div_(divided, moved(divisor, device))
 
 
 update_scale_: Callable[..., Any] = torch._amp_update_scale_

@@ -74,7 +74,7 @@ class ModelState:
                 session.masters.move_clipped_grads()
         wrapper = active_wrapper()
         if wrapper is not None:
-            session.ddp_tracker.mark_forward(wrapper, traced=traced)
+            session.ddp_tracker.mark_forward(wrapper, session, traced=traced)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without region: no level casts both parameters and operators.
