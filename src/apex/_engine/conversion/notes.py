@@ -263,7 +263,7 @@ class Writes:
                     )
                 if name in self._searched and exact.device.type != "cpu":
                     continue
-                if exact.dtype in WIDE and dtypes.is_low_precision(copy) and not _is_tracing():
+                if exact.dtype in WIDE and not _is_tracing():
                     # Tensors of torch.func, sparse ones and empty ones have no values to search.
                     with contextlib.suppress(RuntimeError, IndexError):
                         self._whole_numbers.send(name, _lost(exact, copy.dtype))

@@ -85,7 +85,9 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Ten
     """
     kept = set(modules_in_fp32(model, plan))
     if plan.keep_batchnorm_fp32:
-        kept.update(module for module in model.modules() if isinstance(module, _BatchNorm))
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                kept.update(module.modules())  # also its parametrizations
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
     for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in kept):

@@ -8,7 +8,7 @@ module, a parent or a wrapper is called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +191,9 @@ class MasterLink:
                     )
                 self._latest = None if exact.is_inference() else exact
 
-    def before_loading(self, module: nn.Module, entries: Entries, prefix: str, *rest: Any) -> None:
+    def before_loading(
+        self, module: nn.Module, entries: Entries, prefix: str, metadata: Entries, *rest: object
+    ) -> None:
         """Sets the masters of the module's own tensors to the exact values that are loaded.
 
         Where an entry is not loaded after all, the master follows the weight that stays.
@@ -199,7 +201,7 @@ class MasterLink:
         Raises:
             RuntimeError: For ``load_state_dict(assign=True)``, before anything has changed.
         """
-        if isinstance(rest[0], Mapping) and rest[0].get("assign_to_params_buffers"):
+        if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would replace parameters of {type(module).__name__} "
                 "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "

@@ -126,7 +126,7 @@ class Converted(nn.Module):
             copied = ModelState(state.plan, *copy.deepcopy(parts, memo))
             if state.plan.casts_down:
                 state.link.writes.note_copy(new, copied.link)
-            _continue(new, copied)
+            set_state(new, copied, ExitStack())
         return new
 
 
