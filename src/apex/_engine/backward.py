@@ -15,16 +15,15 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from apex._core import finite
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import MasterPair, fp32_copies, move_grads_to_masters
+from apex._engine.masters import MasterPair, add_grads, fp32_copies, move_grads_to_masters
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
-from apex._torch import dtensor, foreach
+from apex._torch import dtensor
 from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -326,7 +325,7 @@ def unscale_grads(
     groups = dtensor.groups(params)
     if groups and scaler.dynamic:  # all ranks that hold shards must step or skip together
         dtensor.all_reduce_(scaler.found_inf, groups, "MAX")
-    _add_grads(masters, copies)
+    add_grads(masters, copies)
     _add_stashed(prepared_optimizers)
 
 
@@ -357,24 +356,4 @@ def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
                 params.append(param)
                 grads.append(grad)
     if params:
-        _add_grads(params, grads)
-
-
-def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Adds gradients, which are not needed again, to those of parameters."""
-    totals: list[Tensor] = []
-    added: list[Tensor] = []
-    for param, grad in zip(params, grads, strict=True):
-        total = grad_of(param)
-        if total is None:
-            set_grad(param, grad)
-        elif total.layout is not torch.strided or grad.layout is not torch.strided:
-            # torch adds sparse to dense, not dense to sparse.
-            set_grad(param, total + grad if grad.is_sparse else grad + total)
-        elif total.requires_grad or grad.requires_grad:
-            set_grad(param, total + grad)
-        else:
-            totals.append(total)
-            added.append(grad)
-    if totals:
-        foreach.add_(finite.dense_values(totals), finite.dense_values(added))
+        add_grads(params, grads)

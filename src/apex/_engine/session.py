@@ -201,12 +201,13 @@ class Session:
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""
-        prepared = PreparedOptimizer(optimizer, self)
-        undo.callback(prepared.close)
+        prepared = PreparedOptimizer(self, [], self.policy.master_weights)
         undo.callback(self.forget, prepared)
+        prepared.attach(optimizer)
+        prepared.create_missing_masters()
+        undo.callback(prepared.close)
         undo.callback(subclass.unprepare_class, optimizer)
         subclass.prepare_class(optimizer, prepared)
-        self.register(prepared)
 
     def register(self, prepared: PreparedOptimizer) -> None:
         """Adds the state of an optimizer to those of the session."""

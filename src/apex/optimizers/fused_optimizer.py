@@ -147,11 +147,7 @@ class FusedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; drops them only if ``set_grad_none`` is also set."""
-        if not (set_to_none and self.set_grad_none):
-            super().zero_grad(set_to_none=False)
-            return
-        for param in params_of(self):  # unread: torch's own would compute what amp left in 16 bits
-            param.grad = None
+        super().zero_grad(set_to_none=set_to_none and self.set_grad_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
