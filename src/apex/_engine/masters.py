@@ -222,6 +222,8 @@ def round_masters(pairs: Sequence[MasterPair]) -> None:
 
     For masters that were written by code that torch does not count, such as fused kernels.
     """
+    if not pairs:
+        return
     with without_overrides():
         models = [pair.model for pair in pairs]
         foreach.copy_(models, [pair.master for pair in pairs])
@@ -449,7 +451,7 @@ class MasterTable:
 
     def update_models(self) -> None:
         """Rounds written masters into the models."""
-        update_model_from_masters(self.pairs())
+        update_model_from_masters(self._by_param.values())
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

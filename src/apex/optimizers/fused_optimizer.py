@@ -226,7 +226,7 @@ class FusedOptimizer(Optimizer):
                 counts.setdefault(device, []).append(group["step"])
         for device, steps in counts.items():
             skip = skip_on(device)
-            taken = 1 - (0 if skip is None else skip)
+            taken = 1 if skip is None else 1 - skip
             # With alpha, as torch otherwise takes the tensor for a number, and reads it.
             torch._foreach_add_(steps, _count_on(device, taken), alpha=1)
 
@@ -346,7 +346,7 @@ def adam_defaults(
             f"{name} does not support the AMSGrad variant. "
             "Use torch.optim.AdamW(params, amsgrad=True, fused=True)."
         )
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+    if not isinstance(betas, Sequence) or len(betas) != 2:
         raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
     in_range("betas[0]", betas[0], below=1.0)
     in_range("betas[1]", betas[1], below=1.0)
