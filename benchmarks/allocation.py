@@ -13,10 +13,10 @@ from torch.autograd.profiler import profile
 
 
 def growth(work: Callable[[], object], device: torch.device) -> int | None:
-    """Returns the most bytes allocated at once during ``work``, beyond those from before it.
+    """Returns the most bytes allocated at once during ``work``, in addition to those before it.
 
-    From the statistics of CUDA's allocator, or from the events of the CPU's, for which torch's
-    profiler runs and slows ``work`` down. ``None`` for other devices.
+    On CUDA, the allocator counts them. On a CPU, torch's profiler does, which slows ``work`` down.
+    ``None`` for other devices.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -31,11 +31,12 @@ def run(*, quick: bool) -> Iterator[Measurement]:
 
 
 def _rows(case: str, times: Times, peer: str, goal: Goal) -> Iterator[Measurement]:
-    microseconds = {name: [s * 1e6 / CALLS for s in times.samples[name]] for name in times.samples}
-    pairs = zip(microseconds["amp"], microseconds["native"], strict=True)
-    yield sampled(NAME, f"{case}, added", [a - b for a, b in pairs], "us", goal=goal)
-    yield sampled(NAME, f"{case}, O4", microseconds["amp"], "us")
-    yield sampled(NAME, f"{case}, {peer}", microseconds["native"], "us")
+    ours = [seconds * 1e6 / CALLS for seconds in times.samples["amp"]]
+    theirs = [seconds * 1e6 / CALLS for seconds in times.samples["native"]]
+    added = [our - their for our, their in zip(ours, theirs, strict=True)]
+    yield sampled(NAME, f"{case}, added", added, "us", goal=goal)
+    yield sampled(NAME, f"{case}, O4", ours, "us")
+    yield sampled(NAME, f"{case}, {peer}", theirs, "us")
 
 
 def _race(ours: Operator, peers: Operator, rounds: int) -> Times:

@@ -32,7 +32,7 @@ MASKS = (torch.bool, torch.uint8)
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Runs each operator and counts it afterwards; subclasses say how."""
+    """Runs each operator and counts it afterwards; subclasses define how."""
 
     def __torch_dispatch__(
         self,
@@ -68,9 +68,9 @@ class _SyncCounter(OperatorCounter):
 
 
 class _ListCounter(TorchFunctionMode):
-    """Counts ``tolist()`` of one number on the CPU: ``item()`` by a name that is no operator.
+    """Counts ``tolist()`` of a 0-d tensor on the CPU, which calls no operator, unlike ``item()``.
 
-    Of a longer tensor there it reads host memory, as it does of a copy that has arrived.
+    ``tolist()`` of a longer CPU tensor does not count, because it only reads host memory.
     """
 
     def __init__(self, counts: Counter[str]) -> None:
@@ -91,9 +91,9 @@ class _ListCounter(TorchFunctionMode):
 
 @contextmanager
 def counted_syncs() -> Iterator[Counter[str]]:
-    """Gives the reads by the host that happen within the block, per operator.
+    """Yields a counter of the host's reads within the block, by operator.
 
-    On the CPU nothing waits, and the count says what would wait on a device.
+    On the CPU nothing waits; the count is of the reads that would wait on a device.
     """
     counts: Counter[str] = Counter()
     with _SyncCounter(counts), _ListCounter(counts):
@@ -123,12 +123,12 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
-    """Indexing by a mask looks for its non-zero places inside the kernel."""
+    """Returns whether a mask is among the indices; the kernel then reads its non-zero places."""
     return any(index is not None and index.dtype in MASKS for index in indices)
 
 
 def _is_copy_to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """A copy from a device to host memory waits, unless asked not to."""
+    """Returns whether the call is a blocking copy from a device to host memory."""
     if not isinstance(result, Tensor) or result.device.type != "cpu":
         return False
     if kwargs.get("non_blocking") or any(arg is True for arg in args):

@@ -27,18 +27,23 @@ def difference_of_replays(
     One of the replayed batches overflows, so that the scale moves and a step is skipped.
     """
     batches = [_batch(step, overflow=step == overflow_at) for step in range(WARMUP + REPLAYS)]
-    ours, reference = _pair(level), _pair(level)
+    model, optimizer = _pair(level)
     if captured == "model":
-        graphed = torch.cuda.make_graphed_callables(ours[0], (batches[0][0].clone(),))
+        sample = batches[0][0].clone()
+        graphed = torch.cuda.make_graphed_callables(model, (sample,))
         for inputs, targets in batches:
-            _iterate(graphed, ours[1], inputs, targets, max_norm)
+            _iterate(graphed, optimizer, inputs, targets, max_norm)
     else:
-        _replay(*ours, batches, captured, max_norm)
+        _replay(model, optimizer, batches, captured, max_norm)
+    eager_model, eager_optimizer = _pair(level)
     for inputs, targets in batches:
-        _iterate(*reference, inputs, targets, max_norm)
-    pairs = zip(amp.master_params(ours[1]), amp.master_params(reference[1]), strict=True)
-    differences = [(one - other).abs().max().item() for one, other in pairs]
-    return max(*differences, abs(_loss_scale(ours[1]) - _loss_scale(reference[1])))
+        _iterate(eager_model, eager_optimizer, inputs, targets, max_norm)
+    differences = [abs(_loss_scale(optimizer) - _loss_scale(eager_optimizer))]
+    masters = amp.master_params(optimizer)
+    eager_masters = amp.master_params(eager_optimizer)
+    for master, eager_master in zip(masters, eager_masters, strict=True):
+        differences.append((master - eager_master).abs().max().item())
+    return max(differences)
 
 
 def _loss_scale(optimizer: torch.optim.Optimizer) -> float:
@@ -56,7 +61,8 @@ def _replay(
     max_norm: float | None,
 ) -> None:
     """Trains on the first batches, captures, and replays on the others."""
-    inputs, targets = (tensor.clone() for tensor in batches[0])
+    inputs = batches[0][0].clone()
+    targets = batches[0][1].clone()
 
     def fill(batch: Batch) -> None:
         inputs.copy_(batch[0])

@@ -15,7 +15,7 @@ NAME = "import"
 _PROGRAM = """
 import gc, json, sys, time
 import torch
-gc.collect()  # of torch's objects, some 90 ms; whichever import comes next may make it due
+gc.collect()  # of torch's objects, some 90 ms; otherwise it may run in the next import
 before = set(sys.modules)
 start = time.perf_counter()
 import apex.amp

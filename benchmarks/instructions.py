@@ -7,6 +7,7 @@ be installed. Two runs of different lengths are subtracted, so that imports do n
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -21,9 +22,12 @@ import torch
 from benchmarks.loops import native, with_amp
 from benchmarks.machinery import TASK
 
+ROOT = Path(__file__).parents[1]
 PEERS = {"O1": torch.float16, "O4": torch.bfloat16}
-WARMUP, FEW, MANY = 45, 5, 25
-"""Iterations: the first ones are inspected for mistakes."""
+WARMUP = 45
+"""Iterations before the counted ones; amp inspects the first blocks for mistakes."""
+FEW = 5
+MANY = 25
 
 
 def iterate(level: str, peer: str, count: str) -> None:
@@ -36,22 +40,19 @@ def iterate(level: str, peer: str, count: str) -> None:
     gc.disable()
     for _ in range(int(count)):
         work()
-    os._exit(0)  # without the instructions of the end
+    os._exit(0)  # skips the instructions of Python's shutdown
 
 
 def count(level: str, peer: str, iterations: int) -> int:
     """Returns the instructions of a process that runs some iterations."""
     command = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
-    racer = [sys.executable, "-m", "benchmarks.instructions", level, peer, str(iterations)]
-    done = subprocess.run(
-        [*command, *racer],
-        check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1],
-        env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
-    if found is None:
+    command += [sys.executable, "-m", "benchmarks.instructions", level, peer, str(iterations)]
+    env = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=env)
+    match = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
+    if match is None:
         raise RuntimeError(f"cachegrind printed no count of instructions:\n{done.stderr}")
-    return int(found[1].replace(",", ""))
+    return int(match[1].replace(",", ""))
 
 
 def main() -> None:
@@ -60,17 +61,19 @@ def main() -> None:
         raise SystemExit(
             "This needs valgrind. `python -m benchmarks --only machinery` measures time."
         )
-    runs = [(level, peer, n) for level in PEERS for peer in ("amp", "native") for n in (FEW, MANY)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        counts = dict(zip(runs, pool.map(lambda run: count(*run), runs), strict=True))
-    for level in PEERS:
-        own, other = (
-            (counts[level, peer, MANY] - counts[level, peer, FEW]) / (MANY - FEW)
-            for peer in ("amp", "native")
-        )
-        print(f"{level}: {own / 1e6:.2f} M, native {other / 1e6:.2f} M, {own / other:.4f}x")
+        for level in PEERS:
+            runs = itertools.product([level], ["amp", "native"], [FEW, MANY])
+            few, many, native_few, native_many = pool.map(lambda run: count(*run), runs)
+            millions = (many - few) / (MANY - FEW) / 1e6
+            native_millions = (native_many - native_few) / (MANY - FEW) / 1e6
+            ratio = millions / native_millions
+            print(f"{level}: {millions:.2f} M, native {native_millions:.2f} M, {ratio:.4f}x")
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="fp16 is emulated")
-    iterate(*sys.argv[1:]) if sys.argv[1:] else main()
+    if len(sys.argv) > 1:
+        iterate(*sys.argv[1:])
+    else:
+        main()

@@ -5,6 +5,7 @@ On a machine without a GPU, the tests' emulated device runs the iterations.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import subprocess
@@ -42,7 +43,7 @@ DTYPES = {
     "O4": torch.bfloat16,
     "O5": torch.bfloat16,
 }
-"""The ways to train, with the dtype of each: autocast, the former with a GradScaler, and levels."""
+"""The ways to train, with their dtypes: autocast (``fp16`` with a GradScaler), and amp's levels."""
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW": fused_adamw,
@@ -52,9 +53,14 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "FusedNovoGrad": optimizers.FusedNovoGrad,
     "FusedAdagrad": optimizers.FusedAdagrad,
 }
-MACHINERY = {"O1": (108, 20), "O2": (15, 20), "O4": (97, 12), "O5": (4, 12)}
-"""Launches and bytes per parameter, for the casts, the scale and the masters of each level."""
-STEPS = {
+Cost = tuple[int, int]
+"""Launches, and bytes per parameter."""
+
+MACHINERY: Mapping[str, Cost] = {"O1": (108, 20), "O2": (14, 20), "O4": (96, 12), "O5": (2, 12)}
+"""The casts, the scale and the masters of each level."""
+CLIP: Mapping[str, Cost] = {"O1": (8, 12), "O2": (8, 12), "O4": (8, 12), "O5": (7, 10)}
+"""``amp.clip_grad_norm_``; a step in blocks moves 4 bytes less."""
+STEPS: Mapping[str, Cost] = {
     "AdamW": (3, 28),
     "FusedAdam": (8, 28),
     "FusedSGD": (7, 20),
@@ -62,10 +68,10 @@ STEPS = {
     "FusedNovoGrad": (87, 36),
     "FusedAdagrad": (8, 20),
 }
-"""The same of each optimizer's step; LAMB and NovoGrad launch one kernel for each tensor."""
+"""Each optimizer's step; LAMB and NovoGrad launch one kernel for each tensor."""
 
-WARMUP = 5
-"""Iterations before the counted one: blocks that are inspected for mistakes ask more."""
+WARMUP = 32
+"""Iterations before the counted one: amp inspects the first blocks, and copies their losses."""
 
 # torch's kernels over lists, built with CUDA 13: the tensors that one launch takes, by the number
 # of lists, its thread blocks, and the elements of each (aten/src/ATen/native/cuda/ForeachFunctors).
@@ -79,10 +85,10 @@ TWO_KERNELS = frozenset({"_foreach_norm", "_foreach_max"})
 _NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
 )
-"""Operators without a kernel that are no views."""
+"""Operators without a kernel, other than views."""
 
 _ONLY_WRITE = frozenset({"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"})
-"""Operators in place that do not read what they write."""
+"""In-place operators that only write their target."""
 
 
 class LaunchCounter(OperatorCounter):
@@ -161,7 +167,7 @@ def _has_elements(tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_view(func: Any) -> bool:
-    """Returns whether an operator's result is a view of an argument that it leaves alone."""
+    """Returns whether an operator's result is a view of an argument that it does not change."""
     returned = [value.alias_info for value in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
 
@@ -178,7 +184,7 @@ def _bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         if argument.name == "grads" and kwargs.get("grad_scale") is None:
             is_written = False  # with a scale, the fused optimizers' kernels write gradients back
         if is_written and not argument.is_out and name not in _ONLY_WRITE:
-            total += size  # read, too
+            total += size  # it is also read
     in_place = any(value.alias_info is not None for value in schema.returns)
     return total if in_place else total + _bytes_of(result)
 
@@ -197,10 +203,10 @@ def machinery(mode: str, optimizer: MakeOptimizer, **options: Any) -> LaunchCoun
     Args:
         mode: A level, or ``"fp16"`` or ``"bf16"`` for autocast, the former with a GradScaler.
         optimizer: Makes the optimizer.
-        **options: Those of :func:`benchmarks.loops.with_amp`.
+        **options: Options of :func:`benchmarks.loops.with_amp`.
     """
-    counted = _counted(work(mode, optimizer, **options))
-    baseline = _counted(passes(DTYPES[mode]))
+    counted = _counted(work(mode, optimizer, **options), WARMUP)
+    baseline = _of_passes(DTYPES[mode])
     counted.calls.subtract(baseline.calls)
     counted.bytes -= baseline.bytes
     return counted
@@ -214,8 +220,13 @@ def work(mode: str, optimizer: MakeOptimizer, **options: Any) -> Work:
     return native(task, DTYPES[mode])
 
 
-def _counted(iteration: Work) -> LaunchCounter:
-    for _ in range(WARMUP):
+@functools.cache
+def _of_passes(dtype: torch.dtype) -> LaunchCounter:
+    return _counted(passes(dtype), 1)
+
+
+def _counted(iteration: Work, warmup: int) -> LaunchCounter:
+    for _ in range(warmup):
         iteration()
     with LaunchCounter() as counted:
         iteration()
@@ -223,7 +234,7 @@ def _counted(iteration: Work) -> LaunchCounter:
 
 
 def passes(dtype: torch.dtype) -> Work:
-    """Returns the passes of the same model, all in 16 bits but for the loss."""
+    """Returns the passes of the same model, all in 16 bits except the loss."""
     model = _model().to(device(), dtype)
     inputs, labels = _batch()
     inputs, labels = inputs.to(device(), dtype), labels.to(device())
@@ -248,7 +259,7 @@ def _batch() -> Batch:
 
 @dataclass(frozen=True)
 class Row:
-    """What one way to train takes.
+    """The launches and bytes of one way to train.
 
     Attributes:
         case: Its level, or torch's autocast, and its optimizer.
@@ -282,16 +293,13 @@ def rows(*, quick: bool) -> Iterator[Row]:
     """Counts in this process, which has a GPU or the emulated device."""
     params = sum(param.numel() for param in _model().parameters())
 
-    def row(mode: str, name: str, title: str, **options: Any) -> Row:
+    def row(mode: str, name: str, title: str, clip: Cost = (0, 0), **options: Any) -> Row:
         counted = machinery(mode, OPTIMIZERS[name], **options)
         counts = Row(title, counted.launches, counted.bytes / params)
-        if options or mode not in MACHINERY:
+        if mode not in MACHINERY:
             return counts
-        launches, moved = MACHINERY[mode]
-        step_launches, step_moved = STEPS[name]
-        return replace(
-            counts, most_launches=launches + step_launches, most_moved=moved + step_moved
-        )
+        launches, moved = map(sum, zip(MACHINERY[mode], STEPS[name], clip, strict=True))
+        return replace(counts, most_launches=launches, most_moved=moved)
 
     yield row("fp16", "AdamW", "autocast fp16 + GradScaler, AdamW")
     yield row("bf16", "AdamW", "autocast bf16, AdamW")
@@ -299,7 +307,7 @@ def rows(*, quick: bool) -> Iterator[Row]:
         for level in MACHINERY:
             yield row(level, name, f"{level}, {name}")
     for level in MACHINERY:
-        yield row(level, "AdamW", f"{level}, AdamW, clipped", max_norm=0.1)
+        yield row(level, "AdamW", f"{level}, AdamW, clipped", CLIP[level], max_norm=0.1)
 
 
 def _counted_elsewhere(*, quick: bool) -> list[Row]:

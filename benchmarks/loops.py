@@ -49,7 +49,7 @@ def device() -> str:
 
 
 def plain(task: Task) -> Work:
-    """Returns one iteration of the same training without any mixed precision; gives the loss."""
+    """Returns one iteration without mixed precision, which returns the loss."""
     model, optimizer, (inputs, labels) = _start(task)
 
     def iteration() -> Tensor:

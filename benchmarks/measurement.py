@@ -70,7 +70,7 @@ class Measurement:
         return None if self.goal is None else self.goal.holds(self.value, self.digits)
 
     def as_json(self) -> dict[str, object]:
-        """Returns the figure as plain data, the verdict included."""
+        """Returns the figure and its verdict as plain data."""
         data = {key: _no_nan(value) for key, value in asdict(self).items()}
         return data | {"goal": self.goal and str(self.goal), "passed": self.passed}
 
@@ -85,7 +85,10 @@ def sampled(
     digits: int = 2,
 ) -> Measurement:
     """Returns the median of ``samples`` with their quartiles."""
-    low, _, high = quantiles(samples, n=4) if len(samples) > 1 else (samples[0],) * 3
+    if len(samples) == 1:
+        low = high = samples[0]
+    else:
+        low, _, high = quantiles(samples, n=4)
     return Measurement(benchmark, case, median(samples), unit, goal, low, high, digits)
 
 
@@ -102,8 +105,10 @@ def verdict(measurements: Sequence[Measurement]) -> str:
     """Returns a sentence with the number of goals met and the goals missed."""
     judged = [m for m in measurements if m.passed is not None]
     missed = [f"{m.benchmark}: {m.case}" for m in judged if not m.passed]
-    kept = f"{len(judged) - len(missed)} of {len(judged)} goals met"
-    return f"{kept}." if not missed else f"{kept}; missed: {'; '.join(missed)}."
+    text = f"{len(judged) - len(missed)} of {len(judged)} goals met"
+    if missed:
+        text += f"; missed: {'; '.join(missed)}"
+    return f"{text}."
 
 
 def _cells(m: Measurement) -> tuple[str, ...]:

@@ -28,15 +28,16 @@ class ResNet(nn.Module):
             nn.ReLU(inplace=True),
             nn.MaxPool2d(3, stride=2, padding=1),
         )
-        stages: list[nn.Module] = []
+        blocks: list[nn.Module] = []
         channels = width
-        for place, depth in enumerate(depths):
-            inner = width * 2**place
-            for block in range(depth):
-                stride = 2 if block == 0 and place > 0 else 1
-                stages.append(_Bottleneck(channels, inner, stride))
+        for stage, depth in enumerate(depths):
+            inner = width * 2**stage
+            stride = 1 if stage == 0 else 2
+            for _ in range(depth):
+                blocks.append(_Bottleneck(channels, inner, stride))
                 channels = 4 * inner
-        self.stages = nn.Sequential(*stages)
+                stride = 1
+        self.stages = nn.Sequential(*blocks)
         self.classifier = nn.Linear(channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -96,8 +97,8 @@ class Bert(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns logits ``[N, classes]`` of ``tokens`` ``[N, length]``."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.norm(self.tokens(tokens) + self.positions(places))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.norm(self.tokens(tokens) + self.positions(positions))
         for layer in self.layers:
             x = layer(x)
         logits: Tensor = self.classifier(torch.tanh(self.pooler(x[:, 0])))
@@ -121,5 +122,6 @@ class _Layer(nn.Module):
         split = self.inputs(x).view(count, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value)
-        x = self.norm(x + self.output(mixed.transpose(1, 2).reshape(count, length, width)))
+        joined = mixed.transpose(1, 2).reshape(count, length, width)
+        x = self.norm(x + self.output(joined))
         return self.last_norm(x + self.feed_forward(x))

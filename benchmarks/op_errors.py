@@ -1,11 +1,11 @@
-"""What each fp32 row would lose in bf16, and so which rows O4 needs.
+"""Measures the error of each fp32 row in bf16, which decides the rows that O4 needs.
 
 ``python -m benchmarks.op_errors`` measures the running torch on the CPU and writes the table of the
 documentation.
 
-The inputs are exact in bf16. A call computes from them in bf16, and in fp32 as its row has it,
-whose gradient is then rounded to bf16, the dtype of the inputs. Both are compared with float64;
-errors are relative root mean squares. One rounding to bf16 is 0.0017 on average, 0.0039 at most.
+The inputs are exact in bf16. A call computes from them twice: in bf16, and in fp32 as in its row.
+The row's gradient is then rounded to bf16, the dtype of the inputs. Both are compared with float64.
+Errors are relative root mean squares. One rounding to bf16 is 0.0017 on average, 0.0039 at most.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Errors(NamedTuple):
 
     @property
     def range_only(self) -> bool:
-        """Whether the name is in fp32 for the range of fp16 alone."""
+        """Whether the name is in fp32 only because of the range of fp16."""
         if self.in_autocast or self.output is None:
             return False
         return self.output <= ROUNDING and self.gradient <= 1.05 * self.gradient_of_row
 
     @property
     def reason(self) -> str:
-        """Why the name is in fp32 at O4, or is not."""
+        """The reason for the name's dtype at O4."""
         if self.range_only:
             return "bf16: one rounding, as any operator without a row"
         if self.in_autocast:
@@ -71,25 +71,41 @@ OTHERS = (
     *("_sparse_addmm", "_sparse_mm", "sparse_sampled_addmm", "hspmm", "smm", "sspaddmm"),
     *("histogram", "histogramdd"),
 )
-"""Fake quantization, products of sparse tensors and histograms: fp32 for want of a kernel."""
+"""Fake quantization, products of sparse tensors and histograms, which have no bf16 kernel."""
 
 
 PUBLIC = ("softmax", "nll_loss", "pow")
-"""Functions that share an operator with another."""
+"""Functions that share an operator with another function."""
 
 
 def names() -> dict[str, tuple[str, ...]]:
     """Returns the names in fp32 at O1 that have kernels in bf16, with this torch's operators."""
     rows = OpTable.default().rows
-    inside = {op.partition(".")[0] for ops in OPERATORS.values() for op in ops.split()} - {*PUBLIC}
-    known = {op: op.partition(".")[0] for op in rows}
-    low = {*WITHOUT_BF16.split(), *OTHERS}
-    found = {name for op, name in known.items() if rows[op] in CATEGORIES and not {op, name} & low}
-    found = found - inside | {name for name, ops in OPERATORS.items() if not {*ops.split()} & low}
-    return {
-        name: tuple(op for op in operators(_namespace(name), name) if op in known)
-        for name in sorted(found - {"__rpow__"})
-    }
+    without_bf16 = {*WITHOUT_BF16.split(), *OTHERS}
+    selected = set[str]()
+    for op, category in rows.items():
+        name = _name_of(op)
+        if category in CATEGORIES and without_bf16.isdisjoint((op, name)):
+            selected.add(name)
+    for ops in OPERATORS.values():
+        for op in ops.split():
+            name = _name_of(op)
+            if name not in PUBLIC:
+                selected.discard(name)  # measured as the function that calls it
+    for name, ops in OPERATORS.items():
+        if without_bf16.isdisjoint(ops.split()):
+            selected.add(name)
+    selected.discard("__rpow__")  # measured as pow
+    ops_by_name: dict[str, tuple[str, ...]] = {}
+    for name in sorted(selected):
+        overloads = operators(_namespace(name), name)
+        ops_by_name[name] = tuple(op for op in overloads if op in rows)
+    return ops_by_name
+
+
+def _name_of(op: str) -> str:
+    """Returns an operator's name without its overload."""
+    return op.partition(".")[0]
 
 
 def _namespace(name: str) -> str:
@@ -103,36 +119,48 @@ def measured() -> tuple[Errors, ...]:
 
 
 def _is_native(op: str, device: str) -> bool:
-    # As torch itself has it: a session registers kernels for the life of the process.
+    # Of torch itself: a session's kernels stay registered until the process ends.
     return kernels.native_category(op, device) is not None
 
 
 def _errors(name: str, ops: tuple[str, ...]) -> Errors:
-    native = [device for key, device in AUTOCASTS.items() if any(_is_native(op, key) for op in ops)]
+    native = []
+    for device_type, device in AUTOCASTS.items():
+        if any(_is_native(op, device_type) for op in ops):
+            native.append(device)
     try:
-        found = [_compared(*call) for call in calls()[name]]
+        errors_of_calls = [_compared(*call) for call in calls()[name]]
     except (NotImplementedError, RuntimeError):
         return Errors(name, None, None, None, native)
-    return Errors(name, *(max(column) for column in zip(*found, strict=True)), native)
+    outputs, grads, row_grads = zip(*errors_of_calls, strict=True)
+    return Errors(name, max(outputs), max(grads), max(row_grads), native)
 
 
 def _compared(fn: Function, *args: Tensor) -> tuple[float, float, float]:
+    """Returns the errors of the output and the gradient in bf16, and of the row's gradient."""
     exact, exact_grad = _run(fn, args, torch.float64)
     low, low_grad = _run(fn, args, LOW)
     _, row_grad = _run(fn, args, torch.float32)
-    grads = (_relative(grad.to(LOW), exact_grad) for grad in (low_grad, row_grad))
-    return _relative(low, exact), *grads
+    output_error = _relative(low, exact)
+    grad_error = _relative(low_grad.to(LOW), exact_grad)
+    row_grad_error = _relative(row_grad.to(LOW), exact_grad)
+    return output_error, grad_error, row_grad_error
 
 
 def _run(fn: Function, args: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the outputs in one vector, and the gradient of the first argument."""
     args = tuple(arg.to(dtype) if arg.is_floating_point() else arg for arg in args)
     leaf = args[0].detach().requires_grad_()
     outputs = fn(leaf, *args[1:])
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    given = torch.Generator().manual_seed(1)
-    grads = [torch.randn(out.shape, generator=given).to(LOW).to(out.dtype) for out in outputs]
-    (grad,) = torch.autograd.grad(outputs, leaf, grads)
-    return torch.cat([out.detach().flatten() for out in outputs]), grad
+    if isinstance(outputs, Tensor):
+        outputs = (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    output_grads = []
+    for output in outputs:
+        exact_in_bf16 = torch.randn(output.shape, generator=generator).to(LOW)
+        output_grads.append(exact_in_bf16.to(output.dtype))
+    (grad,) = torch.autograd.grad(outputs, leaf, output_grads)
+    return torch.cat([output.detach().flatten() for output in outputs]), grad
 
 
 def _relative(value: Tensor, exact: Tensor) -> float:
@@ -142,7 +170,7 @@ def _relative(value: Tensor, exact: Tensor) -> float:
 # -- calls ---------------------------------------------------------------------------------------
 
 Call = tuple[Any, ...]
-"""A function and its arguments; the gradient is that of the first."""
+"""A function and its arguments; the gradient is taken of the first argument."""
 
 
 def _normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
@@ -157,8 +185,8 @@ def _exact(values: Tensor) -> Tensor:
     return values.to(LOW).double()
 
 
-def _rows(fn: Function) -> Function:
-    return functools.partial(fn, dim=1)
+def _along_rows(name: str) -> Function:
+    return functools.partial(_function(name), dim=1)
 
 
 @functools.cache
@@ -166,22 +194,25 @@ def calls() -> dict[str, list[Call]]:
     """Returns the calls that measure each name."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return {
-            name: [(_function(name), *args) for args in _arguments(name)] for name in names()
-        } | _calls()
+        calls_by_name: dict[str, list[Call]] = {}
+        for name in names():
+            calls_by_name[name] = [(_function(name), *_arguments(name))]
+        calls_by_name.update(_calls())
+    return calls_by_name
 
 
 def _function(name: str) -> Function:
     # torch's names of losses are not the functional ones.
-    found: Function = getattr(F, name, None) or getattr(torch, name)
-    return found
+    function: Function = getattr(F, name, None) or getattr(torch, name)
+    return function
 
 
-def _arguments(name: str) -> list[tuple[Tensor, ...]]:
+def _arguments(name: str) -> tuple[Tensor, ...]:
+    """Returns the arguments of a function that is called once, without options."""
     signs = torch.where(torch.rand(64, 256) > 0.5, 1.0, -1.0).double()
     classes = torch.randint(256, (64,))
     log_probs = _exact(_normal().log_softmax(1))
-    found: dict[str, tuple[Tensor, ...]] = {
+    arguments: dict[str, tuple[Tensor, ...]] = {
         **dict.fromkeys(("log", "log10", "log2", "reciprocal", "rsqrt"), (_between(0.01, 4.0),)),
         **dict.fromkeys(("acos", "asin", "erfinv"), (_between(-0.99, 0.99),)),
         "log1p": (_between(-0.9, 4.0),),
@@ -201,7 +232,7 @@ def _arguments(name: str) -> list[tuple[Tensor, ...]]:
         "poisson_nll_loss": (_normal(), _between(0.0, 3.0)),
         "triplet_margin_loss": (_normal(), _normal(), _normal()),
     }
-    return [found.get(name, (_normal(),))]
+    return arguments.get(name, (_normal(),))
 
 
 _PAIRED = (
@@ -216,60 +247,53 @@ _PAIRED = (
 
 
 def _calls() -> dict[str, list[Call]]:
-    offset, weight, bias = _normal(mean=4.0), _normal(256), _normal(256)
-    images, near_one = _normal(2, 4, 16, 16), _normal(64, 64, mean=1.0, std=0.1)
-    resize = functools.partial(functools.partial, F.interpolate)
-    labels, lengths = torch.arange(1, 9).expand(4, 8), torch.full((4,), 8)
-    return {
-        **{name: [(_rows(getattr(torch, name)), near_one)] for name in ("cumprod", "prod")},
-        **{name: [(_rows(getattr(torch, name)), _between(0, 1))] for name in ("cumsum", "sum")},
-        "logcumsumexp": [(_rows(torch.logcumsumexp), _normal(std=9.0))],
-        **{
-            name: [(_rows(getattr(torch, name)), x) for x in (_normal(), offset)]
-            for name in ("std", "std_mean", "var", "var_mean")
-        },
-        **{
-            name: [(_rows(_function(name)), _normal())]
-            for name in ("softmax", "softmin", "log_softmax", "logsumexp")
-        },
-        "norm": [(_rows(torch.linalg.vector_norm), _normal())],
-        "renorm": [(lambda x: x.renorm(2, 0, 1.0), _normal())],
-        "pow": [
-            (lambda x: x.pow(3.5), _between(0.01, 4.0)),
-            (torch.pow, _between(0.01, 4.0), _normal()),
-        ],
-        "gelu": [
-            (functools.partial(F.gelu, approximate=form), x)
-            for form in ("none", "tanh")
-            for x in (_normal(), _between(-6.0, 6.0))
-        ],
-        "layer_norm": [(lambda x, w, b: F.layer_norm(x, [256], w, b), offset, weight, bias)],
-        "rms_norm": [(lambda x, w: F.rms_norm(x, [256], w), offset, weight)],
-        "group_norm": [(lambda x, w, b: F.group_norm(x, 4, w, b), offset, weight, bias)],
-        "interpolate": [
-            (resize(scale_factor=scale, mode=mode), images)
-            for mode in ("nearest", "bilinear", "bicubic")
-            for scale in (2.0, 0.6)
-        ],
-        "grid_sample": [
-            (
-                functools.partial(F.grid_sample, align_corners=False),
-                images,
-                _between(-1, 1, 2, 8, 8, 2),
-            )
-        ],
-        "ctc_loss": [
-            (
-                lambda x: F.ctc_loss(x, labels, 4 * lengths, lengths),
-                _exact(_normal(32, 4, 16).log_softmax(2)),
-            )
-        ],
-    }
+    """Returns the calls of functions that need options, or several calls."""
+    offset = _normal(mean=4.0)
+    weight = _normal(256)
+    bias = _normal(256)
+    images = _normal(2, 4, 16, 16)
+    near_one = _normal(64, 64, mean=1.0, std=0.1)
+    labels = torch.arange(1, 9).expand(4, 8)
+    lengths = torch.full((4,), 8)
+    by_name: dict[str, list[Call]] = {}
+    for name in ("cumprod", "prod"):
+        by_name[name] = [(_along_rows(name), near_one)]
+    for name in ("cumsum", "sum"):
+        by_name[name] = [(_along_rows(name), _between(0, 1))]
+    by_name["logcumsumexp"] = [(_along_rows("logcumsumexp"), _normal(std=9.0))]
+    for name in ("std", "std_mean", "var", "var_mean"):
+        by_name[name] = [(_along_rows(name), _normal()), (_along_rows(name), offset)]
+    for name in ("softmax", "softmin", "log_softmax", "logsumexp"):
+        by_name[name] = [(_along_rows(name), _normal())]
+    by_name["norm"] = [(functools.partial(torch.linalg.vector_norm, dim=1), _normal())]
+    by_name["renorm"] = [(lambda x: x.renorm(2, 0, 1.0), _normal())]
+    by_name["pow"] = [
+        (lambda x: x.pow(3.5), _between(0.01, 4.0)),
+        (torch.pow, _between(0.01, 4.0), _normal()),
+    ]
+    by_name["gelu"] = []
+    for form in ("none", "tanh"):
+        gelu = functools.partial(F.gelu, approximate=form)
+        by_name["gelu"] += [(gelu, _normal()), (gelu, _between(-6.0, 6.0))]
+    by_name["layer_norm"] = [(lambda x, w, b: F.layer_norm(x, [256], w, b), offset, weight, bias)]
+    by_name["rms_norm"] = [(lambda x, w: F.rms_norm(x, [256], w), offset, weight)]
+    by_name["group_norm"] = [(lambda x, w, b: F.group_norm(x, 4, w, b), offset, weight, bias)]
+    by_name["interpolate"] = []
+    for mode in ("nearest", "bilinear", "bicubic"):
+        for scale in (2.0, 0.6):
+            resize = functools.partial(F.interpolate, scale_factor=scale, mode=mode)
+            by_name["interpolate"].append((resize, images))
+    sample = functools.partial(F.grid_sample, align_corners=False)
+    by_name["grid_sample"] = [(sample, images, _between(-1, 1, 2, 8, 8, 2))]
+    log_probs = _exact(_normal(32, 4, 16).log_softmax(2))
+    by_name["ctc_loss"] = [(lambda x: F.ctc_loss(x, labels, 4 * lengths, lengths), log_probs)]
+    return by_name
 
 
 def cells(errors: Errors) -> tuple[str, ...]:
     """Returns a name's line of the table."""
-    shown = ["-" if each is None else f"{each:.4f}" for each in errors[1:4]]
+    figures = (errors.output, errors.gradient, errors.gradient_of_row)
+    shown = ["-" if figure is None else f"{figure:.4f}" for figure in figures]
     return f"``{errors.name}``", *shown, errors.reason
 
 

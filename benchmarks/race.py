@@ -1,6 +1,6 @@
 """Times several workloads in turns, each in a separate process.
 
-Separate processes are needed because an amp session enables casts in its thread and registers
+Separate processes are needed because an amp session enables casts in its thread. It also registers
 kernels for the whole process, which would affect native autocast. Turns are needed because the
 machine's speed drifts: compared measurements lie within half a second.
 """
@@ -49,12 +49,13 @@ def race(
     """Returns how long each racer's work takes.
 
     Args:
-        racers: What makes the work, per name; called once per heat, in the racer's process.
-        rounds: How often everyone has a turn in a heat; the order rotates.
-        calls: Calls of the work per turn; a sample is the fastest of them, because what else
-            runs on the machine only ever adds.
-        heats: How often to start over with fresh processes. Where its memory lies can make a
-            process some percent slower than its twin, for as long as it lives.
+        racers: Functions that return the work, by name; called once per heat, in the racer's
+            process.
+        rounds: Turns of each racer in a heat; the order rotates.
+        calls: Calls of the work per turn; a sample is the fastest of them, because other load on
+            the machine only adds time.
+        heats: How often to start over with fresh processes. The addresses of its memory can make a
+            process some percent slower than its twin.
         warmup: Calls before the first round.
         threads: Of torch, per process; 0 for torch's default.
     """

@@ -32,8 +32,8 @@ OTHER: dict[str, MakeOptimizer] = {
 def run(*, quick: bool) -> Iterator[Measurement]:
     """Yields syncs per iteration: amp at each level, and GradScaler for comparison.
 
-    With an optimizer that is not fused, the count is what amp adds to the plain loop's, because
-    on the CPU torch's own optimizers read their step counts.
+    With an optimizer that is not fused, the syncs of the plain loop are subtracted. On the CPU,
+    torch's own optimizers read their step counts.
     """
     for name, optimizer in FUSED.items():
         task = Task(_model, _batch, optimizer)
@@ -56,7 +56,7 @@ def syncs_per_iteration(work: Work, *, refuse: bool = False) -> float:
 
     Args:
         work: One whole iteration.
-        refuse: Whether CUDA shall raise at a sync, of whatever kind.
+        refuse: Whether CUDA raises an error at any sync.
     """
     gc.collect()  # sessions of earlier cases end here
     for _ in range(2):

@@ -19,7 +19,7 @@ COUNTS = (1_000, 3_000, 10_000)
 
 
 def run(*, quick: bool) -> Iterator[Measurement]:
-    """Yields the time of each for models of growing size, and native ``state_dict``'s beside it.
+    """Yields the times for models of growing size, and of native ``state_dict``.
 
     CPU time, so that a busy machine matters less. torch's ``state_dict`` computes nothing; amp's
     compares each weight with its master, as writes through ``data`` are not counted.
@@ -27,14 +27,16 @@ def run(*, quick: bool) -> Iterator[Measurement]:
     counts = COUNTS[: 2 if quick else 3]
     per_tensor: list[float] = []
     for count in counts:
-        model, native = network(count), network(count)
+        model = network(count)
+        native = network(count)
         optimizer = torch.optim.AdamW(model.parameters())
         prepare = partial(amp.initialize, model, optimizer, opt_level="O5", verbosity=0)
-        per_tensor.append(_once(prepare) * 1e6 / count)
+        microseconds = _once(prepare) * 1e6 / count
+        per_tensor.append(microseconds)
         rounds = range(5 if quick else 15)
         ratios = [_once(model.state_dict) / _once(native.state_dict) for _ in rounds]
         case = f"{count:,} tensors"
-        yield Measurement(NAME, f"{case}, initialize", per_tensor[-1], "us/tensor", digits=1)
+        yield Measurement(NAME, f"{case}, initialize", microseconds, "us/tensor", digits=1)
         yield sampled(NAME, f"{case}, state_dict / native", ratios, "x", goal=Goal("<=", 6.0))
         yield Measurement(NAME, f"{case}, a new head's group", _of_heads(model, optimizer), "ms")
     case = f"initialize, a tensor of {counts[-1]:,} / of {counts[0]:,}"
@@ -43,24 +45,29 @@ def run(*, quick: bool) -> Iterator[Measurement]:
 
 def network(count: int) -> nn.Module:
     """Returns a model with ``count`` tensors in blocks of eight."""
-    blocks = (
-        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
-        for _ in range(count // 8)
-    )
-    return nn.ModuleDict({"body": nn.Sequential(*blocks)})
+    body = nn.Sequential()
+    for _ in range(count // 8):
+        block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+        body.append(block)
+    return nn.ModuleDict({"body": body})
 
 
 def _of_heads(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Returns the time of ``add_param_group`` for a new head, less that of torch's own."""
+    """Returns how much longer ``add_param_group`` takes for a new head than torch's own."""
 
     def add(name: str) -> None:
         model[name] = nn.Linear(8, 8)
         optimizer.add_param_group({"params": model[name].parameters()})
 
     names = iter(f"head{index}" for index in range(100))
-    plain = torch.optim.AdamW([p for group in optimizer.param_groups for p in group["params"]])
-    own = _milliseconds(lambda: plain.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
-    return _milliseconds(lambda: add(next(names))) - own
+    params = list(amp.master_params(optimizer))
+    plain = torch.optim.AdamW(params)
+
+    def add_to_plain() -> None:
+        plain.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    native = _milliseconds(add_to_plain)
+    return _milliseconds(lambda: add(next(names))) - native
 
 
 def _milliseconds(call: Callable[[], object], repeats: int = 7) -> float:
@@ -70,7 +77,7 @@ def _milliseconds(call: Callable[[], object], repeats: int = 7) -> float:
 def _once(call: Callable[[], object]) -> float:
     """Returns the seconds of a call without garbage collection, as ``timeit`` does.
 
-    A collection's time grows with everything in the process.
+    The time of a collection grows with the number of objects in the process.
     """
     gc.collect()
     gc.disable()

@@ -34,16 +34,16 @@ MUTANTS = [
     Mutant(
         "gradients rounded before unscaling",
         f"{ENGINE}/backward.py",
-        "    groups = dtensor.groups(params)",
-        "    groups = dtensor.groups(params)\n"
-        "    [c.copy_(c.to(torch.bfloat16)) for c in finite.dense_values(copies)]",
+        "    _add_grads(masters, copies)\n",
+        "    [c.copy_(c.to(torch.bfloat16)) for c in dtensor.dense_values(copies)]\n"
+        "    _add_grads(masters, copies)\n",
         "tests/loop/test_gradients.py tests/parity",
     ),
     Mutant(
         "growth interval off by one",
-        f"{CORE}/scale.py",
-        "        rule.growth_interval,\n    )",
-        "        rule.growth_interval + 1,\n    )",
+        f"{ENGINE}/scaler.py",
+        "            rule.growth_interval,\n",
+        "            rule.growth_interval + 1,\n",
         "tests/loop/test_scale_rule.py tests/loop/test_loss_scale.py",
     ),
     Mutant(
@@ -76,9 +76,9 @@ MUTANTS = [
     ),
     Mutant(
         "`max_loss_scale` ignored",
-        f"{CORE}/scale.py",
-        "scale.clamp_(rule.least, rule.greatest)",
-        "scale.clamp_(min=rule.least)",
+        f"{ENGINE}/scaler.py",
+        "self.loss_scale.clamp_(rule.least, rule.greatest)",
+        "self.loss_scale.clamp_(min=rule.least)",
         "tests/loop/test_scale_rule.py tests/loop/test_loss_scale.py",
     ),
     Mutant(
@@ -188,6 +188,34 @@ MUTANTS = [
         "tests/loop/test_facts.py",
     ),
     Mutant(
+        "a block let in inside another of its optimizer",
+        f"{ENGINE}/backward.py",
+        "            if delayed.is_open:",
+        "            if False:",
+        "tests/loop/test_scale_loss.py",
+    ),
+    Mutant(
+        "a failed block that takes back what a delayed one added",
+        f"{ENGINE}/backward.py",
+        "if self._continued is None:\n            restore_grads",
+        "if True:\n            restore_grads",
+        "tests/loop/test_facts.py",
+    ),
+    Mutant(
+        "gradients of an overflow that `restore` keeps",
+        f"{ENGINE}/restore.py",
+        "prepared.drop_overflowed()",
+        "pass",
+        "tests/loop/test_facts.py",
+    ),
+    Mutant(
+        "casts of the oldest session instead of the newest",
+        f"{ENGINE}/autocast/ambient.py",
+        "for spec in self.sessions.values():",
+        "for spec in reversed(self.sessions.values()):",
+        "tests/casts/test_sessions.py",
+    ),
+    Mutant(
         "loaded masters rounded at the first step",
         f"{ENGINE}/masters.py",
         "before_step and pair.state is MasterState.FRESH and",
@@ -204,8 +232,8 @@ MUTANTS = [
     Mutant(
         "a clipped model that nobody is told of",
         f"{ENGINE}/mistakes.py",
-        "            mistake = Mistake.CHANGED_MODEL_GRADS",
-        "            pass",
+        "            return Mistake.CHANGED_MODEL_GRADS",
+        "            return None",
         "tests/loop/test_mistakes.py",
     ),
 ]
@@ -236,7 +264,7 @@ def caught(mutant: Mutant) -> str | None:
 
 
 def main() -> int:
-    chosen = [each for each in MUTANTS if all(word in each.fault for word in sys.argv[1:])]
+    chosen = [mutant for mutant in MUTANTS if all(word in mutant.fault for word in sys.argv[1:])]
     print("| fault | caught by |\n|---|---|")
     missed = 0
     for mutant in chosen:

@@ -1,4 +1,4 @@
-"""Private names, torch's in ``src`` and apex's in the tests, are listed with their reasons."""
+"""Private names in ``src`` and in the tests are listed with reasons; helpers exist once."""
 
 import ast
 import re
@@ -72,3 +72,12 @@ def test_every_planted_fault_has_its_line_in_the_sources():
     for mutant in MUTANTS:
         source = (SOURCES / mutant.file).read_text(encoding="utf-8")
         assert source.count(mutant.right) == 1, mutant.fault
+
+
+def test_the_commonest_helpers_are_defined_once_in_support():
+    places = defaultdict(list)
+    for file in Path(__file__).parent.rglob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if getattr(node, "name", None) in ("train", "trained", "batch", "prepared", "Net"):
+                places[node.name].append(file.name)
+    assert set(map(tuple, places.values())) == {("loops.py",)}, places

@@ -1,10 +1,10 @@
-"""What a machine with a GPU can tell: tests, graphs, speed, memory, NCCL, compilers.
+"""Measures a machine with a GPU: tests, graphs, speed, memory, NCCL, compilers.
 
 python -m benchmarks.gpu    (or: make gpu)
 
-Parts run in processes of their own, so that one that crashes or hangs loses its own check only.
-Each result is a line of RESULTS/DEVICE.jsonl at once. A call takes at most ten minutes, and the
-next one goes on where it ended: forty minutes in all. The last one writes RESULTS/DEVICE.md.
+Each part runs in its own process, so a crash or a hang loses one check only. Each result is
+written at once, as a line of RESULTS/DEVICE.jsonl. A call takes at most ten minutes, and the next
+call continues there; all of them take forty minutes. The last call writes RESULTS/DEVICE.md.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from tests.support.emulated_cuda import device
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SECONDS_TO_BEGIN = 120.0
-"""Of a process, and between checks."""
+"""The longest time before the first check of a process begins, and between two checks."""
 MORE = 75
-"""The exit code of a part's process that leaves checks to the next one."""
+"""Exit code of a part's process that leaves checks to the next process."""
 
 
 def run_checks(part: Part, records: Records, *, tiny: bool) -> int:
     """Runs the checks of a part that are due, in this process; returns its exit code."""
-    due = [each for each in part.checks(tiny) if records.is_due(part.name, each[0])]
-    for check, function in due:
+    due = []
+    for check, function in part.checks(tiny):
+        if records.is_due(part.name, check):
+            due.append((check, function))
+    for index, (check, function) in enumerate(due):
         gc.collect()  # sessions and memory of earlier checks end here
         torch.cuda.empty_cache()
         records.write(part=part.name, check=check, begun=True)
@@ -48,7 +51,8 @@ def run_checks(part: Part, records: Records, *, tiny: bool) -> int:
             records.write(part=part.name, check=check, result=function())
         except Exception as error:  # noqa: BLE001 - the other checks are still of interest
             records.write(part=part.name, check=check, error=described(error))
-        if part.alone and check != due[-1][0]:
+        is_last = index == len(due) - 1
+        if part.alone and not is_last:
             return MORE
     return 0
 
@@ -56,60 +60,72 @@ def run_checks(part: Part, records: Records, *, tiny: bool) -> int:
 def described(error: Exception) -> str:
     """Returns an error and where it came from, in one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0][:300]} ({Path(frame.filename).name}:{frame.lineno})"
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:300]} ({place})"
 
 
 def run_part(part: Part, records: Records, end: float, *, tiny: bool) -> bool:
-    """Runs processes of a part until it is over, or the call; returns whether the part is."""
+    """Runs processes of a part until the part or the call ends; returns whether the part has."""
     while True:
-        seconds = part.seconds - records.seconds(part.name)
-        if seconds <= 0:
+        seconds_left = part.seconds - records.seconds(part.name)
+        if seconds_left <= 0:
             records.write(part=part.name, over=f"its {part.seconds:.0f} s are over")
             return True
-        if time.monotonic() >= end:
+        now = time.monotonic()
+        if now >= end:
             return False
-        code = run_process(part, records, min(end, time.monotonic() + seconds), tiny=tiny)
+        code = run_process(part, records, min(end, now + seconds_left), tiny=tiny)
         if code == 0:
             records.write(part=part.name, over="all checks have ended")
             return True
+        if code is None or code == MORE:
+            continue
         check = records.running(part.name)
-        if check is not None and code not in (None, MORE):
-            records.write(part=part.name, check=check, error=code)
-        elif code not in (None, MORE):
+        if check is None:
             records.write(part=part.name, over=f"its process did not begin: {code}")
             return True
+        records.write(part=part.name, check=check, error=code)
 
 
 def run_process(part: Part, records: Records, end: float, *, tiny: bool) -> int | str | None:
-    """Runs one process of a part; returns how it ended, None for the end of the time."""
-    emulated = os.environ.get(device.VARIABLE) == "1"
-    module = ["tests.support.emulated_cuda", "benchmarks.gpu"]
-    command = [sys.executable, "-m", *(module if emulated else module[1:])]
-    command += ["--results", str(records.path), "--process-of", part.name]
+    """Runs one process of a part.
+
+    Returns:
+        0 or ``MORE`` if it ended well, a text if it did not, None if it was still running at
+        ``end``.
+    """
+    command = [sys.executable, "-m"]
+    if os.environ.get(device.VARIABLE) == "1":
+        command.append("tests.support.emulated_cuda")
+    command += ["benchmarks.gpu", "--results", str(records.path), "--process-of", part.name]
+    if tiny:
+        command.append("--tiny")
     start = time.monotonic()
-    process = subprocess.Popen(
-        [*command, *(["--tiny"] if tiny else [])], cwd=ROOT, start_new_session=True
-    )
-    check, begun = records.running(part.name), start
-    code: int | str | None = None
-    while code is None and time.monotonic() < end:
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    check = records.running(part.name)
+    check_start = start
+    code: int | None = None
+    too_long = ""
+    while code is None and not too_long and time.monotonic() < end:
         time.sleep(0.1)
         code = process.poll()
-        if code is not None:
-            break
-        if records.running(part.name) != check:
-            check, begun = records.running(part.name), time.monotonic()
+        running = records.running(part.name)
+        if running != check:
+            check = running
+            check_start = time.monotonic()
         limit = SECONDS_TO_BEGIN if check is None else part.seconds_per_check
-        if time.monotonic() - begun > limit:
-            code = f"over its {limit:.0f} s"
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+        if time.monotonic() - check_start > limit:
+            too_long = f"over its {limit:.0f} s"
+    if code is None:
+        os.killpg(process.pid, signal.SIGKILL)  # the process group: it may have children
         process.wait()
     records.write(part=part.name, seconds=round(time.monotonic() - start, 1))
-    if isinstance(code, int) and code not in (0, MORE):
-        return f"its process ended with {code}"
-    return code
+    if code is None:
+        return too_long or None
+    if code in (0, MORE):
+        return code
+    return f"its process ended with {code}"
 
 
 def parse_args() -> argparse.Namespace:
@@ -146,17 +162,18 @@ def main() -> None:
     records = Records(args.results / f"{name}.jsonl")
     if not records.lines():
         records.write(part="machine", result=machine(), check="machine")
-    wanted = [part for part in PARTS.values() if args.tiny or not part.only_rehearsed]
     if args.parts:
-        wanted = [PARTS[part] for part in args.parts]
-    for part in wanted:
+        parts = [PARTS[part] for part in args.parts]
+    else:
+        parts = [part for part in PARTS.values() if args.tiny or not part.only_rehearsed]
+    for part in parts:
         if not records.is_over(part.name):
             print(f"{part.name} ...", file=sys.stderr, flush=True)
             run_part(part, records, end, tiny=args.tiny)
-    left = [part.name for part in wanted if not records.is_over(part.name)]
-    if left:
-        sys.exit(f"Left: {', '.join(left)}. The same command goes on there.")
-    text = page.markdown(records, wanted)
+    unfinished = [part.name for part in parts if not records.is_over(part.name)]
+    if unfinished:
+        sys.exit(f"Unfinished: {', '.join(unfinished)}. Run the same command again to continue.")
+    text = page.markdown(records, parts)
     records.path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
     print(f"Written to {records.path} and .md.")

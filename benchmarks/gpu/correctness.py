@@ -45,25 +45,30 @@ def facts(tiny: bool) -> Checks:
 
 def fused_kernels() -> dict[str, bool]:
     """Returns which fused optimizers the device has."""
-    names = ("fused_adam_", "fused_adamw_", "fused_sgd_", "fused_adagrad_")
-    return {name: foreach.has_fused(name, torch.device("cuda")) for name in names}
+    names = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+    device = torch.device("cuda")
+    return {name: foreach.fused_kernel(name, device) is not None for name in names}
 
 
 def mixed_copy() -> str:
     """Copies into targets of two dtypes in one call."""
-    targets = [torch.zeros(8, device="cuda", dtype=d) for d in (torch.float16, torch.float32)]
-    sources = [torch.full((8,), value, device="cuda") for value in (3.0, 5.0)]
-    torch._foreach_copy_(targets, sources)
-    values = [target.unique().tolist() for target in targets]
-    return "right" if values == [[3.0], [5.0]] else f"wrong: {values}"
+    in_fp16 = torch.zeros(8, device="cuda", dtype=torch.float16)
+    in_fp32 = torch.zeros(8, device="cuda")
+    threes = torch.full((8,), 3.0, device="cuda")
+    fives = torch.full((8,), 5.0, device="cuda")
+    torch._foreach_copy_([in_fp16, in_fp32], [threes, fives])
+    if in_fp16.equal(threes.half()) and in_fp32.equal(fives):
+        return "right"
+    return f"wrong: {in_fp16.tolist()} and {in_fp32.tolist()}"
 
 
 def bf16_unscale() -> str:
     """Unscales a bf16 gradient with torch's kernel."""
     grad = torch.ones(4, device="cuda", dtype=torch.bfloat16)
-    flag, inverse = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    torch._amp_foreach_non_finite_check_and_unscale_([grad], flag, inverse)
-    return "taken"
+    found_inf = torch.zeros((), device="cuda")
+    inverse_scale = torch.ones((), device="cuda")
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, inverse_scale)
+    return "accepted"
 
 
 class _NotesDtype(torch.autograd.Function):
@@ -94,24 +99,24 @@ def tests(tiny: bool) -> Checks:
     """Yields the files with tests for a GPU."""
     if importlib.util.find_spec("pytest") is None:
         return
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    marked = [path for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
-    for path in marked:
-        if not tiny or path.name == "test_copies.py":
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        is_marked = "mark.gpu" in path.read_text(encoding="utf-8")
+        is_wanted = not tiny or path.name == "test_copies.py"
+        if is_marked and is_wanted:
             yield str(path.relative_to(ROOT)), partial(run_tests, path)
 
 
 def run_tests(path: Path) -> str:
     """Returns pytest's closing line; raises with the tests that failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "--tb=line", str(path)], check=False, cwd=ROOT, capture_output=True, text=True
-    )
+    command += ["--tb=line", str(path)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    summary = lines[-1]
     if done.returncode:
-        raise RuntimeError("; ".join([lines[-1], *failed]))
-    return lines[-1]
+        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        raise RuntimeError("; ".join([summary, *failures]))
+    return summary
 
 
 # -- loops -------------------------------------------------------------------------------------
@@ -124,25 +129,26 @@ def waits(tiny: bool) -> Checks:
 
 
 def loop_without_waits(level: str) -> str:
-    """Trains under ``set_sync_debug_mode("error")``."""
+    """Trains while torch raises an error at any host sync."""
     work = with_amp(_small_bert(), level)
     for _ in range(2):
         work()
     with refused_syncs():
         for _ in range(20):
             work()
-    return "none waits"
+    return "no host sync"
 
 
 def moved(tiny: bool) -> Checks:
-    """Yields levels and orders of moving and preparing."""
+    """Yields levels, each with the model moved before and after ``initialize``."""
+    width = 64 if tiny else 2048
     for level in LEVELS:
         for first in ("cuda", "initialize"):
-            yield f"{level}, {first} first", partial(move, level, first, 64 if tiny else 2048)
+            yield f"{level}, {first} first", partial(move, level, first, width)
 
 
 def move(level: str, first: str, width: int) -> dict[str, object]:
-    """Trains a model that was moved before or after it was prepared."""
+    """Trains a model that was moved before or after ``initialize``."""
     model: nn.Module = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
     if first == "cuda":
         model.cuda()
@@ -152,13 +158,15 @@ def move(level: str, first: str, width: int) -> dict[str, object]:
     inputs = torch.randn(64, width, device="cuda")
 
     def iteration() -> None:
-        with amp.scale_loss(model(inputs).float().square().mean(), optimizer) as scaled_loss:
+        loss = model(inputs).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     times = timed(iteration, 5)
-    return {**times, "stepped on": sorted({str(p.device) for p in amp.master_params(optimizer)})}
+    devices = {str(param.device) for param in amp.master_params(optimizer)}
+    return {**times, "stepped on": sorted(devices)}
 
 
 def graphs(tiny: bool) -> Checks:
@@ -185,32 +193,30 @@ WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def nccl(tiny: bool) -> Checks:
-    """Yields levels, on one rank and, where there are GPUs for them, on two."""
-    for ranks in (1, 2):
-        if ranks <= torch.cuda.device_count():
-            for level in LEVELS:
-                yield f"{level}, ranks: {ranks}", partial(on_ranks, level, ranks)
+    """Yields levels, on one rank and, on a machine with two GPUs, on two."""
+    for ranks in range(1, min(torch.cuda.device_count(), 2) + 1):
+        for level in LEVELS:
+            yield f"{level}, ranks: {ranks}", partial(on_ranks, level, ranks)
 
 
 def on_ranks(level: str, ranks: int) -> dict[str, float]:
-    """Trains under each wrapper, on every rank, and returns what the first has."""
+    """Trains under each wrapper on every rank, and returns the first rank's sums of weights."""
     if not dist.is_nccl_available():
         raise RuntimeError("this torch has no NCCL")
     context: Any = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    arguments = (level, ranks, results)
-    torch.multiprocessing.spawn(_train_on_rank, arguments, nprocs=ranks)
-    found: dict[str, float] = results.get()
-    return found
+    queue = context.Queue()
+    torch.multiprocessing.spawn(_train_on_rank, (level, ranks, queue), nprocs=ranks)
+    sums: dict[str, float] = queue.get()
+    return sums
 
 
-def _train_on_rank(rank: int, level: str, ranks: int, results: Any) -> None:
+def _train_on_rank(rank: int, level: str, ranks: int, queue: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks)
-    found = {name: _sum_of_weights(level, wrap) for name, wrap in WRAPPERS.items()}
+    sums = {name: _sum_of_weights(level, wrap) for name, wrap in WRAPPERS.items()}
     if rank == 0:
-        results.put(found)
+        queue.put(sums)
     dist.destroy_process_group()
 
 
@@ -225,14 +231,19 @@ def _sum_of_weights(level: str, wrap: Callable[[nn.Module], nn.Module]) -> float
     )
     wrapped = wrap(model)
     for step in range(5):
-        inputs = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step)).cuda()
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(4, 3, 8, 8, generator=generator).cuda()
         if step == 3:
             inputs[0, 0, 0, 0] = math.inf
-        with amp.scale_loss(wrapped(inputs).float().square().mean(), optimizer) as scaled_loss:
+        loss = wrapped(inputs).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return round(sum(p.double().abs().sum().item() for p in amp.master_params(optimizer)), 6)
+    total = 0.0
+    for master in amp.master_params(optimizer):
+        total += master.double().abs().sum().item()
+    return round(total, 6)
 
 
 # -- compilers ---------------------------------------------------------------------------------
@@ -246,16 +257,21 @@ def compiled(tiny: bool) -> Checks:
 
 
 def compile_model(level: str, mode: str, *, tiny: bool) -> dict[str, object]:
-    """Trains a small BERT, compiled; a rehearsal compiles for no GPU."""
+    """Trains a small BERT under ``torch.compile``; a rehearsal uses the eager backend."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = _small_bert().model().cuda()
     optimizer = fused_adamw(list(model.parameters()))
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    run = model
-    if mode != "eager":
-        run = torch.compile(model, backend="eager") if tiny else torch.compile(model, mode=mode)
-    inputs, labels = (tensor.cuda() for tensor in _small_bert().batch())
+    if mode == "eager":
+        run = model
+    elif tiny:
+        run = torch.compile(model, backend="eager")
+    else:
+        run = torch.compile(model, mode=mode)
+    inputs, labels = _small_bert().batch()
+    inputs = inputs.cuda()
+    labels = labels.cuda()
     losses: list[Tensor] = []
 
     def iteration() -> None:
@@ -267,7 +283,8 @@ def compile_model(level: str, mode: str, *, tiny: bool) -> dict[str, object]:
         losses.append(loss.detach().clone())
 
     times = timed(iteration, 3 if tiny else 20)
-    return {**times, "losses": [round(loss.item(), 4) for loss in losses[:: len(losses) // 4]]}
+    samples = losses[:: len(losses) // 4]
+    return {**times, "losses": [round(loss.item(), 4) for loss in samples]}
 
 
 def _small_bert() -> Task:
@@ -294,10 +311,10 @@ def sanitize() -> str:
     code = "from benchmarks.gpu.correctness import odd_blocks; odd_blocks()"
     command = ["compute-sanitizer", "--tool", "memcheck", sys.executable, "-c", code]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    last = " ".join(done.stdout.strip().splitlines()[-2:])
+    summary = " ".join(done.stdout.strip().splitlines()[-2:])
     if done.returncode:
-        raise RuntimeError(last or done.stderr[-300:])
-    return last
+        raise RuntimeError(summary or done.stderr[-300:])
+    return summary
 
 
 def odd_blocks() -> None:
@@ -320,11 +337,11 @@ def odd_blocks() -> None:
     torch.cuda.synchronize()
 
 
-# -- a rehearsal's own -------------------------------------------------------------------------
+# -- rehearsals only --------------------------------------------------------------------------
 
 
 def faults(tiny: bool) -> Checks:
-    """Yields what no part should do, between two checks that end well."""
+    """Yields checks that crash and hang, between two that end well."""
     yield "before", lambda: "ends"
     yield "crashes", lambda: os._exit(3)
     yield "hangs", lambda: time.sleep(3600)

@@ -1,4 +1,4 @@
-"""Parts that measure: launches, sizes of blocks, memory, networks."""
+"""Parts that measure: launches, block sizes, memory, networks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from apex import amp
-from benchmarks import launches as counts
+from benchmarks import launches
 from benchmarks.allocation import growth
 from benchmarks.counting import refused_syncs
 from benchmarks.gpu.timing import timed
@@ -22,77 +22,91 @@ LEVELS = ("O1", "O2", "O4", "O5")
 LOSSES = (1, 5, 10, 20)
 """Iterations whose loss is shown."""
 ROOMY = 20 * 2**30
-"""Bytes of memory from which a card gets the larger batches."""
+"""Bytes of memory above which the batches are larger."""
 Checks = Iterator[tuple[str, Callable[[], object]]]
 
 
-# -- launches: the profiler's beside those by count --------------------------------------------
+# -- launches: by the profiler, and by count ---------------------------------------------------
 
 
-def launches(tiny: bool) -> Checks:
-    """Yields ways to train and optimizers."""
-    for name in list(counts.OPTIMIZERS)[: 1 if tiny else None]:
-        for mode in counts.DTYPES:
+def launch_checks(tiny: bool) -> Checks:
+    """Yields ways to train and optimizers; torch's autocast with AdamW only."""
+    names = ["AdamW"] if tiny else launches.OPTIMIZERS
+    for name in names:
+        for mode in launches.DTYPES:
             if mode.startswith("O") or name == "AdamW":
-                yield f"{mode}, {name}", partial(profiled, mode, counts.OPTIMIZERS[name])
+                yield f"{mode}, {name}", partial(profiled, mode, launches.OPTIMIZERS[name])
 
 
 def profiled(mode: str, optimizer: MakeOptimizer) -> dict[str, float]:
-    """Returns the kernels of an iteration without those of a 16-bit model's passes."""
-    counted = counts.machinery(mode, optimizer)
-    found = {
+    """Returns the kernels of an iteration, except the kernels of a 16-bit model's passes."""
+    counted = launches.machinery(mode, optimizer)
+    findings = {
         "launches by count": counted.launches,
         "MiB by count": round(counted.bytes / 2**20, 1),
     }
-    if ProfilerActivity.CUDA in supported_activities():  # not on the emulated device
-        kernels, microseconds = _kernels(counts.work(mode, optimizer))
-        of_passes, microseconds_of_passes = _kernels(counts.passes(counts.DTYPES[mode]))
-        found["kernels by profiler"] = kernels - of_passes
-        found["us"] = round(microseconds - microseconds_of_passes, 1)
-    return found
+    if ProfilerActivity.CUDA in supported_activities():  # the emulated device has no profiler
+        kernels, microseconds = _kernels(launches.work(mode, optimizer))
+        dtype = launches.DTYPES[mode]
+        kernels_of_passes, microseconds_of_passes = _kernels(launches.passes(dtype))
+        findings["kernels by profiler"] = kernels - kernels_of_passes
+        findings["us"] = round(microseconds - microseconds_of_passes, 1)
+    return findings
 
 
 def _kernels(work: Work) -> tuple[int, float]:
-    for _ in range(counts.WARMUP):
+    """Returns the number of kernels of an iteration, and their microseconds."""
+    for _ in range(launches.WARMUP):
         work()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         work()
         torch.cuda.synchronize()
-    kernels = [event for event in record.events() or () if "cuda" in str(event.device_type).lower()]
-    return len(kernels), sum(event.device_time_total for event in kernels)
+    count = 0
+    microseconds = 0.0
+    for event in record.events() or ():
+        if "cuda" in str(event.device_type).lower():
+            count += 1
+            microseconds += event.device_time_total
+    return count, microseconds
 
 
 # -- blocks ------------------------------------------------------------------------------------
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "8 M": lambda: nn.Sequential(*[nn.Linear(590, 590) for _ in range(24)]),
+    "ResNet-50": ResNet,
+    "BERT-base": Bert,
+    "BERT-large": partial(Bert, layers=24, width=1024, heads=16),
+}
+EXPONENTS = (22, 24, 25, 26, 40)
+"""Powers of 2 of a block's elements; with the last, the whole step is one block."""
+
+
 def sizes(model: str) -> list[int]:
     """Returns the elements of a model's parameters."""
     with torch.device("meta"):
-        made: dict[str, Callable[[], nn.Module]] = {
-            "8 M": lambda: nn.Sequential(*[nn.Linear(590, 590) for _ in range(24)]),
-            "ResNet-50": ResNet,
-            "BERT-base": Bert,
-            "BERT-large": partial(Bert, layers=24, width=1024, heads=16),
-        }
-        return [param.numel() for param in made[model]().parameters()]
+        params = MODELS[model]().parameters()
+    return [param.numel() for param in params]
 
 
 def blocks(tiny: bool) -> Checks:
-    """Yields models, optimizers, and exponents of 2 of a block's elements; 40 is a whole step."""
-    for model in ("8 M",) if tiny else ("8 M", "ResNet-50", "BERT-base", "BERT-large"):
-        for name in ("AdamW",) if tiny else ("AdamW", "FusedAdam"):
-            yield f"{model}, {name}", partial(swept, model, counts.OPTIMIZERS[name])
+    """Yields models and optimizers."""
+    models = ["8 M"] if tiny else MODELS
+    names = ["AdamW"] if tiny else ["AdamW", "FusedAdam"]
+    for model in models:
+        for name in names:
+            yield f"{model}, {name}", partial(swept, model, launches.OPTIMIZERS[name])
 
 
 def swept(model: str, make_optimizer: MakeOptimizer) -> dict[str, str]:
-    """Returns milliseconds, and bytes per parameter above what is stored, by a block's elements."""
+    """Returns the time of a step and its extra bytes per parameter, by a block's elements."""
     from apex._engine.optimizer import block_step
 
+    weights = [nn.Parameter(torch.zeros(size, device="cuda")) for size in sizes(model)]
     net: nn.Module = nn.Module()
-    net.weights = nn.ParameterList(
-        [nn.Parameter(torch.zeros(size, device="cuda")) for size in sizes(model)]
-    )
+    net.weights = nn.ParameterList(weights)
     optimizer = make_optimizer(list(net.parameters()))
     net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
     grads = [torch.full_like(param, 1e-3) for param in net.parameters()]
@@ -103,37 +117,41 @@ def swept(model: str, make_optimizer: MakeOptimizer) -> dict[str, str]:
             param.grad = grad
         optimizer.step()
 
-    found: dict[str, str] = {}
-    for exponent in (22, 24, 25, 26, 40):
+    findings: dict[str, str] = {}
+    for exponent in EXPONENTS:
         block_step.device_elements = 2**exponent
         block_step._cuts.cache_clear()
         milliseconds = timed(step)["ms"]
-        extra = (growth(step, torch.device("cuda")) or 0) / params
-        found[f"2^{exponent}"] = f"{milliseconds} ms, {extra:.2f} bytes"
-    return found
+        extra = growth(step, torch.device("cuda")) or 0
+        findings[f"2^{exponent}"] = f"{milliseconds} ms, {extra / params:.2f} bytes"
+    return findings
 
 
 # -- memory ------------------------------------------------------------------------------------
 
 
 def memory(tiny: bool) -> Checks:
-    """Yields ways to train a model whose memory is its parameters'."""
+    """Yields ways to train a model that needs memory mostly for its parameters."""
     width, layers = (256, 4) if tiny else (8192, 15)
     for mode in ("bf16", "O2", "O5"):
         yield mode, partial(peak, mode, width, layers)
 
 
 def peak(mode: str, width: int, layers: int) -> dict[str, float]:
-    """Returns the bytes per parameter that are allocated at most in an iteration."""
+    """Returns the bytes per parameter, stored between iterations and at the peak of one."""
     task = Task(partial(square_layers, width, layers), partial(features, width), fused_adamw)
     before = torch.cuda.memory_allocated()
     work = with_amp(task, mode) if mode.startswith("O") else native(task, torch.bfloat16)
     for _ in range(2):
         work()
     params = width * width * layers
-    stored = (torch.cuda.memory_allocated() - before) / params
-    extra = (growth(work, torch.device("cuda")) or 0) / params
-    return {"stored": round(stored, 2), "peak": round(stored + extra, 2), "parameters": params}
+    stored = torch.cuda.memory_allocated() - before
+    extra = growth(work, torch.device("cuda")) or 0
+    return {
+        "stored": round(stored / params, 2),
+        "peak": round((stored + extra) / params, 2),
+        "parameters": params,
+    }
 
 
 def square_layers(width: int, layers: int) -> nn.Module:
@@ -150,27 +168,39 @@ def features(width: int) -> Batch:
 
 
 def networks(tiny: bool) -> Checks:
-    """Yields networks, layouts and ways to train, torch's own first."""
+    """Yields networks, memory formats and ways to train, torch's own first."""
     for mode in ("fp32", "fp16", "bf16", *LEVELS):
         for layout in ("contiguous_format", "channels_last"):
-            yield f"ResNet-50, {mode}, {layout}", partial(trained, resnet(tiny), mode, layout)
-        yield f"BERT-base, {mode}", partial(trained, bert(tiny), mode, None)
+            yield f"ResNet-50, {mode}, {layout}", partial(train_resnet, mode, layout, tiny=tiny)
+        yield f"BERT-base, {mode}", partial(train_bert, mode, tiny=tiny)
 
 
-def trained(task_and_items: tuple[Task, int], mode: str, layout: str | None) -> dict[str, object]:
-    """Trains for LOSSES, then measures; amp's levels under an error at any host sync."""
-    task, items = task_and_items
-    if layout is not None:
-        task = Task(
-            partial(laid_out, task.model, layout), partial(_laid_out, task, layout), task.optimizer
-        )
+def train_resnet(mode: str, layout: str, *, tiny: bool) -> dict[str, object]:
+    """Trains ResNet-50 in a memory format."""
+    task, items = resnet(tiny)
+    in_layout = Task(
+        partial(laid_out, task.model, layout), partial(_laid_out, task, layout), task.optimizer
+    )
+    return measured(in_layout, items, mode)
+
+
+def train_bert(mode: str, *, tiny: bool) -> dict[str, object]:
+    """Trains BERT-base."""
+    task, items = bert(tiny)
+    return measured(task, items, mode)
+
+
+def measured(task: Task, items: int, mode: str) -> dict[str, object]:
+    """Trains for LOSSES, then measures; at amp's levels, a host sync is an error."""
     torch.backends.cudnn.benchmark = True
     if mode == "fp32":
         work = plain(task)
-    elif mode in LEVELS:
-        work = with_amp(task, mode)
+    elif mode == "fp16":
+        work = native(task, torch.float16)
+    elif mode == "bf16":
+        work = native(task, torch.bfloat16)
     else:
-        work = native(task, torch.float16 if mode == "fp16" else torch.bfloat16)
+        work = with_amp(task, mode)
     losses = [work() for _ in range(max(LOSSES))]
     torch.cuda.reset_peak_memory_stats()
     if mode in LEVELS:

@@ -1,4 +1,4 @@
-"""The page that a run ends with."""
+"""The page that the last call of a run writes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from benchmarks.gpu.parts import Part
 from benchmarks.gpu.records import Records
 
 FINDING = "finding"
-"""The column of a check that finds one value, or fails."""
+"""The column of a check that returns a single value, or fails."""
 
 
 def markdown(records: Records, parts: Sequence[Part]) -> str:
     """Returns the findings as a page: a table for each part."""
-    about = records.results("machine")["machine"]["result"]
-    facts = ", ".join(f"{key} {value}" for key, value in about.items())
-    lines = [f"# {about['device']}", "", f"Written by `make gpu`. {facts}."]
+    machine = records.results("machine")["machine"]["result"]
+    facts = ", ".join(f"{key} {value}" for key, value in machine.items())
+    lines = [f"# {machine['device']}", "", f"Written by `make gpu`. {facts}."]
     for part in parts:
         results = records.results(part.name)
-        over = next(line["over"] for line in records.of(part.name) if line.get("over"))
-        lines += ["", f"## {part.name}", "", f"{part.about} {over.capitalize()}.".strip(), ""]
+        reason = next(line["over"] for line in records.of(part.name) if line.get("over"))
+        lines += ["", f"## {part.name}", "", f"{part.about} {reason.capitalize()}.", ""]
         columns = _columns(results.values())
         lines.append(f"| check | {' | '.join(columns)} |")
         lines.append(f"|---{'|---' * len(columns)}|")
@@ -31,22 +31,30 @@ def markdown(records: Records, parts: Sequence[Part]) -> str:
 
 
 def _columns(lines: Iterable[dict[str, Any]]) -> list[str]:
-    """Returns the names of the values that the checks of a part have found."""
-    names: dict[str, None] = {}
+    """Returns the names of the values of a part's checks, in order of appearance."""
+    names: list[str] = []
     for line in lines:
-        found = line.get("result")
-        names.update(dict.fromkeys(found if isinstance(found, dict) else [FINDING]))
-    return list(names) or [FINDING]
+        for name in _values(line):
+            if name not in names:
+                names.append(name)
+    return names or [FINDING]
 
 
 def _cells(line: dict[str, Any], columns: Sequence[str]) -> list[str]:
-    found = line.get("result")
-    if "error" in line:
-        found = f"**{line['error']}**"
-    values = found if isinstance(found, dict) else {FINDING: found}
+    values = _values(line)
     return [_text(values.get(column, "")) for column in columns]
 
 
+def _values(line: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a check has found, by column."""
+    if "error" in line:
+        return {FINDING: f"**{line['error']}**"}
+    result = line["result"]
+    if isinstance(result, dict):
+        return result
+    return {FINDING: result}
+
+
 def _text(value: Any) -> str:
-    shown = value if isinstance(value, str) else json.dumps(value)
-    return shown.replace("|", "/").replace("\n", " ")
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "/").replace("\n", " ")

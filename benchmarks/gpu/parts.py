@@ -1,4 +1,4 @@
-"""The parts of a run, with their limits and checks: names, and functions that return a finding."""
+"""The parts of a run: their time limits, and their checks by name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Part:
     """One part of a run.
 
     Attributes:
-        name: Names it on the command line and in the records.
+        name: Its name on the command line and in the records.
         about: A sentence for the page.
-        checks: Yields the checks; tiny ones for a rehearsal.
-        seconds: The most time of the part, in all calls together.
-        seconds_per_check: The most time of a check.
-        alone: Whether each check has a process of its own: sessions of amp register kernels, and
-            change what is measured after them.
-        only_rehearsed: Whether a run on a real GPU leaves it out.
+        checks: Yields the checks; tiny ones if the argument is true, for a rehearsal.
+        seconds: Time limit of the part, over all calls.
+        seconds_per_check: Time limit of a check.
+        alone: Whether each check runs in its own process. Sessions of amp register kernels, which
+            change later measurements.
+        only_rehearsed: Whether a run on a real GPU skips it.
     """
 
     name: str
@@ -43,7 +43,7 @@ _ALL = (
     Part("nccl", "Sums of weights after five steps: alike in a row.", correctness.nccl, 150, 30),
     Part("compile", "Losses, and milliseconds.", correctness.compiled, 300, 60),
     Part("sanitizer", "What compute-sanitizer says.", correctness.sanitizer, 130, 120),
-    Part("launches", "Kernels and bytes of an iteration.", figures.launches, 150, 40),
+    Part("launches", "Kernels and bytes of an iteration.", figures.launch_checks, 150, 40),
     Part("blocks", "Steps at O5 by the size of a block.", figures.blocks, 200, 30),
     Part("memory", "Bytes per parameter at the peak.", figures.memory, 120, 40, alone=True),
     Part("networks", "ResNet-50 and BERT-base.", figures.networks, 600, 60, alone=True),

@@ -1,21 +1,20 @@
-"""The results of a run, one line of JSON for each, written as soon as it is there."""
+"""The results of a run: one line of JSON each, written at once."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 ATTEMPTS = 2
-"""How often a check begins that ended neither well nor badly: the call that ran it was ended."""
+"""How often a check is started that has neither a result nor an error."""
 
 
 class Records:
-    """A file of lines, read anew at each question: two processes write to it."""
+    """A file of lines, read again by each method, because two processes write to it."""
 
     def __init__(self, path: Path) -> None:
-        """Names the file, which the first line makes."""
+        """Names the file, which the first :meth:`write` creates."""
         self.path = path
 
     def write(self, **line: Any) -> None:
@@ -24,33 +23,39 @@ class Records:
             file.write(json.dumps(line) + "\n")
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns all whole lines."""
+        """Returns all complete lines."""
         if not self.path.exists():
             return []
         text = self.path.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        *complete, _ = text.split("\n")  # the last piece may be half written
+        return [json.loads(line) for line in complete]
 
     def of(self, part: str) -> list[dict[str, Any]]:
         """Returns the lines of a part."""
         return [line for line in self.lines() if line["part"] == part]
 
     def results(self, part: str) -> dict[str, dict[str, Any]]:
-        """Returns the lines with the result, or the error, of each check that has ended."""
-        ended = (line for line in self.of(part) if "result" in line or "error" in line)
-        return {line["check"]: line for line in ended}
+        """Returns the last line with a result or an error of each check."""
+        results = {}
+        for line in self.of(part):
+            if "result" in line or "error" in line:
+                results[line["check"]] = line
+        return results
 
     def is_due(self, part: str, check: str) -> bool:
-        """Returns whether a check has not ended, nor begun too often."""
-        begun = Counter(line["check"] for line in self.of(part) if line.get("begun"))
-        return check not in self.results(part) and begun[check] < ATTEMPTS
+        """Returns whether a check has neither ended nor begun too often."""
+        if check in self.results(part):
+            return False
+        beginnings = [line["check"] for line in self.of(part) if line.get("begun")]
+        return beginnings.count(check) < ATTEMPTS
 
     def running(self, part: str) -> str | None:
-        """Returns the check that has begun last and not ended."""
-        for line in reversed(self.of(part)):
+        """Returns the check that began last, or None if it has ended."""
+        check: str | None = None
+        for line in self.of(part):
             if line.get("begun"):
-                check: str = line["check"]
-                return None if check in self.results(part) else check
-        return None
+                check = line["check"]
+        return None if check in self.results(part) else check
 
     def seconds(self, part: str) -> float:
         """Returns how long a part has run, in all calls together."""

@@ -10,7 +10,7 @@ import torch
 
 
 def timed(work: Callable[[], object], repeats: int = 10) -> dict[str, float]:
-    """Returns medians in milliseconds: until the device is through, and until the call returns."""
+    """Returns median milliseconds: until the device has finished, and until the call returns."""
     for _ in range(3):
         work()
     device: list[float] = []

@@ -1,4 +1,4 @@
-"""What multi-tensor functions share: the form of their lists, the overflow flag, and copies."""
+"""Checks the tensor lists that multi-tensor functions receive, and sets their overflow flag."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes(*counts: int, empty: bool = False) -> Callable[[Function], Function]:
-    """Returns a decorator for functions of one of these numbers of lists, which record no graph.
+    """Returns a decorator for functions that receive tensor lists and record no graph.
 
-    A call raises for lists that do not fit, before anything changes, and does nothing for empty
-    ones, unless the function takes ``empty`` ones. Tensors of one position that differ in shape but
-    not in number of elements become flat views.
+    Args:
+        *counts: The accepted numbers of lists.
+        empty: Whether to call the function for empty lists, instead of doing nothing.
+
+    A call with lists that do not fit raises before anything changes. Tensors in one position that
+    differ in shape, but not in their number of elements, become flat views.
     """
 
     def decorate(function: Function) -> Function:
@@ -29,13 +32,11 @@ def takes(*counts: int, empty: bool = False) -> Callable[[Function], Function]:
             chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *args: Any, **kwargs: Any
         ) -> Any:
             _check(function.__name__, noop_flag, tensor_lists, counts)
-            positions = [
-                _fitted(function.__name__, position)
-                for position in zip(*tensor_lists)  # noqa: B905 - checked
-            ]
-            if not (positions or empty):
+            positions = zip(*tensor_lists)  # noqa: B905 - _check compares the lengths
+            fitted = [_fitted(function.__name__, position) for position in positions]
+            if not (fitted or empty):
                 return None
-            lists = list(zip(*positions)) or [()] * len(tensor_lists)  # noqa: B905
+            lists = list(zip(*fitted)) or [()] * len(tensor_lists)  # noqa: B905
             return function(chunk_size, noop_flag, lists, *args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -72,6 +73,7 @@ def _check(
 
 
 def _fitted(name: str, position: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    """Returns the tensors in one position of all lists, with one shape."""
     if len({tensor.shape for tensor in position}) == 1:
         return position
     if len({tensor.numel() for tensor in position}) > 1:

@@ -26,15 +26,15 @@ def multi_tensor_l2norm(
     """Returns the 2-norm over all of ``[tensors]``; sets the flag if it is not finite.
 
     Returns:
-        The norm (``[1]`` fp32, 0 of no tensors) and, with ``per_tensor``, each tensor's (``[N]``
-        fp32, else ``[0]``).
+        The norm, ``[1]`` in fp32 (0 without tensors), and the norm of each tensor, ``[N]`` in fp32
+        (``[0]`` without ``per_tensor``).
     """
     (tensors,) = tensor_lists
-    # In fp32 as in the kernel, whatever the tensors' dtype.
-    single = norms.l2_norms(tensors, noop_flag.device).float()
-    norm = torch.linalg.vector_norm(single).reshape(1)
+    # In fp32 for every dtype, as in apex's kernel.
+    each_norm = norms.norms_of(tensors, 2.0, noop_flag.device).float()
+    norm = torch.linalg.vector_norm(each_norm).reshape(1)
     set_noop_(noop_flag, ~torch.isfinite(norm))
-    return norm, single if per_tensor else single[:0]
+    return norm, each_norm if per_tensor else each_norm[:0]
 
 
 multi_tensor_l2norm_mp = multi_tensor_l2norm

@@ -41,12 +41,12 @@ def multi_tensor_axpby(
 ) -> None:
     """Writes ``a * x + b * y`` to the targets; sets the flag if an input is not finite.
 
-    ``tensor_lists`` are ``[xs, ys, targets]``; targets may be xs or ys. ``arg_to_check`` says which
-    inputs to check: 0 for x, 1 for y, -1 for both.
+    ``tensor_lists`` are ``[xs, ys, targets]``; targets may be xs or ys. ``arg_to_check`` selects
+    the inputs to check: 0 for x, 1 for y, -1 for both.
     """
-    checked = {0: tensor_lists[:1], 1: tensor_lists[1:2], -1: tensor_lists[:2]}[arg_to_check]
+    inputs = {0: tensor_lists[:1], 1: tensor_lists[1:2], -1: tensor_lists[:2]}[arg_to_check]
     device = noop_flag.device
-    set_noop_(noop_flag, any_non_finite([*chain(*checked)], device))
+    set_noop_(noop_flag, any_non_finite([*chain(*inputs)], device))
     with working(*tensor_lists) as (xs, ys, targets):
         left = torch._foreach_mul(xs, as_scalar(a, device))
         right = torch._foreach_mul(ys, as_scalar(b, device))
@@ -66,10 +66,10 @@ def update_scale_hysteresis(
 ) -> Tensor:
     """Updates a loss scale in place that backs off after several overflows, without a host sync.
 
-    An overflow decrements ``hysteresis_tracker`` and restarts the count of clean steps; if the
-    tracker is then 0 or below, it also multiplies the scale by ``backoff_factor``. A clean step
-    resets the tracker to ``hysteresis``; ``growth_interval`` consecutive ones multiply the scale by
-    ``growth_factor``, unless the result exceeds fp32.
+    An overflow decrements ``hysteresis_tracker`` and restarts the count of clean steps. If the
+    tracker is then 0 or below, the scale is multiplied by ``backoff_factor``. A clean step resets
+    the tracker to ``hysteresis``. After ``growth_interval`` consecutive clean steps, the scale is
+    multiplied by ``growth_factor``, unless the result exceeds fp32.
 
     Each argument has one element. The scale is fp32. ``growth_tracker`` (clean steps since the last
     change) and ``hysteresis_tracker`` (overflows left before backing off) are int32. ``found_inf``

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import prepared, scaled_backward
 
 LEVELS = pytest.mark.parametrize("level", ["O1", "O4"])
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,7 +34,7 @@ def backward(loss):
 
 def in_pass(rule, *, hook, start=backward, block=True, device="cpu"):
     """Returns what ``rule`` gives for a bf16 gradient in a pass, in a block or outside."""
-    model, optimizer = prepared("O4", model=nn.Linear(2, 2).to(device))
+    model, optimizer = loops.prepared("O4", model=nn.Linear(2, 2).to(device))
     results = []
 
     def note(grad):
@@ -127,7 +126,7 @@ class Recomputed(torch.autograd.Function):
 @BLOCK
 @pytest.mark.parametrize("own_pass", [True, False], ids=["backward", "grad"])
 def test_a_recompute_by_a_function_of_the_script_is_the_forward_again(level, block, own_pass):
-    model, optimizer = prepared(level, model=nn.Linear(4, 4), loss_scale=1.0)
+    model, optimizer = loops.prepared(level, model=nn.Linear(4, 4), loss_scale=1.0)
     x, dtypes, found = torch.randn(2, 4), [], []
 
     def attend(x):
@@ -169,7 +168,7 @@ def test_casts_are_off_in_the_formulas_of_a_pass(start):
 
 
 def test_casts_are_off_in_autograd_grad_in_a_block():
-    model, optimizer = prepared("O4", model=nn.Linear(2, 2))
+    model, optimizer = loops.prepared("O4", model=nn.Linear(2, 2))
     found, out = [], model(torch.ones(2, 2))
     out.register_hook(lambda grad: found.append(torch.is_autocast_enabled("cpu")))
     with amp.scale_loss(out.sum(), optimizer) as scaled_loss:
@@ -178,7 +177,7 @@ def test_casts_are_off_in_autograd_grad_in_a_block():
 
 
 def test_a_pass_that_torch_refuses_is_refused_alike():
-    _, optimizer = prepared("O4")
+    _, optimizer = loops.prepared("O4")
     with amp.scale_loss(torch.ones(()), optimizer):
         with pytest.raises(RuntimeError, match="does not require grad"):
             torch.ones(()).backward()
@@ -215,11 +214,11 @@ def product_in_pass(model, optimizer, found):
     """Adds the dtype of a product of mixed dtypes in a pass of a block."""
     out = model(torch.ones(2, 2))
     out.register_hook(lambda grad: found.append((grad @ torch.ones(2, 2)).dtype))
-    scaled_backward(out.float().sum(), optimizer)
+    loops.scaled_backward(out.float().sum(), optimizer)
 
 
 def test_a_block_mixes_dtypes_by_the_casts_of_its_own_session_in_any_thread():
-    made = {level: prepared(level, model=nn.Linear(2, 2)) for level in ("O1", "O4")}
+    made = {level: loops.prepared(level, model=nn.Linear(2, 2)) for level in ("O1", "O4")}
     for level, low in (("O1", torch.float16), ("O4", BF16)):
         found = []
         product_in_pass(*made[level], found)
@@ -229,8 +228,8 @@ def test_a_block_mixes_dtypes_by_the_casts_of_its_own_session_in_any_thread():
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
 def test_a_recompute_in_a_pass_has_the_dtypes_of_the_forward(reentrant):
-    first, optimizer = prepared("O4", model=nn.Linear(2, 2))
-    second, _ = prepared("O1", model=nn.Linear(2, 2))  # newer, so its casts are those around
+    first, optimizer = loops.prepared("O4", model=nn.Linear(2, 2))
+    second, _ = loops.prepared("O1", model=nn.Linear(2, 2))  # newer, so its casts are those around
     dtypes = []
 
     def block(x):
@@ -243,7 +242,7 @@ def test_a_recompute_in_a_pass_has_the_dtypes_of_the_forward(reentrant):
     x = torch.ones(1, 2, requires_grad=True)
     with set_checkpoint_early_stop(False):
         out = checkpoint(block, x, use_reentrant=reentrant)
-        scaled_backward(out.float().sum(), optimizer)
+        loops.scaled_backward(out.float().sum(), optimizer)
     assert dtypes == [(BF16, BF16, torch.float16)] * 2
 
 
@@ -261,7 +260,7 @@ def test_gradients_and_forces_of_a_part_in_fp32_are_those_of_fp32(level, block, 
     (gradient,) = torch.autograd.grad(rule(x).pow(2).sum(), x)
     expected = forces()
     (expected_second,) = torch.autograd.grad(expected.pow(2).sum(), x)
-    _, optimizer = prepared(level, loss_scale=1.0)
+    _, optimizer = loops.prepared(level, loss_scale=1.0)
     with amp.disable_casts():
         energy = rule(x).pow(2).sum()
     manager = amp.scale_loss(energy, optimizer) if block else contextlib.nullcontext(energy)

@@ -29,7 +29,7 @@ def applied(layer, x):
     return layer(x)
 
 
-def prepared(level, layer=None, rule=applied):
+def make_model(level, layer=None, rule=applied):
     model = Calls(layer or nn.Linear(4, 4), rule)
     return amp.initialize(model, opt_level=level, verbosity=0)
 
@@ -47,7 +47,7 @@ def test_seconds_since_1970_keep_their_differences(level, low, make):
         found.append(leaf - other)
         return layer(found[0].float())
 
-    model = prepared(level, nn.Linear(1, 4), elapsed)
+    model = make_model(level, nn.Linear(1, 4), elapsed)
     assert model(make(start + 3), other=start).dtype is low
     assert torch.equal(found[0], torch.full((2, 1), 3.0, dtype=FP64))
 
@@ -67,7 +67,7 @@ class Batch:
     ],
 )
 def test_float64_in_any_container_meets_fp32_weights(level, low, pack, unpack):
-    model = prepared(level, nn.Linear(4, 4), lambda layer, batch: layer(unpack(batch)))
+    model = make_model(level, nn.Linear(4, 4), lambda layer, batch: layer(unpack(batch)))
     assert model(pack(torch.ones(2, 4, dtype=FP64))).dtype is low
 
 
@@ -97,7 +97,7 @@ def test_data_from_numpy_meets_fp32_weights(level, low, name):
     layer, shape, rule = MEETS_WEIGHTS[name]
     x = torch.randn(shape)
     expected = rule(layer, x).detach()
-    model = prepared(level, layer, rule)
+    model = make_model(level, layer, rule)
     try:
         out = model(x.double())
         out.float().sum().backward()
@@ -111,7 +111,7 @@ def test_data_from_numpy_meets_fp32_weights(level, low, name):
 
 @LEVELS
 def test_calls_of_float64_alone_stay_float64(level, low):
-    model = prepared(level)
+    model = make_model(level)
     x = torch.ones(4, 4, dtype=FP64)
     assert model(x).dtype is low
     for rule in (lambda: x @ x, x.exp, lambda: F.softmax(x, 0), lambda: F.linear(x, x)):
@@ -120,6 +120,6 @@ def test_calls_of_float64_alone_stay_float64(level, low):
 
 @LEVELS
 def test_a_compiled_model_takes_float64(level, low):
-    model = torch.compile(prepared(level), backend="eager", fullgraph=True)
+    model = torch.compile(make_model(level), backend="eager", fullgraph=True)
     assert model(torch.ones(2, 4)).dtype is low
     assert model(torch.ones(2, 4, dtype=FP64)).dtype is low

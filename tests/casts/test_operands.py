@@ -20,7 +20,7 @@ ROWS, PLACES = torch.tensor([2, 0]), torch.tensor([[0, 1], [1, 0]])
 MASK = torch.tensor([[True, False], [False, True], [True, True]])
 
 
-class Net(nn.Module):
+class TwoOperands(nn.Module):
     """Computes ``rule(fp32 tensor, result of a linear layer, 16 bits)``."""
 
     def __init__(self, rule):
@@ -37,8 +37,8 @@ class Net(nn.Module):
 def check(rule, level, low, wanted=torch.float32, *, tolerance=2e-2):
     """Checks a rule's dtype, value and gradients against those of the same model in fp32."""
     torch.manual_seed(0)
-    plain = Net(rule)
-    model = Net(rule)
+    plain = TwoOperands(rule)
+    model = TwoOperands(rule)
     model.load_state_dict(plain.state_dict())
     x = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
     expected = plain(x)

@@ -3,11 +3,12 @@
 import contextlib
 import gc
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from apex import amp
@@ -206,6 +207,25 @@ def test_a_recompute_of_a_model_without_casts_has_those_of_its_forward(reentrant
     del casting
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_has_the_casts_of_its_forward_beside_one_in_another_thread(reentrant):
+    found = []
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            found.append(product())
+            return super().forward(x)
+
+    model, _ = session("O0", Noting(2, 2))
+    casting = session("O4")
+    x = torch.ones(1, 2, requires_grad=True)
+    out = checkpoint(model, x, use_reentrant=reentrant)
+    in_a_thread(lambda: model(x))  # there are no casts to turn off
+    out.float().sum().backward()
+    assert found == [torch.float32] * 3
+    del casting
+
+
 def test_casts_are_off_in_a_model_without_inside_one_with():
     inner, _ = session("O0", Product(2, 2))
 
@@ -242,18 +262,6 @@ def test_casts_that_a_checkpointed_function_turns_off_are_off_in_another_thread(
 # -- weights --------------------------------------------------------------------------------------
 
 
-class Casts(TorchDispatchMode):
-    """Counts casts to bf16."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default:
-            self.count += kwargs.get("dtype") is torch.bfloat16
-        return func(*args, **kwargs)
-
-
 class Twice(nn.Linear):
     def forward(self, x):
         with torch.set_grad_enabled(self.training):
@@ -261,13 +269,31 @@ class Twice(nn.Linear):
         return super().forward(x) + first.detach()
 
 
+COUNT = """
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from apex import amp
+
+class Casts(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **kwargs or {})
+
+layer = nn.Linear(2, 2, bias=False)
+model = amp.initialize(nn.Sequential(layer, layer), opt_level="O4", verbosity=0)
+with Casts() as casts:
+    model(torch.ones(1, 2, dtype=torch.bfloat16))
+assert casts.count == 1, casts.count
+"""
+
+
 @pytest.mark.skipif(not weight_cache_is_safe, reason="the weight cache loses gradients: it is off")
 def test_a_weight_that_a_forward_uses_twice_is_cast_once():
-    model, _ = session("O4", Twice(2, 2, bias=False))
-    x = torch.ones(1, 2, dtype=torch.bfloat16)
-    with Casts() as casts:
-        model(x)
-    assert casts.count == 1
+    """In a process without float64 data, whose kernels cast each time."""
+    subprocess.run([sys.executable, "-c", COUNT], check=True)
 
 
 def test_a_weight_first_used_without_grad_gets_its_gradient():

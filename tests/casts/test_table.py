@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 
-from apex._core import op_table
+from apex._core import op_rows
 from apex._core.op_table import OpTable
 from tests.casts.op_calls import HOLDERS, calls
 from tests.casts.op_rows import convert, mixes, region_of
@@ -66,7 +66,7 @@ def test_a_function_of_apexs_lists_has_the_dtypes_of_its_category(device, low):
 
 
 def test_every_row_names_an_operator_of_this_torch():
-    named = {op for ops in op_table._ROWS.values() for op in ops.split()}
+    named = {op for ops in op_rows.ROWS.values() for op in ops.split()}
     assert named - OpTable.default().rows.keys() <= NOT_IN_EVERY_TORCH
 
 

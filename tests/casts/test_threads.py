@@ -1,6 +1,8 @@
 """Two threads train two models at once, and data-loader workers see none of amp's casts."""
 
 import copy
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -14,7 +16,7 @@ PAIRS = [("O1", "O4"), ("O2", "O5"), ("O1", "O2"), ("O4", "O5"), ("O0", "O3")]
 STEPS = 4
 
 
-def train(level, seed, model):
+def train_copy(level, seed, model):
     """Returns the losses, weights and scale of a short training of a copy of ``model``."""
     model = copy.deepcopy(model)
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model=model)
@@ -43,11 +45,11 @@ def in_two_threads(work):
 @pytest.mark.parametrize("levels", PAIRS, ids="+".join)
 def test_two_threads_at_different_levels_give_what_each_gives_alone(levels):
     models = [loops.net(seed) for seed in range(2)]  # here: threads share one generator
-    alone = [train(level, seed, models[seed]) for seed, level in enumerate(levels)]
+    alone = [train_copy(level, seed, models[seed]) for seed, level in enumerate(levels)]
     together = [None, None]
 
     def work(index):
-        together[index] = train(levels[index], index, models[index])
+        together[index] = train_copy(levels[index], index, models[index])
 
     in_two_threads(work)
     assert loops.same(together, alone)
@@ -69,6 +71,37 @@ def test_one_model_in_two_threads_at_once_gives_what_it_gives_alone(level):
 
         in_two_threads(work)
     assert loops.same(found, expected)
+
+
+WEIGHTS = """
+import sys, threading, torch
+from torch import nn
+from apex import amp
+
+sys.setswitchinterval(1e-6)
+model = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+model(torch.ones(1, 2).double())  # from now on the kernel of linear is ours, too
+x, start = torch.ones(2, 2), threading.Barrier(2)
+
+def run():
+    weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(8)]
+    start.wait()
+    for _ in range(300):
+        with torch.autocast("cpu", torch.bfloat16):  # whose end clears the weight cache
+            for weight in weights:
+                nn.functional.linear(x @ weight, weight)
+
+threads = [threading.Thread(target=run) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_two_threads_that_use_the_weight_cache_do_not_wait_for_each_other():
+    """In a process of its own: a deadlock with the GIL held stops every thread."""
+    subprocess.run([sys.executable, "-c", WEIGHTS], check=True, timeout=120)
 
 
 class Products(Dataset):

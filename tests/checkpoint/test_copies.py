@@ -10,7 +10,6 @@ from torch import nn
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import train, trained
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
@@ -30,13 +29,13 @@ def everything(model, optimizer):
 
 @levels
 def test_a_deep_copy_shares_nothing_with_the_original(level):
-    original = trained(level, loops.fused_adamw_of)
+    original = loops.trained(level, loops.fused_adamw_of)
     loops.backward(*original, *loops.batch())
     before, grads = everything(*original), loops.grads(amp.master_params(original[1]))
     model, optimizer = copied = copy.deepcopy(original)
     model.zero_grad()
     assert all(param.grad is None for param in amp.master_params(optimizer))
-    train(*copied, 2)
+    loops.train(*copied, 2)
     assert not loops.same(before[:2], everything(*copied)[:2])
     state = loops.net(seed=4).state_dict()
     model.load_state_dict(state)
@@ -50,7 +49,7 @@ def test_a_deep_copy_shares_nothing_with_the_original(level):
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 def test_a_copy_has_the_weights_that_were_written_since_the_last_step(copied_by, elsewhere):
-    model, optimizer = trained("O5")
+    model, optimizer = loops.trained("O5")
     expected = loops.masters(optimizer)
     with torch.no_grad():
         model[0].weight.view(-1)[1:] = expected[0].view(-1)[1:] = 0.25
@@ -62,7 +61,7 @@ def test_a_copy_has_the_weights_that_were_written_since_the_last_step(copied_by,
 
 
 def test_a_copy_made_while_weights_are_swapped_leaves_the_masters():
-    model, optimizer = trained("O5")
+    model, optimizer = loops.trained("O5")
     own, expected = loops.values(model.parameters()), loops.masters(optimizer)
     loops.change(model.parameters(), map(torch.zeros_like, own), "copy_")
     copy.deepcopy((model, optimizer))
@@ -75,7 +74,7 @@ def test_a_copy_made_while_weights_are_swapped_leaves_the_masters():
 
 @masters
 def test_in_inference_mode_a_model_is_copied_and_masters_are_not(level):
-    model, optimizer = trained(level)
+    model, optimizer = loops.trained(level)
     saved = model.state_dict()
     with torch.inference_mode():
         copied = copy.deepcopy(model)
@@ -85,12 +84,12 @@ def test_in_inference_mode_a_model_is_copied_and_masters_are_not(level):
             copy.deepcopy((model, optimizer))
     low = loops.LEVELS[level].stored
     assert loops.same(found, {name: value.to(low).float() for name, value in saved.items()})
-    train(model, optimizer, 2)
+    loops.train(model, optimizer, 2)
 
 
 @masters
 def test_a_model_copied_alone_has_rounded_weights_and_outlives_the_session(level):
-    model, optimizer = trained(level)
+    model, optimizer = loops.trained(level)
     rounded = [param.detach().float() for param in model.parameters()]
     copied = copy.deepcopy(model)
     del model, optimizer
@@ -104,7 +103,7 @@ def test_a_model_copied_alone_has_rounded_weights_and_outlives_the_session(level
 
 @levels
 def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
-    model, _optimizer = trained(level)
+    model, _optimizer = loops.trained(level)
     loaded = loops.saved_and_loaded(model)
     x, _ = loops.batch()
     assert loops.same(model(x), loaded(x))
@@ -118,20 +117,20 @@ def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
 
 @levels
 def test_a_model_saved_whole_is_trained_on_after_restore_with_its_masters_loaded(level):
-    model, optimizer = trained(level)
+    model, optimizer = loops.trained(level)
     loaded = loops.saved_and_loaded(model)
     if level != "O1":  # a model that casts no parameters is saved as plain
         amp.restore(loaded)
     loaded.load_state_dict(model.state_dict())
     resumed = loops.prepared(level, model=loaded)
     for pair in ((model, optimizer), resumed):
-        train(*pair, 2, seed=2)
+        loops.train(*pair, 2, seed=2)
     assert loops.same(dict(model.state_dict()), dict(loaded.state_dict()))
 
 
 @levels
 def test_an_unpickled_pair_keeps_classes_state_and_masters_and_is_restored(level):
-    original = trained(level, loops.OPTIMIZERS["Adam"])
+    original = loops.trained(level, loops.OPTIMIZERS["Adam"])
     model, optimizer = pickled(original)
     assert type(optimizer) is type(original[1])
     assert loops.same(everything(*original), everything(model, optimizer))
@@ -145,7 +144,7 @@ def test_an_unpickled_pair_keeps_classes_state_and_masters_and_is_restored(level
 
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_an_unpickled_pair_trains_on_with_a_plain_backward(level):
-    original = trained(level, loops.OPTIMIZERS["Adam"])
+    original = loops.trained(level, loops.OPTIMIZERS["Adam"])
     model, optimizer = pickled(original)
     loops.plain_step(model, optimizer, *loops.batch(2))
     loops.train_step(*original, *loops.batch(2))

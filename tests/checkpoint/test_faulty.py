@@ -8,7 +8,6 @@ from torch import nn
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import trained
 
 
 def adam(params):
@@ -35,7 +34,7 @@ class Other(nn.Sequential):
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_weights_of_another_model_or_cut_short_are_refused_and_masters_follow_what_fits(level, cut):
-    model, optimizer = trained(level, adam, steps=1)
+    model, optimizer = loops.trained(level, adam, steps=1)
     before = held(model, optimizer)
     state = loops.net(seed=3).state_dict() if cut else Other().state_dict()
     if cut:
@@ -58,7 +57,7 @@ def test_weights_of_another_model_or_cut_short_are_refused_and_masters_follow_wh
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_optimizer_state_of_another_model_or_cut_short_changes_nothing(level, cut):
-    model, optimizer = trained(level, adam, steps=1)
+    model, optimizer = loops.trained(level, adam, steps=1)
     before = held(model, optimizer)
     state = adam(nn.Linear(2, 2).parameters()).state_dict()
     words = "doesn't match the size of optimizer's group"

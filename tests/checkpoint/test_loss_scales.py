@@ -6,7 +6,6 @@ import pytest
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import unskipped
 
 
 def entry(loss_scale, unskipped):
@@ -22,7 +21,7 @@ def states(*values):
 
 
 def found(count):
-    return [(loops.scale(index), unskipped(index)) for index in range(count)]
+    return [(loops.scale(index), loops.unskipped(index)) for index in range(count)]
 
 
 # -- saving ----------------------------------------------------------------------------------

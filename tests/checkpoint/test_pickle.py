@@ -58,7 +58,7 @@ class Custom(nn.Module):
         raise NotImplementedError
 
 
-def trained(level):
+def trained_custom(level):
     model = Custom()
     options = {"fp32_modules": ["norm", nn.BatchNorm1d]} if level not in PLAIN else {}
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model, **options)
@@ -87,7 +87,7 @@ def saved_things(model, optimizer):
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_files_name_one_private_module_only(level, protocol):
-    for name, thing in saved_things(*trained(level)).items():
+    for name, thing in saved_things(*trained_custom(level)).items():
         file = pickle.dumps(thing, protocol)
         assert private(file) <= {"apex._pickle"}, name
         if name == "checkpoint" or (name in ("model", "every module") and level in PLAIN):

@@ -38,10 +38,10 @@ def run(level, name, *, saved=None, order=(0, 1, 2), before=0):
     )  # fmt: skip
     for index in order[before:] if saved is not None else ():
         parts[index].load_state_dict(saved[index])
-    return parts[:2], train(*parts[:2], first=saved is None)
+    return parts[:2], train_two_losses(*parts[:2], first=saved is None)
 
 
-def train(model, optimizer, *, first):
+def train_two_losses(model, optimizer, *, first):
     """Returns all that a run holds after its first four steps, or after its last three."""
     for x, y in loops.batches(4, overflow_at={3}) if first else loops.batches(3, seed=2):
 
@@ -68,7 +68,7 @@ def test_runs_resumed_in_a_new_process_are_the_uninterrupted_ones_bit_for_bit(tm
     runs = {}
     for config in itertools.product(loops.LEVELS_SHORT, OPTIMIZERS):
         pair, saved = run(*config)
-        runs[config] = saved, (expected := train(*pair, first=False))
+        runs[config] = saved, (expected := train_two_losses(*pair, first=False))
         # What makes the comparison worth its name:
         assert all(weight.isfinite().all() for weight in expected[3])
         scales = [[e["loss_scale"] for e in each[2].values()] for each in (saved, expected)]

@@ -4,19 +4,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from apex import amp
-
 LEVELS = ("O0", "O1", "O2", "O5")
 EXACT = {"rtol": 0, "atol": 0}
 
 
-def batch(seed=1, count=8):
+def labelled_rows(seed=1, count=8):
     x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
     return x, x[:, :3].argmax(1)
 
 
 def data(batch_size=8):
-    return DataLoader(TensorDataset(*batch(count=32)), batch_size=batch_size)
+    return DataLoader(TensorDataset(*labelled_rows(count=32)), batch_size=batch_size)
 
 
 def layers():
@@ -26,7 +24,3 @@ def layers():
 
 def adam(model, lr=2e-2):
     return torch.optim.Adam(model.parameters(), lr=lr)
-
-
-def masters(optimizer):
-    return [param.detach().clone() for param in amp.master_params(optimizer)]

@@ -20,7 +20,7 @@ def apex_engine(level):
     return dl.APEXEngine("cpu", apex_kwargs={"opt_level": level})
 
 
-def train(engine, epochs, folder=None, resume=None):
+def run_engine(engine, epochs, folder=None, resume=None):
     """Trains as catalyst's README does; returns the runner and each epoch's training loss."""
     model = layers()
     losses = []
@@ -41,22 +41,22 @@ def train(engine, epochs, folder=None, resume=None):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_engine_trains_as_fp32_does(level):
-    _, expected = train(dl.DeviceEngine("cpu"), 6)  # first: O1 casts whatever this thread runs
-    _, losses = train(apex_engine(level), 6)
+    _, expected = run_engine(dl.DeviceEngine("cpu"), 6)  # first: O1 casts whatever this thread runs
+    _, losses = run_engine(apex_engine(level), 6)
     assert losses[-1] < losses[0] / 2
     assert_close(losses, expected, rtol=0 if level == "O0" else 0.05, atol=0)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_notebooks_second_run_resumes_from_the_first_ones_checkpoint(level, tmp_path):
-    whole, _ = train(apex_engine(level), 4)
+    whole, _ = run_engine(apex_engine(level), 4)
     expected = whole.engine.pack_checkpoint(model=whole.model, optimizer=whole.optimizer)
     del whole
     gc.collect()
 
-    first, _ = train(apex_engine(level), 2, tmp_path / "first")
+    first, _ = run_engine(apex_engine(level), 2, tmp_path / "first")
     checkpoint = tmp_path / "first" / "checkpoints" / "last_full.pth"
-    second, _ = train(apex_engine(level), 2, tmp_path / "second", resume=str(checkpoint))
+    second, _ = run_engine(apex_engine(level), 2, tmp_path / "second", resume=str(checkpoint))
     second = second.engine.pack_checkpoint(model=second.model, optimizer=second.optimizer)
     second["amp"] = {"loss_scaler0": second["amp"]["loss_scaler1"]}  # 0 is that of the first run
     assert_close(second, expected, **EXACT)

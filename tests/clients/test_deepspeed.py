@@ -6,8 +6,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from apex import amp
-from tests.clients.classes import EXACT, LEVELS, adam, batch, layers, masters
+from tests.clients.classes import EXACT, LEVELS, adam, labelled_rows, layers
 from tests.clients.libraries import free_port, need, of_its_time
+from tests.support.loops import masters
 
 deepspeed = need("deepspeed")
 
@@ -55,11 +56,11 @@ def start():
         amp.restore(engine.module, engine.optimizer)
 
 
-def train(engine, steps):
+def run_engine(engine, steps):
     """Returns the loss of every step, of which four are one epoch."""
     losses = []
     for index in steps:
-        x, y = batch(index % 4)
+        x, y = labelled_rows(index % 4)
         loss = F.cross_entropy(engine(x).float(), y)
         engine.backward(loss)
         engine.step()
@@ -70,8 +71,8 @@ def train(engine, steps):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_engine_trains_as_fp32_does(start, level, accumulate):
-    expected = train(start(None, accumulate), range(24))
-    losses = train(start(level, accumulate), range(24))
+    expected = run_engine(start(None, accumulate), range(24))
+    losses = run_engine(start(level, accumulate), range(24))
     assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
     assert_close(losses, expected, **(EXACT if level == "O0" else {"rtol": 0.05, "atol": 0.01}))
 
@@ -79,11 +80,11 @@ def test_the_engine_trains_as_fp32_does(start, level, accumulate):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_checkpoint_resumes(start, level, tmp_path):
     whole = start(level)
-    train(whole, range(8))
+    run_engine(whole, range(8))
     first = start(level)
-    train(first, range(4))
+    run_engine(first, range(4))
     first.save_checkpoint(tmp_path)
     second = start(level)
     second.load_checkpoint(tmp_path)
-    train(second, range(4, 8))
+    run_engine(second, range(4, 8))
     assert_close(masters(second.optimizer), masters(whole.optimizer), **EXACT)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from apex import amp
-from tests.clients.classes import LEVELS, batch
+from tests.clients.classes import LEVELS, labelled_rows
 from tests.clients.libraries import need, of_its_time
 from tests.support.loops import values
 
@@ -28,7 +28,7 @@ def on_the_cpu():
         yield
 
 
-def train(rank, level, options):
+def train_rank(rank, level, options):
     """Trains on the rank's own data; returns what the optimizer steps, the weights and losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
@@ -39,7 +39,7 @@ def train(rank, level, options):
     with on_the_cpu():
         net = data_parallel.SlowMoDistributedDataParallel(model, nprocs_per_node=1, **options)
         for index in range(16):
-            x, y = batch(4 * rank + index % 4)
+            x, y = labelled_rows(4 * rank + index % 4)
             optimizer.zero_grad()
             loss = F.cross_entropy(net(x).float(), y)
             if level:
@@ -65,8 +65,8 @@ WAYS = {
 @pytest.mark.parametrize("level", LEVELS)
 def test_slowmo_trains_as_in_fp32(on_two_ranks, level, way):
     options = {"localsgd_frequency": 2, "slowmo_frequency": 4, "slowmo_num_shards": 2, **WAYS[way]}
-    trained = on_two_ranks(train, level, options)
-    expected = on_two_ranks(train, None, options)
+    trained = on_two_ranks(train_rank, level, options)
+    expected = on_two_ranks(train_rank, None, options)
     eps = {"O0": 0, "O1": 2.0**-10, "O2": 2.0**-10, "O5": 2.0**-7}[level]
     for (stepped, weights, losses), (exact, _, in_fp32) in zip(trained, expected, strict=True):
         assert sum(losses[-4:]) < 0.7 * sum(losses[:4])

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.clients.classes import EXACT, LEVELS, data, masters
+from tests.clients.classes import EXACT, LEVELS, data
 from tests.clients.libraries import need, of_its_time
 from tests.clients.lightning_modules import adversaries, classifier, trainer
+from tests.support.loops import masters
 
 pl = need("pytorch_lightning")
 plugins = need("pytorch_lightning.plugins")

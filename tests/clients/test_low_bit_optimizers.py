@@ -40,7 +40,7 @@ def plain(module, name):
     return model, getattr(need(module), name)(model.parameters(), lr=1e-3)
 
 
-def prepared(module, name):
+def prepared_pair(module, name):
     options = {"opt_level": "O5", "verbosity": 0}
     return amp.initialize(*plain(module, name), **options)
 
@@ -81,7 +81,7 @@ def values(state):
 
 @every_kind
 def test_it_trains_with_fp32_masters_and_small_moments(module, name, most):
-    model, optimizer = prepared(module, name)
+    model, optimizer = prepared_pair(module, name)
     found = losses(model, optimizer, range(8))
     assert found[-1] < found[0] - 0.1
     params = list(amp.master_params(optimizer))
@@ -93,13 +93,13 @@ def test_it_trains_with_fp32_masters_and_small_moments(module, name, most):
 
 @every_kind
 def test_a_resumed_run_is_the_uninterrupted_one(module, name, most):
-    model, optimizer = prepared(module, name)
+    model, optimizer = prepared_pair(module, name)
     losses(model, optimizer, range(3))
     of_model, of_optimizer, of_amp = saved_and_loaded(
         (model.state_dict(), optimizer.state_dict(), amp.state_dict())
     )
     expected = losses(model, optimizer, range(3, 6))
-    other, its_optimizer = prepared(module, name)
+    other, its_optimizer = prepared_pair(module, name)
     other.load_state_dict(of_model)
     its_optimizer.load_state_dict(of_optimizer)
     del model

@@ -6,8 +6,8 @@ from torch.nn.utils import get_total_norm
 from torch.testing import assert_close
 
 from apex import amp
-from tests.clients.classes import masters
 from tests.clients.libraries import need
+from tests.support.loops import masters
 
 timm = need("timm")
 need("timm.layers")  # not in 0.4, which test_timm_of_2021.py runs
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.clients
 LEVELS = ("O1", "O2", "O5")
 
 
-def prepared(level, **options):
+def prepared_vit(level, **options):
     torch.manual_seed(0)
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=12, depth=1, num_classes=2
@@ -42,11 +42,11 @@ def test_timm_finds_apex():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_scaler_trains_as_the_three_lines_do(level):
-    model, optimizer = prepared(level, loss_scale=2.0**8)
+    model, optimizer = prepared_vit(level, loss_scale=2.0**8)
     cuda.ApexScaler()(loss_of(model), optimizer)
     by_timm = masters(optimizer)
 
-    model, optimizer = prepared(level, loss_scale=2.0**8)
+    model, optimizer = prepared_vit(level, loss_scale=2.0**8)
     with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
@@ -55,7 +55,7 @@ def test_the_scaler_trains_as_the_three_lines_do(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_scaler_clips_the_unscaled_gradients_of_the_masters(level):
-    model, optimizer = prepared(level, loss_scale=2.0**8)
+    model, optimizer = prepared_vit(level, loss_scale=2.0**8)
     before = masters(optimizer)
     cuda.ApexScaler()(loss_of(model), optimizer, clip_grad=2.0**-10)
     moved = [new - old for new, old in zip(masters(optimizer), before, strict=True)]

@@ -32,7 +32,7 @@ RATES = {
 
 
 @pytest.fixture
-def prepared(monkeypatch):
+def prepare_vit(monkeypatch):
     """Builds a tiny ViT and one of timm's optimizers, prepared as train.py does."""
 
     def build(name, level, **options):
@@ -60,9 +60,9 @@ def step(model, optimizer, scaler, index=0):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", RATES)
-def test_an_optimizer_of_timm_trains_as_in_fp32(prepared, name, level):
+def test_an_optimizer_of_timm_trains_as_in_fp32(prepare_vit, name, level):
     def losses(level):
-        model, optimizer = prepared(name, level, loss_scale=2.0**7)
+        model, optimizer = prepare_vit(name, level, loss_scale=2.0**7)
         return [step(model, optimizer, ApexScaler()) for _ in range(8)]
 
     expected = losses("O0")
@@ -71,11 +71,11 @@ def test_an_optimizer_of_timm_trains_as_in_fp32(prepared, name, level):
     assert_close(reached, expected, rtol=0.05, atol=0.01)
 
 
-def test_a_run_of_train_py_resumes(prepared, tmp_path):
+def test_a_run_of_train_py_resumes(prepare_vit, tmp_path):
     """At O1, which train.py asks for."""
 
     def start(resume=None):
-        model, optimizer = prepared("adamw", "O1")
+        model, optimizer = prepare_vit("adamw", "O1")
         scaler = ApexScaler()
         epoch = resume_checkpoint(model, resume, optimizer, scaler) if resume else 0
         ema = ModelEmaV2(model, decay=0.5)

@@ -19,7 +19,7 @@ from apex.integrations.transformers import OverflowCallback  # noqa: E402 - afte
 pytestmark = of_its_time
 
 
-class Net(nn.Module):
+class FaultyClassifier(nn.Module):
     """A classifier whose ``fault`` may fail in a step, forward or backward."""
 
     def __init__(self, fail_at=(), kind="forward"):
@@ -78,7 +78,7 @@ class ScaledTrainer(transformers.Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def train(folder, net, callbacks, kind=transformers.Trainer, **options):
+def run_trainer(folder, net, callbacks, kind=transformers.Trainer, **options):
     options = {"max_grad_norm": 1.0, "max_steps": 8, "gradient_accumulation_steps": 1, **options}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, per_device_train_batch_size=2, report_to=[],
@@ -99,10 +99,10 @@ def messages(caplog):
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}])
 def test_a_healthy_run_is_not_changed(tmp_path, messages, options):
-    plain, watched = Net(), Net()
-    train(tmp_path, plain, [], **options)
+    plain, watched = FaultyClassifier(), FaultyClassifier()
+    run_trainer(tmp_path, plain, [], **options)
     callback = OverflowCallback()
-    train(tmp_path, watched, [callback], **options)
+    run_trainer(tmp_path, watched, [callback], **options)
     assert watched.seen == plain.seen
     assert all(map(torch.equal, watched.parameters(), plain.parameters()))
     assert callback.path is None
@@ -115,7 +115,7 @@ def test_a_healthy_run_is_not_changed(tmp_path, messages, options):
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_a_fault_is_named_in_the_step_of_its_first_appearance(tmp_path, messages, options, kind):
     callback = OverflowCallback()
-    train(tmp_path, Net(fail_at=[6], kind=kind), [callback], **options)
+    run_trainer(tmp_path, FaultyClassifier(fail_at=[6], kind=kind), [callback], **options)
     assert callback.path == tmp_path / "overflow-step-4.txt"
     text = callback.path.read_text()
     assert text.startswith(f"Step 4: the {'loss is' if kind == 'forward' else 'gradients are'} not")
@@ -137,7 +137,7 @@ def test_the_trace_leaves_gradients_and_random_numbers_as_they_were(tmp_path):
     before, after = Compare(), Compare()
     before.seen, after.seen = [], []
     callback = OverflowCallback()
-    train(tmp_path, Net(fail_at=[6]), [before, callback, after])
+    run_trainer(tmp_path, FaultyClassifier(fail_at=[6]), [before, callback, after])
     assert callback.path is not None
     for (state, grads), (later_state, later) in zip(before.seen, after.seen, strict=True):
         assert torch.equal(state, later_state)
@@ -150,9 +150,9 @@ def test_a_scale_that_is_finding_its_value_is_not_reported(tmp_path, messages):
         init_scale = 2.0**127
 
     callback = OverflowCallback(after_skips=2)
-    net = Net()
+    net = FaultyClassifier()
     net.factor = 2.0
-    trainer = train(tmp_path, net, [callback], kind=Steep)
+    trainer = run_trainer(tmp_path, net, [callback], kind=Steep)
     assert trainer.optimizer.scaler.get_scale() < 2.0**127
     assert callback.path is None
     assert not messages()
@@ -160,8 +160,8 @@ def test_a_scale_that_is_finding_its_value_is_not_reported(tmp_path, messages):
 
 def test_under_a_scaler_a_loss_that_is_not_finite_is_reported_at_once(tmp_path):
     callback = OverflowCallback()
-    net = Net(fail_at=[6])
-    train(tmp_path, net, [callback], kind=ScaledTrainer)
+    net = FaultyClassifier(fail_at=[6])
+    run_trainer(tmp_path, net, [callback], kind=ScaledTrainer)
     assert callback.path == tmp_path / "overflow-step-4.txt"
     assert callback.trace.first.module == "fault"
     assert all(param.isfinite().all() for param in net.parameters())  # the step was skipped
@@ -169,7 +169,12 @@ def test_under_a_scaler_a_loss_that_is_not_finite_is_reported_at_once(tmp_path):
 
 def test_under_a_scaler_gradients_are_reported_after_skips_in_a_row(tmp_path):
     callback = OverflowCallback(after_skips=2)
-    train(tmp_path, Net(fail_at=[2, 6, 8, 10], kind="backward"), [callback], kind=ScaledTrainer)
+    run_trainer(
+        tmp_path,
+        FaultyClassifier(fail_at=[2, 6, 8, 10], kind="backward"),
+        [callback],
+        kind=ScaledTrainer,
+    )
     assert callback.path == tmp_path / "overflow-step-5.txt"
     assert callback.trace.first.module == "fault"
 
@@ -179,8 +184,8 @@ def test_an_exception_leaves_no_hook_once_the_trainer_is_gone(tmp_path):
         def on_step_end(self, *_, **__):
             raise KeyError("stop")
 
-    net = Net()
+    net = FaultyClassifier()
     with pytest.raises(KeyError):
-        train(tmp_path, net, [OverflowCallback(), Stop()])
+        run_trainer(tmp_path, net, [OverflowCallback(), Stop()])
     gc.collect()
     assert not net._forward_hooks

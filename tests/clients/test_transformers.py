@@ -76,7 +76,7 @@ def test_t5_on_our_norm_computes_what_it_does_on_its_own(own_t5, dtype):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_t5_trains_at_every_level(level):
-    losses = train_model(*prepared(level, tiny_t5()), tokens())
+    losses = train_model(*prepare_model(level, tiny_t5()), tokens())
     assert losses[-1] < losses[0]
 
 
@@ -115,7 +115,7 @@ def train_llama(model, optimizer, run=None):
     return train_model(model, optimizer, {"input_ids": ids, "labels": ids}, run)
 
 
-def prepared(level, model):
+def prepare_model(level, model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**7, verbosity=0)
 
@@ -123,7 +123,7 @@ def prepared(level, model):
 @pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])
 def test_llama_s_angles_are_those_of_fp32_within_a_rounding(level, dtype):
     expected = angles(tiny_llama(), torch.float32)
-    model, _ = prepared(level, tiny_llama())
+    model, _ = prepare_model(level, tiny_llama())
     for found, exact in zip(angles(model, dtype), expected, strict=True):
         assert torch.equal(found, exact.to(dtype))
 
@@ -135,7 +135,7 @@ def test_llama_as_it_is_loaded_in_bf16_trains_at_every_level(level, tmp_path):
     assert model.lm_head.weight.dtype is torch.bfloat16
     assert model.model.rotary_emb.inv_freq.dtype is torch.float32
     before = [param.detach().float() for param in model.parameters()]
-    model, optimizer = prepared(level, model)
+    model, optimizer = prepare_model(level, model)
     assert all(map(torch.equal, amp.master_params(optimizer), before))
     expected = angles(tiny_llama(), torch.float32)
     for found, exact in zip(angles(model, torch.float32), expected, strict=True):
@@ -147,8 +147,8 @@ def test_llama_as_it_is_loaded_in_bf16_trains_at_every_level(level, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_llama_trains_as_in_eager():
     torch._dynamo.reset()
-    expected = train_llama(*prepared("O5", tiny_llama()))
-    model, optimizer = prepared("O5", tiny_llama())
+    expected = train_llama(*prepare_model("O5", tiny_llama()))
+    model, optimizer = prepare_model("O5", tiny_llama())
     run = torch.compile(model, backend="aot_eager")
     assert train_llama(model, optimizer, run) == pytest.approx(expected, rel=2.0**-7)
 
@@ -167,7 +167,7 @@ class Sentences(torch.utils.data.Dataset):
 
 
 @pytest.fixture
-def train(tmp_path):
+def run_trainer(tmp_path):
     """Trains a tiny T5 with the Trainer; returns it and the loss of every step."""
     if VERSION >= (5, 0):
         pytest.skip("transformers 5 has no apex backend")
@@ -189,17 +189,17 @@ def train(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_trainer_trains_on_its_apex_backend(train, level):
-    trainer, losses = train(level)
+def test_the_trainer_trains_on_its_apex_backend(run_trainer, level):
+    trainer, losses = run_trainer(level)
     assert trainer.use_apex
     assert amp._amp_state.opt_properties.options["opt_level"] == level
     assert losses[-1] < losses[0]
 
 
-def test_the_trainer_clips_accumulates_and_takes_our_fused_adam(train):
+def test_the_trainer_clips_accumulates_and_takes_our_fused_adam(run_trainer):
     from apex.optimizers import FusedAdam
 
-    trainer, losses = train(
+    trainer, losses = run_trainer(
         "O1", optim="adamw_apex_fused", max_grad_norm=0.1, gradient_accumulation_steps=2
     )
     assert isinstance(trainer.optimizer, FusedAdam)

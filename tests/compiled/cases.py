@@ -27,7 +27,7 @@ LOW_PRECISION = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16}
 LOW_PRECISION |= {"O4": torch.bfloat16, "O5": torch.bfloat16}
 
 
-class Net(nn.Module):
+class BoundaryNet(nn.Module):
     """A convolution, norms, and functions of every row; returns what each gave."""
 
     def __init__(self):
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 def net_and_optimizer(level, **options):
     torch.manual_seed(0)
-    return prepared(level, model=Net(), **options)
+    return prepared(level, model=BoundaryNet(), **options)
 
 
 def inputs(batch=3, seed=1):
@@ -96,6 +96,6 @@ def assert_close(ours, theirs, level, multiple=8):
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def trained(optimizer):
+def training_state(optimizer):
     """What a training has moved: the values that the optimizer steps, and the loss scale."""
     return masters(optimizer), loss_scale()

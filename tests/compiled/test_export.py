@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class Net(nn.Module):
+class NormNet(nn.Module):
     """Rows of every kind, torch's and ours."""
 
     def __init__(self):
@@ -32,11 +32,11 @@ class Net(nn.Module):
 
 
 def of_one_level(level):
-    model, optimizer = prepared(level, model=Net())
+    model, optimizer = prepared(level, model=NormNet())
     return model.eval(), optimizer
 
 
-def batch(size):
+def rows(size):
     return torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
 
 
@@ -45,10 +45,10 @@ def batch(size):
 def test_exported_program_computes_as_the_prepared_model(level, strict):
     model, optimizer = of_one_level(level)
     shapes = {"x": {0: torch.export.Dim("batch")}}
-    program = torch.export.export(model, (batch(3),), dynamic_shapes=shapes, strict=strict)
+    program = torch.export.export(model, (rows(3),), dynamic_shapes=shapes, strict=strict)
     exported = program.module()
     for size in (3, 5):
-        assert same(exported(batch(size)), model(batch(size)))
+        assert same(exported(rows(size)), model(rows(size)))
     del optimizer
 
 
@@ -67,13 +67,13 @@ FORMS = {
 def test_a_saved_program_keeps_its_casts_without_the_session(level, form):
     model, optimizer = of_one_level(level)
     make, save, load = FORMS[form]
-    wanted, file = model(batch(3)), io.BytesIO()
-    save(make(model, batch(3)), file)
+    wanted, file = model(rows(3)), io.BytesIO()
+    save(make(model, rows(3)), file)
     del model, optimizer
     gc.collect()
     assert not torch.is_autocast_enabled("cpu")
     file.seek(0)
-    assert same(load(file)(batch(3)), wanted)
+    assert same(load(file)(rows(3)), wanted)
 
 
 class Reshaping(nn.Module):
@@ -95,7 +95,7 @@ def test_traced_constants_are_compared(level):
 def test_restored_model_is_exported_traced_and_scripted_in_fp32(level):
     model, optimizer = of_one_level(level)
     model, optimizer = amp.restore(model, optimizer)
-    x = batch(3)
+    x = rows(3)
     wanted = model(x)
     assert {y.dtype for y in wanted} == {torch.float32}
     assert same(torch.export.export(model, (x,)).module()(x), wanted)

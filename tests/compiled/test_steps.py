@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from apex import amp
-from tests.compiled.cases import SAME_GRAPHS, assert_close, compiled, graph_breaks, trained
+from tests.compiled.cases import SAME_GRAPHS, assert_close, compiled, graph_breaks, training_state
 from tests.support import loops
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making
@@ -21,8 +21,8 @@ def test_compiled_step_trains_as_eager_and_skips_overflows(level):
     for x, y in loops.batches(6, overflow_at={2, 4} if level == "O2" else ()):
         loss = step(x, y)
         assert_close(loss, loops.train_step(*reference, x, y), level)
-    assert_close(trained(ours[1])[0], trained(reference[1])[0], level)
-    assert trained(ours[1])[1] == trained(reference[1])[1]
+    assert_close(training_state(ours[1])[0], training_state(reference[1])[0], level)
+    assert training_state(ours[1])[1] == training_state(reference[1])[1]
 
 
 @SAME_GRAPHS

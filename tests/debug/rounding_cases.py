@@ -229,7 +229,7 @@ def runs(name, mode):
 # -- iterations ----------------------------------------------------------------------------------
 
 
-def batch(model, length=24):
+def batch_for(model, length=24):
     """Returns inputs and targets that fit the model."""
     first = next(m for m in model.modules() if isinstance(m, nn.Embedding | nn.Conv2d | nn.Linear))
     if isinstance(first, nn.Embedding):

@@ -53,7 +53,7 @@ def test_a_grad_scaler_may_step_inside(fused, bad):
     assert (updates.frozen, updates.wanted) == ((0, 0) if bad else (1, 2))
 
 
-def trained(**options):
+def pair_with_grads(**options):
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)
@@ -66,7 +66,7 @@ def test_an_amp_optimizer_steps_the_same_as_without_the_block():
     results = []
     for counts in (True, False):
         torch.manual_seed(0)
-        model, optimizer = trained()
+        model, optimizer = pair_with_grads()
         if counts:
             with frozen_updates(optimizer):
                 optimizer.step()

@@ -10,7 +10,7 @@ from apex.debug.overflow import trace_overflow
 INF, NAN = float("inf"), float("nan")
 
 
-class Net(nn.Module):
+class FunctionNet(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -81,7 +81,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_harmless_program_has_no_fault(name):
-    net = Net(PROGRAMS[name])
+    net = FunctionNet(PROGRAMS[name])
     with trace_overflow(net) as trace:
         net(x()).sum().backward()
     assert trace.first is None, str(trace)
@@ -93,7 +93,7 @@ def test_a_mask_that_the_forward_writes_into_a_buffer_is_no_fault():
         net.mask.copy_(torch.ones(4, 4).tril().log())
         return (h + net.mask).softmax(-1)
 
-    net = Net(masked)
+    net = FunctionNet(masked)
     net.register_buffer("mask", torch.zeros(4, 4))
     with trace_overflow(net) as trace:
         net(x()).square().sum().backward()

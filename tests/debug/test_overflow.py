@@ -11,7 +11,6 @@ from apex import amp
 from apex.debug.overflow import trace_overflow
 from tests.debug import bodies
 from tests.support import loops
-from tests.support.loops import scaled_backward
 from tests.support.memory import new_memory_holds_nan
 
 EXP = f"{bodies.__file__}:{bodies.Exp.forward.__code__.co_firstlineno + 1}"
@@ -46,10 +45,10 @@ def test_a_trace_in_which_nothing_ran_is_no_clean_one():
 def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     net, optimizer = loops.prepared("O1", model=nn.Linear(2, 2))
     with trace_overflow(net) as trace:
-        scaled_backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
+        loops.scaled_backward((net(torch.ones(1, 2)).float() * 1e2).sum(), optimizer)
         assert (trace.first.cause, trace.first.heals) == ("loss scale", True)
         assert trace.first.remedies[0].startswith("none with a dynamic scale, ")
-        scaled_backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)
+        loops.scaled_backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)
     assert (trace.first.op, trace.first.cause) == ("aten.div", "derivative")
     assert (
         trace.first.source

@@ -15,7 +15,7 @@ FP16 = torch.float16
 INF, NAN = float("inf"), float("nan")
 
 
-class Net(nn.Module):
+class BodyNet(nn.Module):
     """Holds the module under test as ``layers.1``, behind a linear layer."""
 
     def __init__(self, body):
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 def through_net(function, x=None):
     """Returns the trace of one plain iteration in fp32 of a net with ``function`` in the middle."""
-    net = Net(Body(function))
+    net = BodyNet(Body(function))
     nn.init.eye_(net.layers[0].weight)
     nn.init.zeros_(net.layers[0].bias)
     with trace_overflow(net) as trace:
@@ -81,7 +81,9 @@ for name, formula in FORMULAS.items():
 
 @planted("add_", "inf", "range", direction="backward", dtype="float16")
 def accumulation_of_fp16_gradients():
-    net = Net(Body(lambda self, x: x * self.w.float(), w=nn.Parameter(torch.ones(3, dtype=FP16))))
+    net = BodyNet(
+        Body(lambda self, x: x * self.w.float(), w=nn.Parameter(torch.ones(3, dtype=FP16)))
+    )
     with trace_overflow(net) as trace:
         for _ in range(3):
             (net.layers[1](torch.ones(1, 3)) * 3e4).sum().backward()
@@ -105,7 +107,7 @@ def hook_that_normalizes_a_zero_gradient():
 
 @planted("nll_loss_forward", "nan", "division by zero", module="")
 def cross_entropy_with_all_targets_ignored():
-    net = Net(nn.Identity())
+    net = BodyNet(nn.Identity())
     with trace_overflow(net) as trace:
         F.cross_entropy(net(torch.ones(2, 3)), torch.tensor([-100, -100])).backward()
     return trace
@@ -123,7 +125,7 @@ def batch_with_nan():
 
 
 def step_of(make_optimizer, gradient=1.0, before=None):
-    net = Net(nn.Identity())
+    net = BodyNet(nn.Identity())
     optimizer = make_optimizer(net.parameters())
     if before is not None:
         before(net, optimizer)
@@ -140,7 +142,7 @@ def learning_rate_that_leaves_fp32():
 
 @planted("log", "inf", "domain", module="")
 def loss_in_a_closure():
-    net = Net(nn.Identity())
+    net = BodyNet(nn.Identity())
     optimizer = torch.optim.LBFGS(net.parameters())
     with trace_overflow(net) as trace:
 
@@ -155,7 +157,7 @@ def loss_in_a_closure():
 
 @planted("_foreach_copy_", "inf", "update", module="", dtype="float16")
 def masters_that_outgrow_the_model_s_fp16():
-    net = Net(nn.Identity())
+    net = BodyNet(nn.Identity())
     net, optimizer = prepared("O2", lambda p: torch.optim.SGD(p, lr=1e6), net, loss_scale=1.0)
     with trace_overflow(net) as trace:
         scaled_backward(net(torch.ones(2, 3)).sum(), optimizer)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from tests.debug.bodies import Body
-from tests.debug.rounding_cases import HEALTHY, MODES, Shift, Training, batch, runs
+from tests.debug.rounding_cases import HEALTHY, MODES, Shift, Training, batch_for, runs
 
 
 def traced(model, x):
@@ -35,7 +35,7 @@ def test_the_run_computes_the_same_bits_as_without_the_trace(name, mode):
         training = Training(HEALTHY[name](), mode)
         model, state = training.model, training.optimizer.state
         with amp.debug.trace_rounding(model) if traces else nullcontext():
-            losses = [training.step(*batch(model)) for _ in range(3)]
+            losses = [training.step(*batch_for(model)) for _ in range(3)]
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         held = [*grads, *(v for each in state.values() for v in each.values())]
         results.append([*losses, *model.parameters(), *model.buffers(), *held, torch.rand(3)])

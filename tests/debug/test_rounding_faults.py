@@ -9,7 +9,16 @@ from torch import nn
 
 from apex import amp
 from tests.debug.bodies import Body
-from tests.debug.rounding_cases import FAULTS, HEALTHY, MODES, Around, Training, batch, mlp, runs
+from tests.debug.rounding_cases import (
+    FAULTS,
+    HEALTHY,
+    MODES,
+    Around,
+    Training,
+    batch_for,
+    mlp,
+    runs,
+)
 
 KERNELS = {"aten.mkldnn_rnn_layer_backward"}
 """Healthy operators without a verdict: their workspace is of the kernel in 16 bits."""
@@ -22,7 +31,7 @@ def test_the_planted_operator_is_named(fault):
         torch.manual_seed(0)
         training = Training(Around(faulty()), mode)
         with amp.debug.trace_rounding(training.model) as trace:
-            training.step(*batch(training.model, length))
+            training.step(*batch_for(training.model, length))
         worst = trace.worst
         assert (worst.module, worst.direction) == ("faulty", direction), mode
         assert worst.op in ops.split()
@@ -40,7 +49,7 @@ def test_a_healthy_model_loses_none(name):
         training = Training(HEALTHY[name](), mode)
         with amp.debug.trace_rounding(training.model) as trace:
             for _ in range(2):
-                training.step(*batch(training.model))
+                training.step(*batch_for(training.model))
         assert trace.worst is None, f"{mode}: {trace}"
         assert {each.op for each in trace.skipped} <= KERNELS
         assert trace.operators > 20
@@ -61,7 +70,7 @@ def test_gradients_that_vanish_by_construction_or_by_chance_are_no_fault(loss):
         torch.manual_seed(seed)
         training = Training(mlp(norm=nn.BatchNorm1d, depth=2), mode, loss)
         with amp.debug.trace_rounding(training.model) as trace:
-            training.step(*batch(training.model))
+            training.step(*batch_for(training.model))
         assert trace.worst is None, str(trace)
 
 
@@ -150,7 +159,7 @@ def test_a_loss_of_large_logits_is_named():
     for mode in ("bf16", "O5"):
         training = Training(mlp(), mode, loss)
         with amp.debug.trace_rounding(training.model) as trace:
-            training.step(*batch(training.model))
+            training.step(*batch_for(training.model))
         assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
         assert not trace.worst.inside
 

@@ -9,7 +9,7 @@ START_SCALE = 2.0**8
 EPS = {level: torch.finfo(LEVELS[level].compute).eps for level in LEVELS}
 
 
-def batch(rank, step):
+def rank_batch(rank, step):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
 
@@ -43,7 +43,7 @@ def state(model, optimizer):
 
 def joined(step, ranks=2):
     """The batches of all ranks as one."""
-    parts = [batch(rank, step) for rank in range(ranks)]
+    parts = [rank_batch(rank, step) for rank in range(ranks)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 

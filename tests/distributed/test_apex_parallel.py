@@ -27,7 +27,7 @@ def net():
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def batch(rank=None):
+def rows_of(rank=None):
     """The whole batch, or the half that a rank gets."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(11))
     return x if rank is None else x[3 * rank : 3 * rank + 3]
@@ -43,7 +43,7 @@ def grads(model):
 
 def joined_grads(factor=1.0):
     model = net()
-    (loss_of(model, batch()) * factor).backward()
+    (loss_of(model, rows_of()) * factor).backward()
     return grads(model)
 
 
@@ -61,7 +61,7 @@ def three_steps(rank, options):
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
-        loss_of(wrapped, batch(rank)).backward()
+        loss_of(wrapped, rows_of(rank)).backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
 
@@ -85,7 +85,7 @@ def test_ranks_train_like_one_process(on_two_ranks, options):
 
 def one_backward(rank, options):
     wrapped = DistributedDataParallel(net(), retain_allreduce_buffers=True, **options)
-    loss_of(wrapped, batch(rank)).backward()
+    loss_of(wrapped, rows_of(rank)).backward()
     [flat] = wrapped.allreduce_buffers  # as MLPerf's GNMT reads it
     return grads(wrapped), flat
 
@@ -167,22 +167,22 @@ class Checkpointed(nn.Module):
 def run_odd_passes(rank):
     """Checkpointed segments; two forward passes; a pass after one that failed."""
     wrapped = DistributedDataParallel(Checkpointed(), delay_allreduce=True, gradient_average=False)
-    loss_of(wrapped, batch(rank).requires_grad_()).backward()
+    loss_of(wrapped, rows_of(rank).requires_grad_()).backward()
     again = DistributedDataParallel(net(), delay_allreduce=True)
-    sum(loss_of(again, batch(rank)) for _ in range(2)).backward()
+    sum(loss_of(again, rows_of(rank)) for _ in range(2)).backward()
     failing = DistributedDataParallel(net(), delay_allreduce=True)
     handle = failing.module[0].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        failing(batch(rank)).sum().backward()
+        failing(rows_of(rank)).sum().backward()
     handle.remove()
     failing.zero_grad()
-    loss_of(failing, batch(rank)).backward()
+    loss_of(failing, rows_of(rank)).backward()
     return grads(wrapped), grads(again), grads(failing)
 
 
 def test_delayed_any_pass_is_reduced_once(on_two_ranks):
     model = Checkpointed()
-    (2 * loss_of(model, batch().requires_grad_())).backward()
+    (2 * loss_of(model, rows_of().requires_grad_())).backward()
     for segments, twice, after_failure in on_two_ranks(run_odd_passes):
         assert_close(segments, grads(model))
         assert_close(twice, joined_grads(2.0))
@@ -193,13 +193,13 @@ def accumulate(rank, delay, by):
     wrapped = DistributedDataParallel(net(), delay_allreduce=delay)
     if by == "no_sync":
         with wrapped.no_sync():
-            loss_of(wrapped, batch(rank)).backward()
+            loss_of(wrapped, rows_of(rank)).backward()
     else:
         wrapped.disable_allreduce()
-        loss_of(wrapped, batch(rank)).backward()
+        loss_of(wrapped, rows_of(rank)).backward()
         wrapped.enable_allreduce()
     local = grads(wrapped)
-    loss_of(wrapped, batch(rank)).backward()
+    loss_of(wrapped, rows_of(rank)).backward()
     return local, grads(wrapped)
 
 
@@ -208,7 +208,7 @@ def accumulate(rank, delay, by):
 def test_accumulated_gradients_are_local_until_the_last_pass(on_two_ranks, delay, by):
     for rank, (local, total) in enumerate(on_two_ranks(accumulate, delay, by)):
         model = net()
-        loss_of(model, batch(rank)).backward()
+        loss_of(model, rows_of(rank)).backward()
         assert_close(local, grads(model))
         assert_close(total, joined_grads(2.0))
 
@@ -216,14 +216,14 @@ def test_accumulated_gradients_are_local_until_the_last_pass(on_two_ranks, delay
 def reduce_by_hand(rank):
     wrapped = DistributedDataParallel(net())
     wrapped.disable_allreduce()
-    loss_of(wrapped, batch(rank)).backward()
+    loss_of(wrapped, rows_of(rank)).backward()
     params = list(wrapped.parameters())
     flat = wrapped.allreduce_bucket([p.grad for p in params[:2]], 0, force_default_stream=True)
     assert torch.equal(flat, torch.cat([p.grad.flatten() for p in params[:2]]))
     wrapped.allreduce_maybe_retain([p.grad for p in params[2:]], 1)
     by_bucket = grads(wrapped)
     wrapped.zero_grad()
-    loss_of(wrapped, batch(rank)).backward()
+    loss_of(wrapped, rows_of(rank)).backward()
     if rank == 0:
         wrapped.module[0].bias.grad = None
     wrapped.allreduce_fallback()
@@ -232,7 +232,7 @@ def reduce_by_hand(rank):
 
 def test_gradients_can_be_reduced_by_hand_and_missing_ones_count_as_zero(on_two_ranks):
     model = net()
-    loss_of(model, batch(1)).backward()
+    loss_of(model, rows_of(1)).backward()
     expected = joined_grads()
     expected[1] = model[0].bias.grad / 2
     for by_bucket, at_once in on_two_ranks(reduce_by_hand):
@@ -259,10 +259,10 @@ def buffers_and_copies(rank, delay):
     wrapped = DistributedDataParallel(net(), delay_allreduce=delay, gradient_average=False)
     found = []
     for copied in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
-        loss_of(copied, batch(rank)).backward()
+        loss_of(copied, rows_of(rank)).backward()
         found.append(grads(copied))
     compiled = torch.compile(wrapped, backend="eager")
-    loss_of(compiled, batch(rank)).backward()
+    loss_of(compiled, rows_of(rank)).backward()
     return norm.module.running_mean, [*found, grads(wrapped)]
 
 

@@ -15,7 +15,7 @@ from apex import amp
 from apex.amp import _amp_state
 from apex.optimizers import FusedLAMB
 from apex.parallel.distributed import flat_dist_call
-from tests.distributed.cases import EPS, batch, net, state
+from tests.distributed.cases import EPS, net, rank_batch, state
 from tests.support.loops import scaled_backward
 
 pytestmark = pytest.mark.distributed
@@ -86,10 +86,10 @@ def take_step(model, optimizer, flag, dtype, put_back):
 
 
 def micro_batch(rank, step, part):
-    return batch(rank, ACCUMULATED * step + part)
+    return rank_batch(rank, ACCUMULATED * step + part)
 
 
-def train(rank, level, dtype, put_back):
+def train_rank(rank, level, dtype, put_back):
     model, optimizer, scheduler = prepare(rank, level)
     flag = torch.zeros(1, dtype=torch.int32)
     skips = []
@@ -127,7 +127,7 @@ def in_fp32():
 def test_gradients_averaged_after_accumulation_train_and_skip_alike(
     on_two_ranks, level, dtype, put_back
 ):
-    (first, skips), (second, others) = on_two_ranks(train, level, dtype, put_back)
+    (first, skips), (second, others) = on_two_ranks(train_rank, level, dtype, put_back)
     assert skips == others == [step == POISONED for step in range(4)]
     assert first == second
     assert first["scales"] == {"loss_scaler0": {"loss_scale": SCALE / 2, "unskipped": 2}}

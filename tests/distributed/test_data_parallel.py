@@ -13,13 +13,12 @@ from tests.distributed.cases import (
     START_SCALE,
     assert_trained_alike,
     backward,
-    batch,
     joined,
     prepare,
+    rank_batch,
     state,
 )
 from tests.support import loops
-from tests.support.loops import WITH_MASTERS, loss_of
 
 pytestmark = pytest.mark.distributed
 
@@ -43,11 +42,11 @@ def average_inside(rank, level):
     model, optimizer = prepare(level, seed=0)
     skipped = []
     for step in range(3):
-        x, y = batch(rank, step)
+        x, y = rank_batch(rank, step)
         if (rank, step) == (0, 1):
             x[0, 0] = float("inf")
         optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+        with amp.scale_loss(loops.loss_of(model, x, y), optimizer) as scaled_loss:
             scaled_loss.backward()
             for param in model.parameters():
                 dist.all_reduce(param.grad)
@@ -60,11 +59,11 @@ def average_inside(rank, level):
 # -- parity ----------------------------------------------------------------------------------
 
 
-def train(rank, level, wrapper, steps=20, poisoned=None):
+def train_rank(rank, level, wrapper, steps=20, poisoned=None):
     """Each rank has its own data and, before DDP, its own weights."""
     model, optimizer = prepare(level, seed=rank)
     parallel = WRAPPERS[wrapper](model)
-    batches = [batch(rank, step) for step in range(steps)]
+    batches = [rank_batch(rank, step) for step in range(steps)]
     if poisoned is not None and poisoned[0] == rank:
         batches[poisoned[1]][0][0, 0] = float("inf")
     loops.train(parallel, optimizer, data=batches)
@@ -75,7 +74,7 @@ def train(rank, level, wrapper, steps=20, poisoned=None):
 def test_two_ranks_stay_alike_and_train_as_one_process_on_the_joined_batch(
     on_two_ranks, level, wrapper
 ):
-    first, second = on_two_ranks(train, level, wrapper)
+    first, second = on_two_ranks(train_rank, level, wrapper)
     assert first == second
     model, optimizer = prepare(level, seed=0)
     loops.train(model, optimizer, data=map(joined, range(20)))
@@ -89,7 +88,7 @@ def clip_the_model(rank, wrapper, max_norm=2.0**-4):
     norms = []
     for step in range(3):
         optimizer.zero_grad()
-        backward(parallel, optimizer, *batch(rank, step))
+        backward(parallel, optimizer, *rank_batch(rank, step))
         torch.nn.utils.clip_grad_norm_(parallel.parameters(), max_norm)
         grads = [param.grad for param in amp.master_params(optimizer)]
         norms.append(float(torch.nn.utils.get_total_norm(grads)))
@@ -106,8 +105,8 @@ def test_clipping_the_model_clips_the_masters_alike_on_all_ranks(on_two_ranks, w
 
 @pytest.mark.parametrize(("level", "wrapper"), [("O1", "apex"), *ALL[-4:]])
 def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper):
-    clean = on_two_ranks(train, level, wrapper, 2)[0]
-    first, second = on_two_ranks(train, level, wrapper, 3, (1, 2))
+    clean = on_two_ranks(train_rank, level, wrapper, 2)[0]
+    first, second = on_two_ranks(train_rank, level, wrapper, 3, (1, 2))
     assert first == second
     assert first["masters"] == clean["masters"]
     assert first["scales"]["loss_scaler0"] == {"loss_scale": START_SCALE / 2, "unskipped": 0}
@@ -123,7 +122,7 @@ def accumulate(rank, level, wrapper, delay, poisoned=None):
     for update in range(3):
         for part in range(3):
             last = part == 2
-            x, y = batch(rank, 3 * update + part)
+            x, y = rank_batch(rank, 3 * update + part)
             if poisoned == (rank, update, part):
                 x[0, 0] = float("inf")
             with contextlib.nullcontext() if last else parallel.no_sync():
@@ -138,7 +137,7 @@ def accumulate_alone(level):
     for update in range(3):
         for part in range(3):
             for rank in range(2):
-                backward(model, optimizer, *batch(rank, 3 * update + part), 1 / 6)
+                backward(model, optimizer, *rank_batch(rank, 3 * update + part), 1 / 6)
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -164,13 +163,13 @@ def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
 def drop_a_poisoned_part(rank, level):
     model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model)
-    x, y = batch(rank, 0)
+    x, y = rank_batch(rank, 0)
     if rank == 0:
         x[0, 0] = float("inf")
     with parallel.no_sync():
         backward(parallel, optimizer, x, y)
     optimizer.zero_grad()
-    backward(parallel, optimizer, *batch(rank, 1))
+    backward(parallel, optimizer, *rank_batch(rank, 1))
     optimizer.step()
     return state(parallel, optimizer)
 
@@ -190,15 +189,15 @@ def train_in_groups(rank, level):
     groups = [dist.new_group([0]), dist.new_group([1])]
     model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank])
-    loops.train(parallel, optimizer, data=(batch(0, step) for step in range(2)))
+    loops.train(parallel, optimizer, data=(rank_batch(0, step) for step in range(2)))
     return state(parallel, optimizer)["masters"]
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_are_shared_in_the_wrapper_s_own_group(on_two_ranks, level):
     for rank, found in enumerate(on_two_ranks(train_in_groups, level)):
         model, optimizer = prepare(level, seed=rank)
-        loops.train(model, optimizer, data=(batch(0, step) for step in range(2)))
+        loops.train(model, optimizer, data=(rank_batch(0, step) for step in range(2)))
         assert found == state(model, optimizer)["masters"]
 
 
@@ -209,14 +208,14 @@ def train_after_a_rank_alone(rank, level, alone):
     if rank == 0:
         called = model if alone == "module" else parallel
         with parallel.no_sync():
-            backward(called, optimizer, *batch(0, 99))
+            backward(called, optimizer, *rank_batch(0, 99))
         optimizer.zero_grad()
-    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(2)))
+    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(2)))
     return state(parallel, optimizer)
 
 
 @pytest.mark.parametrize("alone", ["module", "wrapper"])
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_are_shared_after_a_pass_of_one_rank_alone(on_two_ranks, level, alone):
     first, second = on_two_ranks(train_after_a_rank_alone, level, alone)
     assert first["masters"] == second["masters"]

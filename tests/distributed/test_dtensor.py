@@ -21,7 +21,8 @@ def placed(over, *placements, rows=4):
 
 def ranks_of(params):
     return [
-        (kind, distributed.get_process_group_ranks(ranks)) for kind, ranks in dtensor.groups(params)
+        (kind, distributed.get_process_group_ranks(ranks))
+        for ranks, kind in dtensor.groups(params).items()
     ]
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from apex import amp
-from tests.distributed.cases import batch
+from tests.distributed.cases import rank_batch
 from tests.support.features import shards_on_cpu
 from tests.support.loops import loss_of, scaled_backward
 
@@ -47,7 +47,7 @@ def plain(rank, policy, dtype=None):
     """FSDP2's own loop, with torch.autocast where there is a dtype."""
     model, optimizer = sharded(policy)
     for step in range(STEPS):
-        x, y = batch(rank, step)
+        x, y = rank_batch(rank, step)
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             loss = loss_of(model, x, y)
@@ -56,13 +56,13 @@ def plain(rank, policy, dtype=None):
     return whole(model)
 
 
-def prepared(level, policy, seed=0, **options):
+def prepare_sharded(level, policy, seed=0, **options):
     return amp.initialize(*sharded(policy, seed), opt_level=level, verbosity=0, **options)
 
 
-def train(model, optimizer, rank, steps, overflow_at=None):
+def train_sharded(model, optimizer, rank, steps, overflow_at=None):
     for step in steps:
-        x, y = batch(rank, step)
+        x, y = rank_batch(rank, step)
         optimizer.zero_grad()
         loss = loss_of(model, x, y)
         if step == overflow_at and rank == 1:
@@ -72,22 +72,26 @@ def train(model, optimizer, rank, steps, overflow_at=None):
     return whole(model)
 
 
-def trained(rank, level, policy, options=None, overflow_at=None):
-    model, optimizer = prepared(level, policy, **(options or {}))
-    weights = train(model, optimizer, rank, range(STEPS), overflow_at)
+def weights_and_scale(rank, level, policy, options=None, overflow_at=None):
+    model, optimizer = prepare_sharded(level, policy, **(options or {}))
+    weights = train_sharded(model, optimizer, rank, range(STEPS), overflow_at)
     return weights, dict(amp.state_dict()["loss_scaler0"])
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, summed in fp32"])
 def test_o0_computes_as_plain_fsdp2_with_the_same_policy(on_two_ranks, policy):
     expected = on_two_ranks(plain, policy)
-    for (weights, _), alone in zip(on_two_ranks(trained, "O0", policy), expected, strict=True):
+    for (weights, _), alone in zip(
+        on_two_ranks(weights_and_scale, "O0", policy), expected, strict=True
+    ):
         assert all(map(torch.equal, weights, alone))
 
 
 def test_o4_computes_as_fsdp2_under_autocast(on_two_ranks):
     expected = on_two_ranks(plain, "fp32", torch.bfloat16)
-    for (weights, _), alone in zip(on_two_ranks(trained, "O4", "fp32"), expected, strict=True):
+    for (weights, _), alone in zip(
+        on_two_ranks(weights_and_scale, "O4", "fp32"), expected, strict=True
+    ):
         for ours, theirs in zip(weights, alone, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=8e-3)
 
@@ -96,7 +100,7 @@ def test_o4_computes_as_fsdp2_under_autocast(on_two_ranks):
 def test_a_dynamic_scale_trains_within_fp16_of_fp32(on_two_ranks, level, policy):
     options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
     expected = on_two_ranks(plain, "fp32")
-    results = on_two_ranks(trained, level, policy, options)
+    results = on_two_ranks(weights_and_scale, level, policy, options)
     for (weights, scale), alone in zip(results, expected, strict=True):
         assert scale == {"loss_scale": 2.0**8, "unskipped": STEPS}
         for ours, theirs in zip(weights, alone, strict=True):
@@ -106,7 +110,7 @@ def test_a_dynamic_scale_trains_within_fp16_of_fp32(on_two_ranks, level, policy)
 @pytest.mark.parametrize(("level", "policy"), [("O0", "fp16"), ("O1", "fp32")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(on_two_ranks, level, policy):
     options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8}
-    skipped = on_two_ranks(trained, level, policy, options, STEPS - 1)
+    skipped = on_two_ranks(weights_and_scale, level, policy, options, STEPS - 1)
     stopped = on_two_ranks(without_the_last_step, level, policy, options)
     for (weights, scale), before in zip(skipped, stopped, strict=True):
         assert scale == {"loss_scale": 2.0**7, "unskipped": 0}
@@ -114,7 +118,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on_two_ranks, level, poli
 
 
 def without_the_last_step(rank, level, policy, options):
-    return train(*prepared(level, policy, **options), rank, range(STEPS - 1))
+    return train_sharded(*prepare_sharded(level, policy, **options), rank, range(STEPS - 1))
 
 
 CASES = [("O0", "bf16"), ("O0", "fp16"), ("O1", "fp32"), ("O4", "fp32")]
@@ -128,16 +132,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(on_two_ranks, level, policy):
 
 def interrupted(rank, level, policy):
     options = {"loss_scale": "dynamic", "max_loss_scale": 2.0**8, "growth_interval": 3}
-    model, optimizer = prepared(level, policy, **options)
-    train(model, optimizer, rank, range(2))
+    model, optimizer = prepare_sharded(level, policy, **options)
+    train_sharded(model, optimizer, rank, range(2))
     files = (*get_state_dict(model, optimizer), amp.state_dict())
     copies = copy.deepcopy(files)
-    expected = train(model, optimizer, rank, range(2, STEPS))
+    expected = train_sharded(model, optimizer, rank, range(2, STEPS))
     del model, optimizer
-    model, optimizer = prepared(level, policy, seed=1, **options)
+    model, optimizer = prepare_sharded(level, policy, seed=1, **options)
     set_state_dict(model, optimizer, model_state_dict=copies[0], optim_state_dict=copies[1])
     amp.load_state_dict(copies[2])
-    return expected, train(model, optimizer, rank, range(2, STEPS))
+    return expected, train_sharded(model, optimizer, rank, range(2, STEPS))
 
 
 def refusals(rank):

@@ -11,13 +11,12 @@ from apex.parallel import SyncBatchNorm, convert_syncbn_model
 from tests.distributed.cases import (
     EPS,
     assert_trained_alike,
-    batch,
     initialized,
     joined,
+    rank_batch,
     state,
 )
 from tests.support import loops
-from tests.support.loops import LEVELS_SHORT, WITH_MASTERS, net
 
 pytestmark = pytest.mark.distributed
 
@@ -42,11 +41,11 @@ class Branches(nn.Module):
 def train_branches(rank, level):
     model, optimizer = initialized(level, Branches())
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(4)))
+    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(4)))
     return state(parallel, optimizer)
 
 
-@pytest.mark.parametrize("level", LEVELS_SHORT)
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_unused_parameters_are_found(on_two_ranks, level):
     first, second = on_two_ranks(train_branches, level)
     assert first == second
@@ -72,12 +71,12 @@ def train_normed(rank, level, converted):
         model = convert_syncbn_model(model)
     kind = type(model[1])
     parallel = DistributedDataParallel(model)
-    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(3)))
+    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
     return issubclass(kind, SyncBatchNorm), state(parallel, optimizer), model[1].running_mean
 
 
 @pytest.mark.parametrize("converted", ["before", "after"])
-@pytest.mark.parametrize("level", LEVELS_SHORT)
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_batch_norm_over_ranks_is_batch_norm_over_the_joined_batch(on_two_ranks, level, converted):
     (synced, first, mean), (_, second, other_mean) = on_two_ranks(train_normed, level, converted)
     assert synced
@@ -102,14 +101,14 @@ def sharded_adam(params):
 
 
 def train_with_sharded_state(rank, level):
-    model = net(3 + rank)
+    model = loops.net(3 + rank)
     optimizer = sharded_adam(model.parameters())
     try:
         model, optimizer = initialized(level, model, optimizer)
     except RuntimeError as error:
         return str(error), {p.dtype for p in model.parameters()}
     parallel = DistributedDataParallel(model)
-    loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(3)))
+    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
     return state(parallel, optimizer)
 
 
@@ -117,13 +116,13 @@ def train_with_sharded_state(rank, level):
 def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_ranks, level):
     first, second = on_two_ranks(train_with_sharded_state, level)
     assert first == second
-    model = net(3)
+    model = loops.net(3)
     model, optimizer = initialized(level, model, torch.optim.Adam(model.parameters(), lr=1e-2))
     loops.train(model, optimizer, data=map(joined, range(3)))
     assert_trained_alike(first, optimizer, level, eps=32)
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_zero_redundancy_optimizer_is_refused_with_masters_before_anything_changes(
     on_two_ranks, level
 ):

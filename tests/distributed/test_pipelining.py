@@ -21,7 +21,7 @@ def stage(rank):
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, width))
 
 
-def batch():
+def rows_and_labels():
     torch.manual_seed(2)
     return torch.randn(8, 16), torch.randint(0, 4, (8,))
 
@@ -30,13 +30,13 @@ def loss_of(output, labels):
     return F.cross_entropy(output.float(), labels)
 
 
-def trained(rank, level):
+def train_stage(rank, level):
     """Returns this rank's weights after training its stage."""
     model = stage(rank)
     model, optimizer = prepared(level, lambda p: torch.optim.AdamW(p, lr=1e-2), model)
     own = PipelineStage(model, rank, 2, torch.device("cpu"))
     run = ScheduleGPipe(own, n_microbatches=4, loss_fn=loss_of)
-    x, labels = batch()
+    x, labels = rows_and_labels()
     for _ in range(STEPS):
         run.step(target=labels) if rank else run.step(x)
         optimizer.step()
@@ -48,7 +48,7 @@ def in_one_process():
     models = [stage(0), stage(1)]
     params = [param for model in models for param in model.parameters()]
     optimizer = torch.optim.AdamW(params, lr=1e-2)
-    x, labels = batch()
+    x, labels = rows_and_labels()
     for _ in range(STEPS):
         loss_of(models[1](models[0](x)), labels).backward()
         optimizer.step()
@@ -58,7 +58,7 @@ def in_one_process():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_stages_train_as_one_model_in_fp32(on_two_ranks, level):
-    found = torch.cat([*map(flat, on_two_ranks(trained, level))])
+    found = torch.cat([*map(flat, on_two_ranks(train_stage, level))])
     expected = flat(in_one_process())
     start = flat([param for rank in (0, 1) for param in stage(rank).parameters()])
     tolerance = 1e-5 if level == "O0" else 0.05

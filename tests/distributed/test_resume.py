@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp
-from tests.distributed.cases import backward, batch, prepare
+from tests.distributed.cases import backward, prepare, rank_batch
 from tests.support import loops
 
 pytestmark = pytest.mark.distributed
@@ -34,11 +34,11 @@ def run(rank, level, wraps, has_block, saved=None):
         amp.load_state_dict(saved[2])
     parallel = DistributedDataParallel(model) if wraps else model
     for index in (0, 1) if saved is None else (2, 3):
-        step(parallel, optimizer, *batch(rank, index), has_block=has_block)
+        step(parallel, optimizer, *rank_batch(rank, index), has_block=has_block)
     if saved is None:
         state = loops.saved_and_loaded([part.state_dict() for part in (model, optimizer, amp)])
         for index in (2, 3):
-            step(parallel, optimizer, *batch(rank, index), has_block=has_block)
+            step(parallel, optimizer, *rank_batch(rank, index), has_block=has_block)
         return state, loops.masters(optimizer)
     return loops.masters(optimizer)
 

@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
-from tests.distributed.cases import backward, batch, initialized, net, prepare, state
+from tests.distributed.cases import backward, initialized, net, prepare, rank_batch, state
 from tests.support import loops
-from tests.support.loops import WITH_MASTERS, prepared, scaled_backward
 
 pytestmark = pytest.mark.distributed
 
@@ -21,7 +20,7 @@ ENTRIES = ("O1", "O2", "O5")
 def accumulate(rank, parallel, optimizer, model, updates=3):
     for step in range(2 * updates):
         with contextlib.nullcontext() if step % 2 else parallel.no_sync():
-            backward(parallel, optimizer, *batch(rank, step))
+            backward(parallel, optimizer, *rank_batch(rank, step))
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -78,16 +77,16 @@ def train_one_optimizer_of_several_wrappers(rank, level):
     wrappers = [DistributedDataParallel(model) for model in models]
     optimizer.add_param_group({"params": [p for model in models[:-1] for p in model.parameters()]})
     for step in range(2):
-        x, _ = batch(rank, step)
+        x, _ = rank_batch(rank, step)
         for wrapper in wrappers:
             x = torch.tanh(wrapper(x))
-        scaled_backward(x.float().square().mean(), optimizer)
+        loops.scaled_backward(x.float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return state(nn.ModuleList(models), optimizer)
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level):
     first, second = on_two_ranks(train_one_optimizer_of_several_wrappers, level)
     assert first == second
@@ -97,7 +96,7 @@ def zero_in_place(rank, level, views):
     model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=views)
     for step in range(3):
-        backward(parallel, optimizer, *batch(rank, step))
+        backward(parallel, optimizer, *rank_batch(rank, step))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return state(model, optimizer)
@@ -114,12 +113,12 @@ def test_gradients_in_buckets_can_be_zeroed_in_place(on_two_ranks, level):
 
 def train_unevenly(rank, level):
     model = net(rank)  # momentum would part: a join does not share it
-    model, optimizer = prepared(level, model=model)
+    model, optimizer = loops.prepared(level, model=model)
     parallel = DistributedDataParallel(model)
     try:
         with parallel.join():
             loops.train(
-                parallel, optimizer, data=(batch(rank, step) for step in range(2 + 2 * rank))
+                parallel, optimizer, data=(rank_batch(rank, step) for step in range(2 + 2 * rank))
             )
     except RuntimeError as error:
         return str(error)
@@ -154,8 +153,8 @@ def wrapped_first(rank, level, wrap, compiled):
     parallel = torch.compile(wrapper, backend="eager") if compiled else wrapper
     try:
         with torch.no_grad():
-            wrapper(batch(rank, 0)[0])
-        loops.train(parallel, optimizer, data=(batch(rank, step) for step in range(3)))
+            wrapper(rank_batch(rank, 0)[0])
+        loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
     except RuntimeError as error:
         return str(error)
     finally:

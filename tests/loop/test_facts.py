@@ -150,6 +150,7 @@ def test_an_exception_leaves_what_was_added_to_a_delayed_pass_and_says_so(level)
     said = pytest.warns(UserWarning, match=r"exception(?s:.*)optimizer\.zero_grad\(\)")
     with said, pytest.raises(KeyError):
         failing_block(model(a=4.0, b=4.0), optimizer)
+    assert model.a.grad[0].item() == 5.0 * loops.loss_scale()
     optimizer.zero_grad()
     loops.scaled_backward(model(a=2.0, b=2.0), optimizer)
     assert gradients(optimizer) == [2.0, 2.0]

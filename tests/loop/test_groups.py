@@ -6,7 +6,6 @@ from torch import nn
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import train
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
@@ -52,7 +51,7 @@ def test_a_plain_module_added_later_is_trained(level):
     optimizer.add_param_group({"params": head.parameters(), "lr": 0.5})
     before = loops.values(head.parameters())
     both = nn.Sequential(model, head)
-    train(both, optimizer, 2)
+    loops.train(both, optimizer, 2)
     assert not loops.same(before, loops.values(head.parameters()))
 
 
@@ -78,12 +77,12 @@ def test_groups_that_are_built_anew_step_the_same_masters(level):
     (model, optimizer), expected = (
         loops.prepared(level, loops.OPTIMIZERS["Adam"]) for _ in range(2)
     )
-    train(model, optimizer, 2)
+    loops.train(model, optimizer, 2)
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": model.parameters()})
-    train(model, optimizer, 2)
-    train(*expected, 2)
-    train(*expected, 2)
+    loops.train(model, optimizer, 2)
+    loops.train(*expected, 2)
+    loops.train(*expected, 2)
     assert loops.same(loops.masters(optimizer), loops.masters(expected[1]))
     del optimizer.param_groups[0]["params"][0]
     optimizer.add_param_group({"params": [model[0].weight]})
@@ -114,11 +113,11 @@ def test_a_frozen_parameter_stays_and_gets_its_master_when_it_is_unfrozen(level)
     model[0].requires_grad_(False)
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], model)
     before = loops.values(model[0].parameters())
-    train(model, optimizer, 2)
+    loops.train(model, optimizer, 2)
     assert loops.same(before, loops.values(model[0].parameters()))
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
     model[0].requires_grad_(True)
-    train(model, optimizer, 2)
+    loops.train(model, optimizer, 2)
     assert not loops.same(before, loops.values(model[0].parameters()))
     assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
 
@@ -151,7 +150,7 @@ def test_what_has_no_gradient_stays_as_it_is(level, name):
     unused = nn.Linear(4, 8)
     optimizer.add_param_group({"params": unused.parameters()})
     before = loops.values(unused.parameters())
-    train(model, optimizer, 2)
+    loops.train(model, optimizer, 2)
     assert loops.same(before, loops.values(unused.parameters()))
 
 

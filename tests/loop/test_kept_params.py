@@ -6,7 +6,6 @@ from torch.optim import SGD, Adam, Optimizer
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import trained
 
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
 
@@ -47,8 +46,8 @@ class Container(Optimizer):
 
 @masters
 def test_masters_have_the_attributes_of_their_parameters(level):
-    model, optimizer = trained(level, Rates, steps=3, loss_scale=128.0)
-    expected, _ = trained("O0", Rates, steps=3)
+    model, optimizer = loops.trained(level, Rates, steps=3, loss_scale=128.0)
+    expected, _ = loops.trained("O0", Rates, steps=3)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0.0, atol=4e-3)
     amp.restore(model, optimizer)
     assert [param.times for param in model.parameters()] == [0, 1, 2, 3]

@@ -109,7 +109,7 @@ def messages(train, *given):
     return [str(each.message) for each in caught]
 
 
-def train(lines, pair):
+def run_iterations(lines, pair):
     for x, y in loops.batches(3):
         run(lines, *pair, 0.01 * x, 0.01 * y)
 
@@ -117,7 +117,7 @@ def train(lines, pair):
 def assert_warns_once(level, lines, message, optimizer="SGD", **options):
     """Three iterations warn once."""
     pair = loops.prepared(level, loops.OPTIMIZERS[optimizer], **options)
-    (found,) = messages(train, lines, pair)
+    (found,) = messages(run_iterations, lines, pair)
     assert re.search(message, found)
 
 
@@ -424,7 +424,7 @@ def test_torch_s_grad_scaler_around_scale_loss_steps_alike_and_is_warned_of(leve
     "lines", [UNSCALED, LATE_BACKWARD, CLIPPED_INSIDE, WITHOUT_AMP, "step_closure"]
 )
 def test_the_same_at_a_scale_of_1_is_no_mistake(level, lines):
-    train(lines, loops.prepared(level))
+    run_iterations(lines, loops.prepared(level))
 
 
 @pytest.mark.parametrize(
@@ -571,7 +571,7 @@ def test_weights_put_back_but_for_their_rounding_are_no_mistake(level):
 
 @fp16
 def test_zeros_by_hand_after_a_step_are_no_mistake(level):
-    train("scale scaled end step zero", loops.prepared(level, loss_scale=128.0))
+    run_iterations("scale scaled end step zero", loops.prepared(level, loss_scale=128.0))
 
 
 @pytest.mark.parametrize("scaled", [True, False])

@@ -29,7 +29,7 @@ class Tagger(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
-def batch():
+def sequences():
     generator = torch.Generator().manual_seed(3)
     return torch.randn(5, 2, 4, generator=generator), torch.randn(5, 2, 2, generator=generator)
 
@@ -48,7 +48,7 @@ def test_weights_are_in_one_piece_and_train_as_on_the_cpu(level, kind):
     there = copy.deepcopy(here).cuda()
     pairs = [loops.prepared(level, model=model, loss_scale=64.0) for model in (here, there)]
     assert in_one_piece(there) or (level == "O5" and level in IN_PIECES)
-    x, y = batch()
+    x, y = sequences()
     for _ in range(3):
         losses = [
             loops.train_step(*pairs[0], x, y),
@@ -63,7 +63,7 @@ def test_weights_are_in_one_piece_and_train_as_on_the_cpu(level, kind):
 
 def test_weights_stay_in_one_piece_whatever_writes_them():
     model, optimizer = loops.prepared("O2", model=Tagger(nn.LSTM).cuda())
-    x = batch()[0].cuda()
+    x = sequences()[0].cuda()
     model.load_state_dict(model.state_dict())
     for master in amp.master_params(optimizer):
         master.data.clamp_(-0.1, 0.1)  # WGAN's clipping

@@ -7,7 +7,6 @@ from torch import nn
 from apex import amp
 from apex.parallel import LARC
 from tests.support import loops
-from tests.support.loops import live_sessions, nothing_changes
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
@@ -35,7 +34,7 @@ def test_the_same_objects_come_back_plain(level):
     assert group["params"] is listed
     if level != "O3":
         assert loops.same(exact, loops.values(params))
-    assert (live_sessions(), amp.state_dict()) == (0, {})
+    assert (loops.live_sessions(), amp.state_dict()) == (0, {})
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -51,6 +50,17 @@ def test_gradients_go_with_it_and_it_can_be_prepared_again(level):
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     losses.append(loops.train_step(model, optimizer, *loops.batch()))
     assert losses[0] > losses[1] > losses[2]
+
+
+@masters
+def test_gradients_of_shared_parameters_come_back_once(level):
+    model = loops.net()
+    optimizers = [loops.sgd(model.parameters()) for _ in range(2)]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    loops.backward(model, optimizers, *loops.batch())
+    grads = loops.grads(amp.master_params(optimizers[0]))
+    amp.restore(model, optimizers)
+    assert loops.same(grads, loops.grads(model.parameters()))
 
 
 class Mixed(nn.Module):
@@ -148,7 +158,7 @@ def refused(error, words, model, optimizer=None):
     objects = [
         each for part in (model, optimizer) for each in (part if type(part) is list else [part])
     ]
-    with nothing_changes(*objects), pytest.raises(error, match=words):
+    with loops.nothing_changes(*objects), pytest.raises(error, match=words):
         amp.restore(model, optimizer)
 
 
@@ -173,7 +183,7 @@ def test_what_amp_has_not_prepared_is_refused_and_nothing_changes(level):
 def test_an_optimizer_with_masters_is_refused_without_its_model(level):
     first, second = loops.prepared(level), loops.prepared(level)
     words = r"masters of a model that was not passed.*amp\.restore\(model, optimizer\)"
-    with nothing_changes(*first, *second), pytest.raises(ValueError, match=words):
+    with loops.nothing_changes(*first, *second), pytest.raises(ValueError, match=words):
         amp.restore(first[0], second[1])
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode.*no_grad\(\)"):
         amp.restore(*first)

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import nothing_changes, one_weight, slope
-from tests.support.reference.loops import Loop
+from tests.support.reference.plain_loops import Loop
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
@@ -24,8 +23,8 @@ def grads(optimizer):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_loss_of_any_floating_dtype_is_scaled_in_fp32_at_least(dtype, shape):
-    model, optimizer = one_weight("O2", loss_scale=8.0)
-    loss = slope(model, 3.0).to(dtype).reshape(shape)
+    model, optimizer = loops.one_weight("O2", loss_scale=8.0)
+    loss = loops.slope(model, 3.0).to(dtype).reshape(shape)
     with amp.scale_loss(loss, optimizer, model=model) as scaled_loss:
         assert (scaled_loss.shape, scaled_loss.item()) == (shape, 24.0)
         assert scaled_loss.dtype is torch.promote_types(dtype, torch.float32)
@@ -35,25 +34,27 @@ def test_a_loss_of_any_floating_dtype_is_scaled_in_fp32_at_least(dtype, shape):
 
 @pytest.mark.parametrize("level", loops.LEVELS)
 def test_gradients_are_unscaled_after_the_block_and_of_the_stepped_dtype(level):
-    model, optimizer = one_weight(level, loss_scale=8.0)
-    with amp.scale_loss(slope(model, 3.0), [optimizer, optimizer]) as scaled_loss:  # counts once
+    model, optimizer = loops.one_weight(level, loss_scale=8.0)
+    with amp.scale_loss(
+        loops.slope(model, 3.0), [optimizer, optimizer]
+    ) as scaled_loss:  # counts once
         scaled_loss.backward()
     (param,) = amp.master_params(optimizer)
     assert (param.grad.item(), param.grad.dtype) == (3.0, param.dtype)
 
 
 def test_scale_1_gives_the_loss_itself_and_an_empty_list_only_scales():
-    model, optimizer = one_weight("O1", loss_scale=1.0)
-    loss = slope(model, 1.0)
+    model, optimizer = loops.one_weight("O1", loss_scale=1.0)
+    loss = loops.slope(model, 1.0)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss == loss
-    model, _ = one_weight("O1")
-    loops.scaled_backward(slope(model, 1.0), [])
+    model, _ = loops.one_weight("O1")
+    loops.scaled_backward(loops.slope(model, 1.0), [])
     assert model.weight.grad == 2.0**16
 
 
 def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
-    model, optimizer = one_weight("O1")
+    model, optimizer = loops.one_weight("O1")
     for weight in (1.0, 0.875):
         loops.scaled_backward(model.weight.sum().half(), optimizer)
         optimizer.step()
@@ -63,8 +64,8 @@ def test_an_fp16_loss_overflows_at_the_first_scale_and_then_trains():
 
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_a_loss_whose_own_backward_scales_it_takes_part_once(level):
-    model, optimizer = one_weight(level)
-    loss = slope(model, 1.0)
+    model, optimizer = loops.one_weight(level)
+    loss = loops.slope(model, 1.0)
 
     def own_backward():
         loops.scaled_backward(loss, optimizer)
@@ -88,8 +89,8 @@ def test_no_loss_is_kept_after_the_step(delay):
 
 @levels
 def test_retain_graph_backs_twice_through_one_graph(level):
-    model, optimizer = one_weight(level)
-    loss = slope(model, 0.25)
+    model, optimizer = loops.one_weight(level)
+    loss = loops.slope(model, 0.25)
     for retain in (True, False):
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward(retain_graph=retain)
@@ -282,7 +283,7 @@ def test_before_initialize_the_error_shows_the_call():
     optimizer = loops.sgd(model.parameters())
     words = r"before amp\.initialize.*\n.*model, optimizer = amp\.initialize\(model, optimizer, opt"
     for given in (optimizer, []):
-        with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
+        with loops.nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
             amp.scale_loss(torch.ones(()), given)
 
 
@@ -292,10 +293,10 @@ def test_an_optimizer_that_amp_has_not_prepared_is_refused_with_the_call(level):
     loss, other = loops.loss_of(model, *loops.batch()), loops.sgd(loops.net().parameters())
     words = rf"no optimizer that amp has prepared\. Pass it(?s:.*)opt_level='{level}'"
     for given in (other, [optimizer, other]):
-        with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
+        with loops.nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
             amp.scale_loss(loss, given)
     words = r"returns a context(?s:.*)with amp\.scale_loss\(loss, optimizer\) as scaled_loss"
-    with nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
+    with loops.nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=words):
         amp.scale_loss(loss, optimizer).backward()
 
 
@@ -317,5 +318,5 @@ ONE = torch.ones(())
 def test_bad_arguments_are_refused(error, loss, options, words):
     model, optimizer = loops.prepared("O2", num_losses=2)
     given = {"optimizers": optimizer, **options}
-    with nothing_changes(model, optimizer), pytest.raises(error, match=words):
+    with loops.nothing_changes(model, optimizer), pytest.raises(error, match=words):
         amp.scale_loss(loss, **given)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apex._core.scale import SMALLEST_SCALE, ScaleRule, ScaleState, next_scale, update_scale_
-from tests.support.reference import loops as plain_loops
+from apex._core.scale import SMALLEST_SCALE, ScaleRule, ScaleState, next_scale
+from apex._engine.scaler import DynamicScaler
+from tests.support.reference import plain_loops
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -49,33 +50,21 @@ def rules(draw):
     )
 
 
-class Device:
-    """The state as 0-d tensors."""
-
-    def __init__(self, scale, growth_tracker):
-        self.scale = torch.tensor(scale, dtype=torch.float32)
-        self.growth_tracker = torch.tensor(growth_tracker, dtype=torch.int32)
-
-    def update(self, overflow, rule):
-        found_inf = torch.tensor(float(overflow))
-        update_scale_(self.scale, self.growth_tracker, found_inf, rule)
-
-    def state(self):
-        return ScaleState(float(self.scale), int(self.growth_tracker))
-
-
 scales = st.floats(SMALLEST_SCALE, FLOAT32_MAX, width=32)
 
 
 @given(rules(), st.lists(st.booleans(), max_size=60), scales, st.integers(0, 2**31 - 1))
 def test_the_device_form_follows_the_plain_rule_bit_for_bit(rule, overflows, scale, growth_tracker):
     growth_tracker %= rule.growth_interval
-    state, device = ScaleState(scale, growth_tracker), Device(scale, growth_tracker)
+    state, scaler = ScaleState(scale, growth_tracker), DynamicScaler(1.0, rule)
+    scaler.set_scale(scale)
+    scaler.set_growth_tracker(growth_tracker)
     for overflow in overflows:
         plain = next_scale(state, rule, overflow=overflow)
         state = ScaleState(fp32(plain.scale), plain.growth_tracker)
-        device.update(overflow, rule)
-        assert device.state() == state
+        scaler.found_inf.fill_(overflow)
+        scaler.update()
+        assert (scaler.read_scale(), scaler.read_growth_tracker()) == state
 
 
 class Operators(TorchDispatchMode):
@@ -89,9 +78,9 @@ class Operators(TorchDispatchMode):
 
 
 def test_the_device_form_takes_two_operators():
-    found_inf, device = torch.zeros(()), Device(2.0**16, 0)
+    scaler = DynamicScaler(2.0**16, ScaleRule())
     with Operators() as operators:
-        update_scale_(device.scale, device.growth_tracker, found_inf, ScaleRule())
+        scaler.update()
     assert operators.count == 2
 
 

@@ -11,7 +11,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import live_sessions, train
 
 levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting = pytest.mark.parametrize("level", ["O1", "O4"])
@@ -21,17 +20,17 @@ casting = pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_session_lives_as_long_as_its_model_or_its_optimizer(level):
     for order in (0, 1):
         held = [*loops.prepared(level)]
-        train(*held)
+        loops.train(*held)
         watched = [weakref.ref(each) for each in (*held, *amp.master_params(held[1]))]
-        assert live_sessions() == 1
+        assert loops.live_sessions() == 1
         del held[order]
-        assert live_sessions() == 1
+        assert loops.live_sessions() == 1
         held.clear()
-        assert live_sessions() == 0
+        assert loops.live_sessions() == 0
         assert [each() for each in watched] == [None] * len(watched)
     with pytest.raises(ValueError, match="holds no parameter"):
         amp.initialize(loops.net(), loops.sgd(loops.net().parameters()), opt_level=level)
-    assert live_sessions() == 0
+    assert loops.live_sessions() == 0
 
 
 @pytest.mark.parametrize("placeholder", [nn.Identity, list])
@@ -46,8 +45,8 @@ def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholde
     model = amp.initialize(model, opt_level=level, num_losses=0, verbosity=0)
     assert len(amp._amp_state.loss_scalers) == 0
     _, later = amp.initialize(placeholder(), loops.sgd(model.parameters()), **options)
-    train(twin, optimizer)
-    train(model, later)
+    loops.train(twin, optimizer)
+    loops.train(model, later)
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
@@ -102,12 +101,12 @@ def test_the_level_of_the_last_call_counts_and_it_trains_as_after_restore(level,
     for each in (level, then):
         optimizer = loops.sgd(twin.parameters())
         amp.initialize(twin, optimizer, opt_level=each, verbosity=0)
-        expected.append(train(twin, optimizer))
+        expected.append(loops.train(twin, optimizer))
         amp.restore(twin, optimizer)
     for each, losses in zip((level, then), expected, strict=True):
         optimizer = loops.sgd(model.parameters())
         amp.initialize(model, optimizer, opt_level=each, verbosity=0)
-        assert train(model, optimizer) == losses
+        assert loops.train(model, optimizer) == losses
     gc.collect()
     assert len(amp.state_dict()) == 1  # the first optimizer goes with its scale
     with pytest.raises(ValueError, match="no parameter of the given models"):
@@ -115,16 +114,16 @@ def test_the_level_of_the_last_call_counts_and_it_trains_as_after_restore(level,
     with torch.no_grad():
         assert model(torch.ones(2, 4)).dtype is loops.LEVELS[then].compute
     amp.restore(model, optimizer)
-    assert (type(model), live_sessions()) == (nn.Sequential, 0)
+    assert (type(model), loops.live_sessions()) == (nn.Sequential, 0)
 
 
 @casting
 def test_a_model_prepared_without_an_optimizer_between_steps_trains_on(level):
     model, optimizer = loops.prepared(level)
-    train(model, optimizer)
+    loops.train(model, optimizer)
     model = amp.initialize(model, opt_level=level, verbosity=0)
     before = [param.detach().clone() for param in model.parameters()]
-    train(model, optimizer)
+    loops.train(model, optimizer)
     assert not any(map(torch.equal, before, model.parameters()))
 
 
@@ -138,7 +137,7 @@ def test_a_session_may_end_while_torch_runs_hooks_of_a_step(others):
         weight = nn.Parameter(torch.ones(1))
         weight.grad = torch.ones(1)
         torch.optim.SGD([weight], lr=0.1).step()
-        assert live_sessions() == others
+        assert loops.live_sessions() == others
     finally:
         for handle in handles:
             handle.remove()

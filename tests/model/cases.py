@@ -3,7 +3,6 @@
 import torch
 
 from tests.support import loops
-from tests.support.loops import train as train
 
 LEVELS = ("O1", "O2", "O5")
 CASTS_DOWN = ("O2", "O5")
@@ -20,7 +19,7 @@ def dtype_of(level):
     return loops.LEVELS[level].stored
 
 
-def prepared(level, model=None, make_optimizer=loops.sgd, **options):
+def prepare_unskipped(level, model=None, make_optimizer=loops.sgd, **options):
     options.setdefault("loss_scale", SCALE.get(level))
     return loops.prepared(level, make_optimizer, model, **options)
 

@@ -8,7 +8,7 @@ from apex import amp
 LOW = torch.bfloat16
 
 
-class Net(nn.Module):
+class BufferNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 4)

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from apex.amp import restore
-from tests.model.nets import LOW, Net, converted, dtypes_of, x
+from tests.model.nets import LOW, BufferNet, converted, dtypes_of, x
 
 
 def test_parameters_and_buffers_are_cast_but_batch_norm_and_integers():
     assert set(dtypes_of(converted(nn.Linear(2, 2).double(), "O0")).values()) == {torch.float32}
-    dtypes = dtypes_of(converted(Net().double()))
+    dtypes = dtypes_of(converted(BufferNet().double()))
     assert {name for name, dtype in dtypes.items() if dtype is LOW} == {
         "first.weight",
         "first.bias",

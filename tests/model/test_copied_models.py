@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from apex.amp import restore
-from tests.model.nets import LOW, Echo, Net, converted, dtypes_of, x
+from tests.model.nets import LOW, BufferNet, Echo, converted, dtypes_of, x
 from tests.support.loops import saved_and_loaded
 
 COPIES = {
@@ -21,14 +21,14 @@ COPIES = {
 every_copy = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
 
 
-class CustomState(Net):
+class CustomState(BufferNet):
     """Saves only what it was made from, as user classes may."""
 
     def __getstate__(self):
         return {"weights": nn.Module.state_dict(self)}
 
     def __setstate__(self, state):
-        Net.__init__(self)
+        BufferNet.__init__(self)
         self.load_state_dict(state["weights"])
 
 
@@ -46,7 +46,7 @@ class OwnDeepCopy(nn.Linear):
 
 @every_copy
 def test_a_copy_casts_as_the_original_with_weights_of_its_own_and_is_restored_alone(duplicate):
-    model = converted(Net(), fp32_modules=("last",)).eval()
+    model = converted(BufferNet(), fp32_modules=("last",)).eval()
     before = model(x())
     twin = duplicate(model)
     assert type(twin) is type(model)
@@ -59,7 +59,7 @@ def test_a_copy_casts_as_the_original_with_weights_of_its_own_and_is_restored_al
     assert torch.equal(model(x()), before)
     assert torch.equal(twin(x()), twin.shift.float().expand(4, 2))
     restore(twin)
-    assert type(twin) is Net
+    assert type(twin) is BufferNet
     assert not twin.last._forward_hooks
     assert not twin.last._forward_pre_hooks
     assert len(model.last._forward_hooks) == 1
@@ -97,7 +97,7 @@ def test_own_deepcopy_is_honoured_and_its_copy_is_prepared():
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
 def test_a_copy_is_gone_with_its_last_reference(duplicate):
-    model = converted(Net())
+    model = converted(BufferNet())
     gc.collect()
     gc.disable()
     try:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.model.cases import EPS, LEVELS, prepared
+from tests.model.cases import EPS, LEVELS, prepare_unskipped
 from tests.support import loops
-from tests.support.reference.loops import Loop
+from tests.support.reference.plain_loops import Loop
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -63,7 +63,7 @@ def test_without_gpus_the_wrapper_trains_as_its_model(level):
 
 @every_level
 def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
-    model, optimizer = prepared(level)
+    model, optimizer = prepare_unskipped(level)
     x = torch.cat([loops.batch(1)[0], loops.batch(2)[0]])
     wrapped = DataParallelOnCPU(model)
     output = wrapped(x)
@@ -85,6 +85,6 @@ def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
 @every_level
 def test_a_replicas_state_dict_is_that_of_a_plain_replica(level):
     expected = replicate(loops.net()).state_dict()
-    model, _ = prepared(level)
+    model, _ = prepare_unskipped(level)
     assert list(replicate(model).state_dict()) == list(expected)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}

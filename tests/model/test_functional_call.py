@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from apex import amp
 from tests.model.cases import CASTS_DOWN, EPS, LEVELS
 from tests.support import loops
-from tests.support.reference.loops import Loop
+from tests.support.reference.plain_loops import Loop
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 

@@ -7,9 +7,8 @@ import torch
 from torch import fx
 
 from apex import amp
-from tests.model.cases import LEVELS, prepared, train
+from tests.model.cases import LEVELS, prepare_unskipped
 from tests.support import loops
-from tests.support.loops import same, saved_and_loaded
 
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -32,26 +31,26 @@ def x():
 
 @every_level
 def test_a_graph_trains_as_the_model_that_it_is_of_and_so_do_its_copies(level):
-    model, optimizer = prepared(level)
-    train(model, optimizer)
+    model, optimizer = prepare_unskipped(level)
+    loops.train(model, optimizer)
     expected = model(x())
     del model, optimizer
-    model, optimizer = prepared(level, fx.symbolic_trace(loops.net()))
-    train(model, optimizer)
-    for each in (model, copy.copy(model), copy.deepcopy(model), saved_and_loaded(model)):
+    model, optimizer = prepare_unskipped(level, fx.symbolic_trace(loops.net()))
+    loops.train(model, optimizer)
+    for each in (model, copy.copy(model), copy.deepcopy(model), loops.saved_and_loaded(model)):
         assert torch.equal(each(x()), expected)
-        assert same(list(each.parameters()), list(model.parameters()))
+        assert loops.same(list(each.parameters()), list(model.parameters()))
 
 
 @every_level
 def test_a_graph_compiled_anew_casts_as_before(level):
-    model, optimizer = prepared(level, TwoGraphs(loops.net()))
-    train(model, optimizer)
+    model, optimizer = prepare_unskipped(level, TwoGraphs(loops.net()))
+    loops.train(model, optimizer)
     before = model(x())
     model.eval()
     model.train()
     model.recompile()
     assert torch.equal(model(x()), before)
-    train(model, optimizer)
+    loops.train(model, optimizer)
     plain, _ = amp.restore(model, optimizer)
     assert type(plain).__mro__[1] is TwoGraphs

@@ -5,10 +5,9 @@ import torch
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import LEVELS_SHORT
-from tests.support.reference.loops import Loop
+from tests.support.reference.plain_loops import Loop
 
-every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
+every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 before_and_after = pytest.mark.parametrize("when", ["before initialize", "after initialize"])
 
 

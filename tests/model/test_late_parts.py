@@ -5,7 +5,15 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.model.cases import CASTS_DOWN, EPS, LEVELS, close, dtype_of, prepared, train, train_plain
+from tests.model.cases import (
+    CASTS_DOWN,
+    EPS,
+    LEVELS,
+    close,
+    dtype_of,
+    prepare_unskipped,
+    train_plain,
+)
 from tests.support import loops
 
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -31,14 +39,14 @@ def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
     train_plain(plain, reference, 1)
     replace_head(plain, reference)
     train_plain(plain, reference, seed=2)
-    model, optimizer = prepared(level)
-    train(model, optimizer, 1)
+    model, optimizer = prepare_unskipped(level)
+    loops.train(model, optimizer, 1)
     replace_head(model, optimizer)
     assert model[2].weight.dtype is dtype_of(level)
     exact = list(new_head().parameters())
     assert loops.same(list(optimizer.param_groups[1]["params"]), exact)
     assert loops.same([model.state_dict()[f"2.{k}"] for k in ("weight", "bias")], exact)
-    train(model, optimizer, seed=2)
+    loops.train(model, optimizer, seed=2)
     assert close(amp.master_params(optimizer), amp.master_params(reference), eps=4 * EPS[level])
     amp.restore(model, optimizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -47,7 +55,7 @@ def test_a_head_put_on_later_trains_with_its_group_from_its_exact_values(level):
 
 @casting_levels
 def test_late_parts_get_the_dtypes_that_the_level_gives_their_like(level):
-    model, optimizer = prepared(
+    model, optimizer = prepare_unskipped(
         level, nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), fp32_modules=[nn.LayerNorm]
     )
     model.append(nn.BatchNorm1d(2))
@@ -60,7 +68,7 @@ def test_late_parts_get_the_dtypes_that_the_level_gives_their_like(level):
     assert model[1].weight.dtype is model.late.dtype is dtype_of(level)
     seen = []
     model[3].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
-    train(model, optimizer, 1)
+    loops.train(model, optimizer, 1)
     assert model[3].weight.dtype is torch.float32
     assert seen == [dtype_of(level)]
 
@@ -115,10 +123,10 @@ def test_a_tensor_that_the_forward_makes_is_named_with_the_remedies(level, kind)
     def made():
         return nn.Sequential(Time(), nn.Linear(4, 4) if kind is nn.Linear else Recurrent(kind))
 
-    model, _ = prepared(level, made())
+    model, _ = prepare_unskipped(level, made())
     with pytest.raises(RuntimeError, match=r"created inside forward(.|\n)*fp32_modules"):
         model(torch.arange(3))
-    model, _ = prepared(level, made(), fp32_modules=["1"])
+    model, _ = prepare_unskipped(level, made(), fp32_modules=["1"])
     assert model(torch.arange(3)).dtype is torch.float32
 
 
@@ -147,7 +155,7 @@ class Spectrum(nn.Module):
     ids=["fft", "det", "rank", "vander", "quantile", "stft"],
 )
 def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
-    model, _ = prepared(level, Spectrum(of))
+    model, _ = prepare_unskipped(level, Spectrum(of))
     with pytest.raises(RuntimeError, match=r"operator without a 16-bit kernel(.|\n)*fp32_modules"):
         model(torch.ones(4, 4))
 
@@ -155,7 +163,7 @@ def test_an_operator_without_a_16_bit_kernel_is_told_with_the_remedy(level, of):
 @casting_levels
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
 def test_an_input_that_no_level_casts_gets_torch_s_own_error(level, dtype):
-    model, _ = prepared(level)
+    model, _ = prepare_unskipped(level)
     with pytest.raises(RuntimeError, match=r"but got \w+ and B?\w+$"):
         model(loops.batch()[0].to(dtype))
 
@@ -198,8 +206,8 @@ def exact_values(model, optimizer):
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("to_fp32", FLOATS)
 def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level, to_fp32, caplog):
-    model, optimizer = prepared(level)
-    train(model, optimizer)
+    model, optimizer = prepare_unskipped(level)
+    loops.train(model, optimizer)
     exact = exact_values(model, optimizer)
     assert to_fp32(model) is model
     assert type(model) is nn.Sequential
@@ -210,7 +218,7 @@ def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level,
     plain.load_state_dict(exact)
     x = loops.batch()[0]
     assert torch.equal(torch.jit.trace(model, x)(x), plain(x))
-    train(model, optimizer)
+    loops.train(model, optimizer)
     assert not loops.same(list(model.parameters()), list(exact.values()))
     assert loops.same(list(model.parameters()), list(exact_values(model, optimizer).values()))
     amp.restore(model, optimizer)
@@ -220,8 +228,8 @@ def test_float_makes_a_model_plain_with_exact_values_and_training_goes_on(level,
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_float_between_backward_and_step_changes_no_step(level):
-    model, optimizer = prepared(level)
-    expected = prepared(level)
+    model, optimizer = prepare_unskipped(level)
+    expected = prepare_unskipped(level)
     for each, change in ((model, True), (expected[0], False)):
         own = optimizer if change else expected[1]
         x, y = loops.batch()
@@ -235,7 +243,7 @@ def test_float_between_backward_and_step_changes_no_step(level):
 @pytest.mark.parametrize(("part", "dtype"), [("", torch.float16), ("2", torch.float64)])
 def test_an_error_names_parameters_that_were_cast_later(part, dtype):
     """At O1 and O4 operators cast them, as soon as one has met float64 beside fp32."""
-    model, _ = prepared("O0")
+    model, _ = prepare_unskipped("O0")
     model.get_submodule(part).to(dtype)
     with pytest.raises(RuntimeError, match=f"{dtype}"[6:] + r"\).*cast, added or assigned later"):
         model(loops.batch()[0])

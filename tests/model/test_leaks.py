@@ -8,7 +8,6 @@ import torch
 
 from apex import amp
 from tests.support import loops
-from tests.support.loops import live_sessions
 
 CYCLES = 20
 MEASUREMENTS = 20
@@ -54,7 +53,7 @@ def test_cycles_leave_no_tensor_and_no_object(level, restores):
     tensors, _ = held()
     assert grows(lambda: cycle(level, restores=restores), CYCLES) < CYCLES / 2
     assert held()[0] <= tensors  # fewer where an earlier test's go in the meantime
-    assert live_sessions() == 0
+    assert loops.live_sessions() == 0
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])

@@ -17,7 +17,7 @@ def messages(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "apex"]
 
 
-def trained(model, steps=4, level="O5", after=lambda model: None, lr=0.1, **options):
+def train_prepared(model, steps=4, level="O5", after=lambda model: None, lr=0.1, **options):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     for _ in range(steps):
@@ -142,7 +142,7 @@ class Codebook(nn.Module):
 @pytest.mark.parametrize("how", ["in place", "assigned", "data"])
 @LOW_LEVELS
 def test_buffers_that_the_forward_writes_are_named_once_with_the_line(caplog, level, how):
-    trained(nn.Sequential(Codebook(how)), level=level, loss_scale=1.0)
+    train_prepared(nn.Sequential(Codebook(how)), level=level, loss_scale=1.0)
     (text,) = messages(caplog)
     assert "0.average, 0.count" in text
     assert "fp32_modules=['0']" in text
@@ -150,12 +150,12 @@ def test_buffers_that_the_forward_writes_are_named_once_with_the_line(caplog, le
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_in_fp32_nothing_is_said(caplog, level):
-    trained(nn.Sequential(Codebook()), level=level, loss_scale=1.0)
+    train_prepared(nn.Sequential(Codebook()), level=level, loss_scale=1.0)
     assert not messages(caplog)
 
 
 def test_the_line_keeps_them_exact_and_single_writes_are_not_meant(caplog):
-    model, _ = trained(nn.Sequential(Codebook(), nn.BatchNorm1d(4)), 300, fp32_modules=["0"])
+    model, _ = train_prepared(nn.Sequential(Codebook(), nn.BatchNorm1d(4)), 300, fp32_modules=["0"])
     assert model[0].count == 300
     filled = converted(Positions(torch.ones(4)))
     filled.table.zero_()
@@ -197,7 +197,7 @@ class Momentum(nn.Module):
 @LOW_LEVELS
 def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, inside):
     after = (lambda model: None) if inside else Momentum.follow
-    trained(Momentum(how, inside), level=level, after=after, loss_scale=1.0, steps=6)
+    train_prepared(Momentum(how, inside), level=level, after=after, loss_scale=1.0, steps=6)
     (text,) = messages(caplog)
     assert "teacher.weight" in text
     assert "fp32_modules=['teacher']" in text
@@ -222,7 +222,7 @@ def test_a_teacher_that_is_a_model_of_its_own_is_named(caplog, level):
 
 def test_frozen_weights_that_are_loaded_or_stay_are_not_named(caplog):
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
-    model, _ = trained(model)
+    model, _ = train_prepared(model)
     model[0].load_state_dict(nn.Linear(4, 4).state_dict())
     for _ in range(3):
         model(torch.ones(2, 4))
@@ -275,7 +275,7 @@ class Overwrites(nn.Module):
 
 @LOW_LEVELS
 def test_buffers_that_are_overwritten_are_not_named(caplog, level):
-    trained(nn.Sequential(Overwrites()), level=level, loss_scale=1.0, steps=6)
+    train_prepared(nn.Sequential(Overwrites()), level=level, loss_scale=1.0, steps=6)
     assert not messages(caplog)
 
 
@@ -283,7 +283,7 @@ def test_buffers_that_are_averaged_between_forwards_are_named(caplog):
     def after(model):
         model[0].table.lerp_(torch.ones_like(model[0].table), 0.01)
 
-    trained(nn.Sequential(Positions(torch.zeros(4))), 6, after=after)
+    train_prepared(nn.Sequential(Positions(torch.zeros(4))), 6, after=after)
     assert "0.table" in messages(caplog)[0]
 
 
@@ -312,7 +312,7 @@ def test_averages_are_named_however_they_are_written(caplog):
                 return self.linear(x)
 
         caplog.clear()
-        trained(nn.Sequential(Averaging()))
+        train_prepared(nn.Sequential(Averaging()))
         assert "0.average" in messages(caplog)[0], write
 
 
@@ -348,14 +348,14 @@ def test_an_average_made_by_deepcopy_is_told_once(caplog, level, make, update):
             averages.append(make(model))
         update(model, averages[0])
 
-    trained(nn.Sequential(nn.Linear(4, 4)), 6, level, after, loss_scale=1.0)
+    train_prepared(nn.Sequential(nn.Linear(4, 4)), 6, level, after, loss_scale=1.0)
     (text,) = messages(caplog)
     assert "deep copy" in text
     assert "amp.restore(copy.deepcopy(model))" in text
 
 
 def test_copies_that_are_trained_loaded_or_kept_are_not_named(caplog):
-    model, optimizer = trained(nn.Sequential(nn.Linear(4, 4)))
+    model, optimizer = train_prepared(nn.Sequential(nn.Linear(4, 4)))
     twin, own = copy.deepcopy((model, optimizer))
     kept = copy.deepcopy(model)
     for _ in range(6):
@@ -378,7 +378,7 @@ HALVES = [
 @pytest.mark.parametrize(("cast", "dtype"), HALVES, ids=["half", "to"])
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_16_bit_weights_after_initialize_are_told_once(caplog, level, cast, dtype):
-    model, _optimizer = trained(nn.Linear(4, 4), level=level, loss_scale=1.0)
+    model, _optimizer = train_prepared(nn.Linear(4, 4), level=level, loss_scale=1.0)
     cast(cast(model))
     model(torch.ones(2, 4))
     (text,) = messages(caplog)
@@ -389,7 +389,7 @@ def test_16_bit_weights_after_initialize_are_told_once(caplog, level, cast, dtyp
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_copy_may_be_cast_to_be_saved(caplog, level):
-    model, _optimizer = trained(nn.Linear(4, 4), level=level, loss_scale=1.0)
+    model, _optimizer = train_prepared(nn.Linear(4, 4), level=level, loss_scale=1.0)
     for dtype in (torch.float16, torch.float32):
         assert copy.deepcopy(model).to(dtype).weight.dtype is dtype
     assert not messages(caplog)

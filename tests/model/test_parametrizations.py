@@ -6,11 +6,18 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from apex import amp
-from tests.model.cases import CASTS_DOWN, EPS, SCALE, close, dtype_of, prepared, train, train_plain
+from tests.model.cases import (
+    CASTS_DOWN,
+    EPS,
+    SCALE,
+    close,
+    dtype_of,
+    prepare_unskipped,
+    train_plain,
+)
 from tests.support import loops
-from tests.support.loops import LEVELS_SHORT
 
-every_level = pytest.mark.parametrize("level", LEVELS_SHORT)
+every_level = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 casting_levels = pytest.mark.parametrize("level", CASTS_DOWN)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 
@@ -60,19 +67,19 @@ def trained_plain(wrap):
 def test_a_layer_wrapped_before_initialize_trains_saves_and_loads_as_in_fp32(level, wrap):
     plain, plain_optimizer = trained_plain(wrap)
     expected = weight_of(plain)
-    model, optimizer = prepared(level, wrapped(wrap))
-    train(model, optimizer)
+    model, optimizer = prepare_unskipped(level, wrapped(wrap))
+    loops.train(model, optimizer)
     # Several 16-bit operations make the weight, and its gradient passes them again.
     eps = 4 * EPS[level]
     assert close(amp.master_params(optimizer), amp.master_params(plain_optimizer), eps=eps)
-    other, other_optimizer = prepared(level, wrapped(wrap))
+    other, other_optimizer = prepare_unskipped(level, wrapped(wrap))
     other.load_state_dict(model.state_dict())
     for pair in ((model, optimizer), (other, other_optimizer)):
-        train(*pair, 2, seed=2)
+        loops.train(*pair, 2, seed=2)
     assert loops.same(loops.masters(optimizer), loops.masters(other_optimizer))
     del plain_optimizer
-    model, optimizer = prepared(level, wrapped(wrap))
-    train(model, optimizer)
+    model, optimizer = prepare_unskipped(level, wrapped(wrap))
+    loops.train(model, optimizer)
     assert close([weight_of(model)], [expected], eps=eps)
 
 
@@ -82,8 +89,8 @@ def test_parametrizations_may_compute_in_fp32_in_a_16_bit_model(level, wrap):
     plain, _ = trained_plain(wrap)
     expected = weight_of(plain)
     own = {"fp32_modules": [parametrize.ParametrizationList]}
-    model, optimizer = prepared(level, wrapped(wrap), **own)
-    train(model, optimizer)
+    model, optimizer = prepare_unskipped(level, wrapped(wrap), **own)
+    loops.train(model, optimizer)
     below = model[0].parametrizations.weight
     assert {t.dtype for t in (*below.parameters(), *below.buffers())} == {torch.float32}
     assert model[0].weight.dtype is model[2].weight.dtype is dtype_of(level)
@@ -101,9 +108,9 @@ def test_weight_norm_put_on_after_initialize_trains_by_a_group_of_its_own(level)
     put_on(plain, plain_optimizer)
     train_plain(plain, plain_optimizer)
     expected = weight_of(plain)
-    model, optimizer = prepared(level)
+    model, optimizer = prepare_unskipped(level)
     put_on(model, optimizer)
-    train(model, optimizer)
+    loops.train(model, optimizer)
     assert close([weight_of(model)], [expected], eps=4 * EPS[level])
 
 
@@ -121,13 +128,13 @@ def test_between_restore_and_initialize_it_is_taken_off_for_good(level, name):
     plain.eval()
     take_off(plain)
     train_plain(plain, plain_optimizer, seed=2)
-    model, optimizer = prepared(level, wrapped(WRAPS[name]))
-    train(model, optimizer)
+    model, optimizer = prepare_unskipped(level, wrapped(WRAPS[name]))
+    loops.train(model, optimizer)
     amp.restore(model, optimizer)
     model.eval()
     take_off(model)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=SCALE.get(level))
-    train(model, optimizer, seed=2)
+    loops.train(model, optimizer, seed=2)
     expected = dict(plain.named_parameters())
     got = dict(zip(dict(model.named_parameters()), amp.master_params(optimizer), strict=True))
     names = ["0.bias", "2.weight", "2.bias"]
@@ -138,7 +145,7 @@ def test_between_restore_and_initialize_it_is_taken_off_for_good(level, name):
 @pytest.mark.parametrize("restores", [False, True])
 def test_of_a_parametrized_root_it_is_taken_off(level, restores):
     model = parametrizations.weight_norm(nn.Linear(4, 2))
-    model, optimizer = prepared(level, model)
+    model, optimizer = prepare_unskipped(level, model)
     if restores:
         amp.restore(model, optimizer)
     x = loops.batch()[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from tests.model.cases import prepared, train
+from tests.model.cases import prepare_unskipped
 from tests.support import loops
 
 pytestmark = pytest.mark.slow
@@ -19,13 +19,13 @@ def train_there(rank, models):
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "fp16 is emulated on this CPU")
     for level, model in zip(LEVELS, models, strict=True):
-        train(*prepared(level, model))
+        loops.train(*prepare_unskipped(level, model))
 
 
 def test_what_is_stepped_there_is_in_the_shared_memory_of_the_plain_model_here():
     models = [loops.net().share_memory() for _ in LEVELS]
     torch.multiprocessing.spawn(train_there, (models,))
     for level, model in zip(LEVELS, models, strict=True):
-        own, optimizer = prepared(level)
-        train(own, optimizer)
+        own, optimizer = prepare_unskipped(level)
+        loops.train(own, optimizer)
         assert loops.same(loops.values(model.parameters()), loops.masters(optimizer)), level

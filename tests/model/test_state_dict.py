@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.model.nets import LOW, Net, Tied, converted, exact_of, with_masters
+from tests.model.nets import LOW, BufferNet, Tied, converted, exact_of, with_masters
 
 
 def random_state(model):
@@ -16,22 +16,22 @@ def random_state(model):
     torch.manual_seed(1)
     return {
         name: torch.rand_like(t) if t.is_floating_point() else t
-        for name, t in Net().state_dict().items()
+        for name, t in BufferNet().state_dict().items()
     }
 
 
 def test_low_precision_entries_are_fp32_and_others_stay():
-    model = converted(Net())
+    model = converted(BufferNet())
     state = model.state_dict()
-    assert list(state) == list(Net().state_dict())
+    assert list(state) == list(BufferNet().state_dict())
     assert {t.dtype for t in state.values()} == {torch.float32, torch.int64}
     assert torch.equal(state["shift"], torch.full((2,), 1 / 3))
     assert state["norm.weight"].data_ptr() == model.norm.weight.data_ptr()
-    assert state._metadata == Net().state_dict()._metadata
+    assert state._metadata == BufferNet().state_dict()._metadata
 
 
 def test_entries_are_the_masters_exact_values():
-    model, masters = with_masters(Net())
+    model, masters = with_masters(BufferNet())
     entry = model.state_dict()["last.weight"]
     exact = exact_of(model, masters, "last.weight")
     assert torch.equal(entry, exact)
@@ -53,12 +53,12 @@ def test_one_destination_holds_the_values_of_each_call():
 
 
 def test_keep_vars_leaves_entries():
-    model = converted(Net())
+    model = converted(BufferNet())
     assert model.state_dict(keep_vars=True)["last.weight"] is model.last.weight
 
 
 def test_destination_and_prefix_work_as_in_torch():
-    model = converted(Net())
+    model = converted(BufferNet())
     other = torch.ones(1, dtype=LOW)
     destination = OrderedDict(other=other)
     destination["m.kept"] = other
@@ -79,7 +79,7 @@ def test_own_state_dict_of_the_model_is_honoured():
 
 
 def test_loading_sets_parameters_rounded_and_masters_exactly():
-    model, masters = with_masters(Net())
+    model, masters = with_masters(BufferNet())
     state = random_state(model)
     model.load_state_dict(state)
     assert torch.equal(model.first.weight, state["first.weight"].to(LOW))
@@ -95,7 +95,7 @@ def test_loading_tied_parameters_sets_the_one_master():
 
 
 def test_entries_that_a_child_renames_reach_the_masters_rounded():
-    model, masters = with_masters(Net())
+    model, masters = with_masters(BufferNet())
     state = random_state(model)
     state["last.old"] = state.pop("last.weight")
 
@@ -115,7 +115,7 @@ def test_a_module_s_own_hooks_that_rename_entries_rename_fp32_ones():
     def rename_back(module, entries, prefix, *rest):
         entries[prefix + "weight"] = entries.pop(prefix + "old")
 
-    model = Net()
+    model = BufferNet()
     model.last.register_state_dict_post_hook(rename)
     model.last.register_load_state_dict_pre_hook(rename_back)
     model, masters = with_masters(model)
@@ -128,7 +128,7 @@ def test_a_module_s_own_hooks_that_rename_entries_rename_fp32_ones():
 
 @pytest.mark.parametrize("part", ["", "last"])
 def test_assign_is_refused_by_every_module_with_16_bit_entries(part):
-    model, _ = with_masters(nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(2), last=Net())))
+    model, _ = with_masters(nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(2), last=BufferNet())))
     module = model.get_submodule(part)
     before = dict(model.named_parameters())
     with pytest.raises(RuntimeError, match="assign=True"):
@@ -138,14 +138,14 @@ def test_assign_is_refused_by_every_module_with_16_bit_entries(part):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copied_submodule_has_an_fp32_state_dict(duplicate):
-    model, _ = with_masters(nn.Sequential(Net()))
+    model, _ = with_masters(nn.Sequential(BufferNet()))
     state = duplicate(model[0]).state_dict()
     assert state["last.weight"].dtype is torch.float32
     assert torch.equal(state["last.weight"], model[0].last.weight.float())
 
 
 def test_assign_works_where_parameters_are_not_cast():
-    model = converted(Net(), "O4")
+    model = converted(BufferNet(), "O4")
     state = random_state(model)
     model.load_state_dict(state, assign=True)
     assert model.first.weight.data_ptr() == state["first.weight"].data_ptr()

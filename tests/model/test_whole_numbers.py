@@ -39,7 +39,7 @@ KEPT = {
     "whole numbers in 16 bits": STEPS.bfloat16(),
     "integers": STEPS.long(),
     "measured": torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)) * 1000,
-    "a mask": torch.tensor([0.0, torch.finfo(torch.float32).min, float("-inf"), -1e9]),
+    "masks": torch.tensor([0.0, torch.finfo(torch.float32).min, float("-inf"), -1e9, -10000.0]),
     "no elements": torch.ones(0, 3),
 }
 

@@ -41,7 +41,7 @@ def build(wrapper, dtype=torch.float16, **options):
     return model, wrapper(sgd(model), **options)
 
 
-def train(model, optimizer, steps, overflow_at=()):
+def train_wrapper(model, optimizer, steps, overflow_at=()):
     for step in steps:
         optimizer.zero_grad()
         optimizer.backward(loss_of(model, step, overflow=step in overflow_at))
@@ -89,7 +89,7 @@ def test_it_trains_like_a_loop_by_hand(wrapper, mode):
     model, optimizer = build(wrapper, **mode)
     for step in range(6):
         overflow = dynamic and step in (1, 4)
-        train(model, optimizer, [step], {step} if overflow else ())
+        train_wrapper(model, optimizer, [step], {step} if overflow else ())
         reference.step(step, overflow)
         assert same(masters(optimizer), [p.detach() for p in reference.params])
         assert optimizer.loss_scale == reference.scale
@@ -100,7 +100,7 @@ def test_it_trains_like_a_loop_by_hand(wrapper, mode):
 def test_an_overflow_is_logged_if_asked_for(wrapper, caplog):
     for verbose in (False, True):
         model, optimizer = build(wrapper, dynamic_loss_scale=True, verbose=verbose)
-        train(model, optimizer, [0], overflow_at={0})
+        train_wrapper(model, optimizer, [0], overflow_at={0})
         assert (optimizer.overflow, "Skipping step" in caplog.text) == (True, verbose)
 
 
@@ -279,14 +279,14 @@ def test_an_optimizer_that_amp_has_prepared_is_refused(wrapper):
 def test_a_saved_run_continues_bit_by_bit(wrapper, mode):
     overflow_at = {2} if "dynamic_loss_scale" in mode else set()
     model, optimizer = build(wrapper, **mode)
-    train(model, optimizer, range(3), overflow_at)
+    train_wrapper(model, optimizer, range(3), overflow_at)
     states = [model.state_dict(), optimizer.state_dict()]
     of_model, of_optimizer = saved_and_loaded(states, weights_only=True)
-    train(model, optimizer, range(3, 6))
+    train_wrapper(model, optimizer, range(3, 6))
     other, resumed = build(wrapper, **mode)
     other.load_state_dict(of_model)
     resumed.load_state_dict(of_optimizer)
-    train(other, resumed, range(3, 6))
+    train_wrapper(other, resumed, range(3, 6))
     assert same(masters(resumed), masters(optimizer))
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert resumed.loss_scale == optimizer.loss_scale
@@ -352,9 +352,9 @@ def damages(wrapper):
 @each
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(wrapper):
     model, optimizer = build(wrapper, **DYNAMIC)
-    train(model, optimizer, range(2))
+    train_wrapper(model, optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, range(2, 3))
+    train_wrapper(model, optimizer, range(2, 3))
     before = copy.deepcopy(optimizer.state_dict())
     for damage in damages(wrapper):
         words = r"load_state_dict|loss_scaler|parameter group|cur_scale is 'x'"

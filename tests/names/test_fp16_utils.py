@@ -11,7 +11,7 @@ from tests.support.loops import same
 HALF = torch.float16
 
 
-class Net(nn.Module):
+class EmbeddingNet(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
@@ -38,7 +38,7 @@ class Net(nn.Module):
     ],
 )
 def test_a_half_network_keeps_affine_batch_norm_in_fp32(to_half):
-    model = Net()
+    model = EmbeddingNet()
     before = list(model.parameters())
     found = {name: t.dtype for name, t in to_half(model).state_dict().items()}
     halves = {"table.weight", "last.weight", "last.bias"}
@@ -53,7 +53,7 @@ def test_half_networks_cast_their_inputs():
     assert fp16_utils.tofp16()(torch.ones(1)).dtype is HALF
     assert fp16_utils.network_to_half(nn.Linear(2, 2))(torch.ones(1, 2)).dtype is HALF
     rows = torch.tensor([0, 1, 2])  # integers stay
-    assert fp16_utils.FP16Model(Net())(rows, shift=torch.ones(1)).dtype is HALF
+    assert fp16_utils.FP16Model(EmbeddingNet())(rows, shift=torch.ones(1)).dtype is HALF
 
 
 # -- masters ---------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_masters_are_fp32_leaves_that_share_nothing_with_the_model():
 
 def test_lists_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="float16 on cpu', 'float32 on cpu"):
-        fp16_utils.prep_param_lists(fp16_utils.network_to_half(Net()), flat_master=True)
+        fp16_utils.prep_param_lists(fp16_utils.network_to_half(EmbeddingNet()), flat_master=True)
     flat = fp16_utils.prep_param_lists(half_net(), flat_master=True)
     params, masters = fp16_utils.prep_param_lists(half_net())
     for call in (fp16_utils.model_grads_to_master_grads, fp16_utils.master_params_to_model_params):

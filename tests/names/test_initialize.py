@@ -14,7 +14,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from apex import amp
 from apex.parallel import LARC
 from tests.support import loops
-from tests.support.loops import scale
 from tests.support.ranks import fake_group
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -166,7 +165,7 @@ def test_each_level_has_its_column_of_the_option_table(level):
     stepped = next(amp.master_params(optimizer))
     assert stepped.dtype is (FP16 if level == "O3" else FP32)
     assert (stepped is model.first.weight) is (level not in ("O2", "O5"))
-    assert scale() == (2.0**16 if COLUMNS[level][-1] == "dynamic" else 1.0)
+    assert loops.scale() == (2.0**16 if COLUMNS[level][-1] == "dynamic" else 1.0)
 
 
 @pytest.mark.parametrize("level", ["O6", "", "fp16", 1.5, None, True, b"O1", ["O1"]])

@@ -15,7 +15,7 @@ from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN, _fast_layer_norm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.mlp import MLP, MlpFunction, mlp_function
-from tests.support import optimizers as cases
+from tests.support import fused
 from tests.support.host_reads import HostReads
 from tests.support.reference import norms
 
@@ -146,8 +146,8 @@ def test_cross_entropy_refuses_what_does_not_fit():
 
 
 def with_gradients(dtype=FULL):
-    params = cases.parameters(dtype)
-    cases.give(params, cases.gradients(params, 0))
+    params = fused.parameters(dtype)
+    fused.give(params, fused.gradients(params, 0))
     return params
 
 
@@ -158,25 +158,25 @@ def test_clipping_is_torchs(norm_type):
         found = clip_grad_norm_(ours, max_norm, norm_type=norm_type)
         expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type=norm_type)
         torch.testing.assert_close(found, expected)
-        cases.assert_same([p.grad for p in ours], [p.grad for p in theirs])
+        fused.assert_same([p.grad for p in ours], [p.grad for p in theirs])
 
 
 def test_clipping_takes_norms_in_fp32_over_all_dtypes_and_refuses_bad_input():
-    params = with_gradients() + with_gradients(BF16) + cases.parameters(HALF, [(4,)])
+    params = with_gradients() + with_gradients(BF16) + fused.parameters(HALF, [(4,)])
     params[-1].grad = torch.full((4,), 4e4, dtype=HALF)
     with HostReads() as reads:
         norm = clip_grad_norm_((p for p in params), 2.0)
     assert reads.count == 0
     torch.testing.assert_close(norm, torch.tensor(8e4), rtol=1e-3, atol=0)
     torch.testing.assert_close(params[-1].grad, torch.ones(4).half(), rtol=1e-2, atol=0)
-    assert clip_grad_norm_(cases.parameters(), 1.0) == 0.0
+    assert clip_grad_norm_(fused.parameters(), 1.0) == 0.0
     params[0].grad[0, 0] = float("inf")
     before = [p.grad.clone() for p in params]
     with pytest.raises(RuntimeError, match="not finite"):
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match=r"clip_grad_norm_: max_norm is -1.0; it must be"):
         clip_grad_norm_(params, -1.0)
-    cases.assert_same([p.grad for p in params], before, rtol=0, atol=0)
+    fused.assert_same([p.grad for p in params], before, rtol=0, atol=0)
     with pytest.raises(TypeError, match=r"got the model Linear; .*Pass model\.parameters\(\)"):
         clip_grad_norm_(nn.Linear(2, 2), 1.0)
     params[0].grad = torch.ones(3, 4).to_sparse()

@@ -9,7 +9,7 @@ import amp_C
 import apex_C
 from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier, multi_tensor_apply
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from tests.support import optimizers as cases
+from tests.support import fused
 from tests.support.host_reads import HostReads
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -82,7 +82,7 @@ def test_functions_round_what_they_give_in_fp32(dtype):
         expected, wanted = called(name, wide, args)
         for one, other in zip(written, expected, strict=True):
             assert torch.equal(one, other.to(one.dtype)), name
-        cases.assert_same(returned, wanted, rtol=1e-6, atol=0)
+        fused.assert_same(returned, wanted, rtol=1e-6, atol=0)
 
 
 def test_the_number_of_lists_counts_and_empty_ones_give_nothing():
@@ -112,7 +112,7 @@ def test_lists_that_do_not_fit_are_refused(lists, error, message):
     overflow, before = flag(), clones(lists[0])
     with pytest.raises(error, match=message):
         amp_C.multi_tensor_scale(65536, overflow, lists, 2.0)
-    cases.assert_same(lists[0], before, **EXACT)
+    fused.assert_same(lists[0], before, **EXACT)
     assert overflow.item() == 0
 
 
@@ -127,7 +127,7 @@ def test_scale_is_computed_in_fp32_rounded_once_and_checked(target_dtype):
         with HostReads() as reads:
             amp_C.multi_tensor_scale(65536, overflow, [sources, targets], factor)
         assert (reads.count, overflow.item()) == (0, 0)
-        cases.assert_same(targets, [(s.float() * factor).to(target_dtype) for s in sources])
+        fused.assert_same(targets, [(s.float() * factor).to(target_dtype) for s in sources])
         for value in (INF, NAN):
             sources[1][3] = value
             amp_C.multi_tensor_scale(65536, overflow, [sources, targets], 1.0)
@@ -144,7 +144,7 @@ def test_axpby_is_computed_in_fp32_and_rounded_once(dtype):
     amp_C.multi_tensor_axpby(65536, flag(), [xs, ys, targets], 0.75, torch.tensor([-0.5]), -1)
     pairs = zip(xs, ys, strict=True)
     expected = [(0.75 * x.float() - 0.5 * y.float()).to(dtype) for x, y in pairs]
-    cases.assert_same(targets, expected, **EXACT)
+    fused.assert_same(targets, expected, **EXACT)
     for arg, bad, raised in [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1), (-1, 0, 1), (-1, 1, 1)]:
         lists, overflow = [tensors(dtype), tensors(FP32, seed=1)], flag()
         lists[bad][0][1, 1] = NAN
@@ -159,14 +159,14 @@ def test_norms_are_those_of_the_plain_loop(dtype):
     expected = each.square().sum().sqrt().float().reshape(1), each.float()
     before, targets, inverse = clones(values), like(values, BF16), torch.tensor([1 / 128])
     found = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [values], True)
-    cases.assert_same(found, expected, rtol=1e-5, atol=0)
+    fused.assert_same(found, expected, rtol=1e-5, atol=0)
     assert amp_C.multi_tensor_l2norm(65536, flag(), [values], None)[1].shape == (0,)
     found = amp_C.multi_tensor_l2norm_scale(65536, flag(), [values, targets], 0.5, True)
-    cases.assert_same(found, expected, rtol=1e-5, atol=0)
-    cases.assert_same(targets, [(v * 0.5).to(BF16) for v in values])
+    fused.assert_same(found, expected, rtol=1e-5, atol=0)
+    fused.assert_same(targets, [(v * 0.5).to(BF16) for v in values])
     found = amp_C.multi_tensor_unscale_l2norm(65536, flag(), [values], inverse, True)
-    cases.assert_same(found, [norm / 128 for norm in expected], rtol=1e-5, atol=0)
-    cases.assert_same(values, before, **EXACT)
+    fused.assert_same(found, [norm / 128 for norm in expected], rtol=1e-5, atol=0)
+    fused.assert_same(values, before, **EXACT)
 
 
 def test_norms_neither_overflow_in_fp16_nor_lose_digits_and_report_what_is_not_finite():
@@ -212,12 +212,12 @@ def test_hysteresis_is_its_plain_loop(hysteresis):
 
 def third_step(kind, names, **options):
     """Lists for an optimizer's third step, and what it makes of all but the gradients."""
-    params = cases.parameters()
+    params = fused.parameters()
     optimizer = kind(params, lr=0.1, **options)
-    cases.run(optimizer, params, 2)
-    lists = [cases.gradients(params, 2), clones(params)]
+    fused.run(optimizer, params, 2)
+    lists = [fused.gradients(params, 2), clones(params)]
     lists += [clones(optimizer.state[p][name] for p in params) for name in names]
-    cases.run(optimizer, params, 1, first=2)
+    fused.run(optimizer, params, 1, first=2)
     return lists, [params, *([optimizer.state[p][name] for p in params] for name in names)]
 
 
@@ -228,7 +228,7 @@ def adam_case(kind=FusedAdam, **options):
 
 def assert_stepped(lists, expected):
     for found, wanted in zip(lists[1 : 1 + len(expected)], expected, strict=True):
-        cases.assert_same(found, wanted, **CLOSE)
+        fused.assert_same(found, wanted, **CLOSE)
 
 
 def global_norm(grads):
@@ -319,9 +319,9 @@ def test_steps_by_device_scalars_take_scaled_gradients_and_write_16_bit_copies(n
     assert reads.count == 0
     assert all(torch.equal(*pair) for both in zip(before, unchanged) for pair in zip(*both))  # noqa: B905
     assert_stepped(lists, expected)
-    cases.assert_same(copies, [p.bfloat16() for p in lists[1]], **EXACT)
+    fused.assert_same(copies, [p.bfloat16() for p in lists[1]], **EXACT)
     if name == "adam":  # which leaves unscaled gradients
-        cases.assert_same(lists[0], cases.gradients(lists[0], 2), **EXACT)
+        fused.assert_same(lists[0], fused.gradients(lists[0], 2), **EXACT)
 
 
 # -- apex_C and the applier ----------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_unflatten_undoes_flatten_by_views(dtype):
     flat = apex_C.flatten(parts)
     assert (flat.shape, flat.dtype) == ((7,), dtype)
     views = apex_C.unflatten(flat, parts)
-    cases.assert_same(views, parts, **EXACT)
+    fused.assert_same(views, parts, **EXACT)
     views[0].fill_(1.0)
     assert flat[:6].tolist() == [1.0] * 6
     assert not torch.equal(parts[0], views[0])

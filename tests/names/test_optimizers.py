@@ -9,17 +9,16 @@ import torch
 
 from apex import optimizers
 from apex.multi_tensor_apply import multi_tensor_applier
-from tests.support import loops
-from tests.support import optimizers as cases
+from tests.support import fused, loops
 from tests.support.host_reads import HostReads, waits_are_errors
 
-every = pytest.mark.parametrize("name", cases.MAKERS)
+every = pytest.mark.parametrize("name", fused.MAKERS)
 EXACT = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def step(optimizer, params, grads, found_inf):
-    cases.give(params, grads)
+    fused.give(params, grads)
     optimizer.found_inf = torch.tensor(float(found_inf))
     try:
         optimizer.step()
@@ -33,20 +32,20 @@ def step(optimizer, params, grads, found_inf):
 @every
 def test_a_set_flag_leaves_all_as_it_is_and_nobody_waits_for_it(name):
     for dtype in (torch.float32, torch.bfloat16):
-        params, twins = cases.parameters(dtype), cases.parameters(dtype)
-        optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
-        bad = cases.gradients(params, 50)
+        params, twins = fused.parameters(dtype), fused.parameters(dtype)
+        optimizer, reference = fused.MAKERS[name](params), fused.MAKERS[name](twins)
+        bad = fused.gradients(params, 50)
         bad[0].view(-1)[0], bad[1].view(-1)[1] = float("inf"), float("nan")
         step(optimizer, params, bad, 2)  # counts as none
         for index in range(3):
-            step(optimizer, params, cases.gradients(params, index), 0)
-            step(reference, twins, cases.gradients(twins, index), 0)
-            before = cases.snapshot(optimizer)
+            step(optimizer, params, fused.gradients(params, index), 0)
+            step(reference, twins, fused.gradients(twins, index), 0)
+            before = fused.snapshot(optimizer)
             with HostReads() as reads:
                 step(optimizer, params, bad, 2)
             assert reads.count == 0
-            assert loops.same(cases.snapshot(optimizer), before)
-        cases.assert_same(params, twins, **EXACT)
+            assert loops.same(fused.snapshot(optimizer), before)
+        fused.assert_same(params, twins, **EXACT)
 
 
 def scaled(params, scaler, factor=1.0):
@@ -58,37 +57,38 @@ def scaled(params, scaler, factor=1.0):
 
 @every
 def test_grad_scaler_steps_by_unscaled_gradients(name):
-    for how in ("step", "unscale_", "argument", "idle"):
-        params, twins = cases.parameters(), cases.parameters()
-        optimizer, reference = cases.MAKERS[name](params), cases.MAKERS[name](twins)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaled(params, scaler if how != "idle" else torch.amp.GradScaler("cpu", enabled=False))
+    by_argument = () if name.startswith("contrib.") else ("argument", "disabled")
+    for how in ("step", "unscale_", *by_argument):
+        params, twins = fused.parameters(), fused.parameters()
+        optimizer, reference = fused.MAKERS[name](params), fused.MAKERS[name](twins)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=how != "disabled")
+        scaled(params, scaler)
         if how == "unscale_":
             scaler.unscale_(optimizer)
-        if how in ("argument", "idle"):
+        if how in by_argument:
             optimizer.step(grad_scaler=scaler)
         else:
             scaler.step(optimizer)
             scaler.update()
         scaled(twins, torch.amp.GradScaler("cpu", enabled=False))
         reference.step()
-        cases.assert_same(params, twins, **CLOSE)
-        cases.assert_same([p.grad for p in params], [p.grad for p in twins], **EXACT)
+        fused.assert_same(params, twins, **CLOSE)
+        fused.assert_same([p.grad for p in params], [p.grad for p in twins], **EXACT)
 
 
 @every
 def test_grad_scaler_skips_without_a_wait_and_warns_of_nothing_under_a_scheduler(name):
-    params = cases.parameters()
-    optimizer, scaler = cases.MAKERS[name](params), torch.amp.GradScaler("cpu", init_scale=64.0)
+    params = fused.parameters()
+    optimizer, scaler = fused.MAKERS[name](params), torch.amp.GradScaler("cpu", init_scale=64.0)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for index, factor in enumerate((1.0, 1.0, float("inf"))):
         scaled(params, scaler, factor)
-        before = cases.snapshot(optimizer)
+        before = fused.snapshot(optimizer)
         with HostReads() as reads:
             scaler.step(optimizer)
             scaler.update()
         assert not reads.count or index == 0  # dampening asks once, for the start of the momentum
-        assert loops.same(cases.snapshot(optimizer), before) is (index == 2)
+        assert loops.same(fused.snapshot(optimizer), before) is (index == 2)
     assert scaler.get_scale() == 32.0
 
 
@@ -98,23 +98,23 @@ def test_grad_scaler_skips_without_a_wait_and_warns_of_nothing_under_a_scheduler
 @every
 def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
     for dtype, flag in ((torch.float32, None), (torch.bfloat16, torch.zeros(()))):
-        params = cases.parameters(dtype)
-        optimizer = cases.MAKERS[name](params)
+        params = fused.parameters(dtype)
+        optimizer = fused.MAKERS[name](params)
         settings = {key: each for key, each in vars(optimizer).items() if isinstance(each, int)}
         optimizer.found_inf = flag
         torch.optim.lr_scheduler.StepLR(optimizer, 9)
-        cases.run(optimizer, params, 2)
+        fused.run(optimizer, params, 2)
         saved = loops.saved_and_loaded(optimizer.state_dict(), weights_only=True)
-        loaded = cases.MAKERS[name]([torch.nn.Parameter(p.detach().clone()) for p in params])
+        loaded = fused.MAKERS[name]([torch.nn.Parameter(p.detach().clone()) for p in params])
         loaded.load_state_dict(saved)
         others = [loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
-        cases.run(optimizer, params, 3, first=2)
+        fused.run(optimizer, params, 3, first=2)
         for other in others:
             assert [*map(set, other.param_groups)] == [*map(set, optimizer.param_groups)]
             own = [p for group in other.param_groups for p in group["params"]]
             other.found_inf = flag
-            cases.run(other, own, 3, first=2)
-            cases.assert_same(params, own, **EXACT)
+            fused.run(other, own, 3, first=2)
+            fused.assert_same(params, own, **EXACT)
             assert {key: getattr(other, key) for key in settings} == settings
 
 
@@ -126,15 +126,15 @@ def test_checkpoints_and_copies_continue_as_the_uninterrupted_run(name):
     ],
 )
 def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
-    params = cases.parameters()
+    params = fused.parameters()
     optimizer = torch_s(params)
-    cases.run(optimizer, params, 2)
+    fused.run(optimizer, params, 2)
     resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = cases.MAKERS[name](resumed)
+    other = fused.MAKERS[name](resumed)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    cases.run(optimizer, params, 3, first=2)
-    cases.run(other, resumed, 3, first=2)
-    cases.assert_same(params, resumed, **CLOSE)
+    fused.run(optimizer, params, 3, first=2)
+    fused.run(other, resumed, 3, first=2)
+    fused.assert_same(params, resumed, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def test_the_state_of_torch_s_own_class_loads_and_continues_it(name, torch_s):
     ],
 )
 def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes, message):
-    params = cases.parameters(shapes=shapes)
-    other = cases.MAKERS[saved](params)
-    cases.run(other, params, 1)
-    optimizer = cases.MAKERS[name](cases.parameters(shapes=[(3, 4)]))
+    params = fused.parameters(shapes=shapes)
+    other = fused.MAKERS[saved](params)
+    fused.run(other, params, 1)
+    optimizer = fused.MAKERS[name](fused.parameters(shapes=[(3, 4)]))
     before = copy.deepcopy(optimizer.state_dict())
     words = f"{name} got the state of another model or optimizer: {message}"
     with pytest.raises(ValueError, match=words):
@@ -164,60 +164,60 @@ def test_the_state_of_another_model_or_optimizer_is_refused(name, saved, shapes,
 
 @every
 def test_closure_scheduler_groups_and_rates(name):
-    params = cases.parameters()
-    optimizer = cases.MAKERS[name]([{"params": params[:2]}, {"params": params[2:3], "lr": 0.0}])
+    params = fused.parameters()
+    optimizer = fused.MAKERS[name]([{"params": params[:2]}, {"params": params[2:3], "lr": 0.0}])
     before = loops.values(params)
-    cases.give(params, cases.gradients(params, 0))
+    fused.give(params, fused.gradients(params, 0))
     assert optimizer.step(lambda: 7.0) == 7.0
     moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True)]
     assert moved == [True, True, False, False]
     optimizer.add_param_group({"params": params[3:]})
-    cases.run(optimizer, params, 1)
+    fused.run(optimizer, params, 1)
     assert not torch.equal(before[3], params[3])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
-    cases.run(optimizer, params, 1)
+    fused.run(optimizer, params, 1)
     scheduler.step()
     before = loops.values(params)
-    cases.run(optimizer, params, 1)
-    cases.assert_same(params, before, **EXACT)
+    fused.run(optimizer, params, 1)
+    fused.assert_same(params, before, **EXACT)
 
 
 @every
 def test_what_no_rule_steps_is_refused_before_anything_changes(name):
-    params = cases.parameters(shapes=[(3,), (4, 2)])
-    optimizer = cases.MAKERS[name](params)
-    before = cases.snapshot(optimizer)
-    grads = cases.gradients(params, 0)
+    params = fused.parameters(shapes=[(3,), (4, 2)])
+    optimizer = fused.MAKERS[name](params)
+    before = fused.snapshot(optimizer)
+    grads = fused.gradients(params, 0)
     params[0].grad, params[1].grad = grads[0], grads[1].to_sparse()
     with pytest.raises(RuntimeError, match="not support sparse gradients"):
         optimizer.step()
-    assert loops.same(cases.snapshot(optimizer), before)
+    assert loops.same(fused.snapshot(optimizer), before)
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     param.grad = torch.ones_like(param)
     with pytest.raises(RuntimeError, match="complex64"):
-        cases.MAKERS[name]([param]).step()
+        fused.MAKERS[name]([param]).step()
 
 
 def test_zero_grad_drops_gradients_only_if_set_so():
     for set_grad_none in (True, False):
-        params = cases.parameters()
+        params = fused.parameters()
         optimizer = optimizers.FusedAdam(params, set_grad_none=set_grad_none)
-        cases.give(params, cases.gradients(params, 0))
+        fused.give(params, fused.gradients(params, 0))
         optimizer.zero_grad()
         assert all((p.grad is None) is set_grad_none for p in params)
 
 
 def test_get_momentums_makes_what_is_missing_and_gives_what_is_there():
-    params = cases.parameters()
+    params = fused.parameters()
     optimizer = optimizers.FusedSGD(params, lr=0.1, momentum=0.9)
     momenta, new = optimizer.get_momentums(params)
     assert new
     assert not any(m.any() for m in momenta)
-    cases.run(optimizer, params, 1)
+    fused.run(optimizer, params, 1)
     again, new = optimizer.get_momentums(iter(params))
     assert not new
     assert all(a is optimizer.state[p]["momentum_buffer"] for a, p in zip(again, params))  # noqa: B905
-    low = [cases.parameters(d, [(3,)])[0] for d in (torch.float16, torch.bfloat16)]
+    low = [fused.parameters(d, [(3,)])[0] for d in (torch.float16, torch.bfloat16)]
     momenta, _ = optimizers.FusedSGD(low, lr=0.1, momentum=0.9).get_momentums(low)
     assert [m.dtype for m in momenta] == [torch.float16, torch.float32]
 
@@ -240,7 +240,7 @@ def test_get_momentums_makes_what_is_missing_and_gives_what_is_there():
 )  # fmt: skip
 def test_bad_options_are_refused(error, message, name, options):
     with pytest.raises(error, match=message):
-        getattr(optimizers, name)(cases.parameters(), **options)
+        getattr(optimizers, name)(fused.parameters(), **options)
 
 
 class OwnStep(optimizers.FusedAdam):
@@ -262,10 +262,10 @@ class OwnStep(optimizers.FusedAdam):
 
 
 def test_a_subclass_may_step_by_the_functions_of_its_class():
-    params, twins = cases.parameters(), cases.parameters()
-    cases.run(OwnStep(params, weight_decay=0.1), params, 3)
-    cases.run(optimizers.FusedAdam(twins, weight_decay=0.1), twins, 3)
-    cases.assert_same(params, twins, **EXACT)
+    params, twins = fused.parameters(), fused.parameters()
+    fused.run(OwnStep(params, weight_decay=0.1), params, 3)
+    fused.run(optimizers.FusedAdam(twins, weight_decay=0.1), twins, 3)
+    fused.assert_same(params, twins, **EXACT)
     held = "FusedSGD sgd, FusedAdagrad adagrad, FusedLAMB l2norm, FusedLAMB lamb, "
     held += "FusedMixedPrecisionLamb lamb, FusedNovoGrad novograd, FusedAdam adam_capturable_master"
     for name, function in map(str.split, held.split(", ")):
@@ -278,15 +278,15 @@ def test_a_subclass_may_step_by_the_functions_of_its_class():
 @every
 def test_an_overflow_skips_the_step_and_halves_the_scale_without_a_wait(name):
     def make(params):
-        return cases.MAKERS[name](list(params))
+        return fused.MAKERS[name](list(params))
 
     model, optimizer = loops.prepared("O5", make, loss_scale="dynamic")
     loops.train_step(model, optimizer, *loops.batch())
-    before, scale = cases.snapshot(optimizer), loops.loss_scale()
+    before, scale = fused.snapshot(optimizer), loops.loss_scale()
     with HostReads() as reads:
         loops.train_step(model, optimizer, *loops.overflowing())
     assert reads.count == 0
-    assert loops.same(cases.snapshot(optimizer), before)
+    assert loops.same(fused.snapshot(optimizer), before)
     assert loops.loss_scale() == scale / 2
 
 
@@ -294,13 +294,13 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_without_a_wait(name):
 @every
 def test_steps_are_those_of_the_cpu_and_wait_for_nothing(name):
     for dtype in (torch.float32, torch.bfloat16):
-        params = cases.parameters(dtype)
+        params = fused.parameters(dtype)
         twins = [torch.nn.Parameter(p.detach().cuda()) for p in params]
-        optimizer, reference = cases.MAKERS[name](twins), cases.MAKERS[name](params)
+        optimizer, reference = fused.MAKERS[name](twins), fused.MAKERS[name](params)
         flags = [torch.tensor(float(value), device="cuda") for value in (0, 0, 1)]
         for index, found_inf in enumerate(flags):
-            grads = cases.gradients(params, index)
-            cases.give(twins, [g.cuda() for g in grads])
+            grads = fused.gradients(params, index)
+            fused.give(twins, [g.cuda() for g in grads])
             if index == 2:
                 twins[0].grad.fill_(float("nan"))
             elif index < 2:
@@ -310,4 +310,4 @@ def test_steps_are_those_of_the_cpu_and_wait_for_nothing(name):
             with waits_are_errors() if index else contextlib.nullcontext():
                 optimizer.step()
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {}
-        cases.assert_same([t.cpu() for t in twins], params, **tolerance)
+        fused.assert_same([t.cpu() for t in twins], params, **tolerance)

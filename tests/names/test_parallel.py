@@ -34,7 +34,7 @@ def alone():
     torch.distributed.destroy_process_group()
 
 
-class Net(nn.Module):
+class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
@@ -96,7 +96,7 @@ def test_larc_steps_the_masters_by_the_trust_ratio_skips_and_takes_closures(leve
 
 
 def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
-    model = Net()
+    model = ConvNet()
     inner = sgd(model.first.parameters())
     optimizer = LARC(inner)
     assert optimizer.param_groups is inner.param_groups
@@ -123,7 +123,7 @@ def test_larc_is_a_wrapper_that_leaves_the_optimizers_options():
 def test_larc_refuses_bad_input():
     with pytest.raises(TypeError, match=r"LARC got Linear; it wraps a torch\.optim\.Optimizer"):
         LARC(nn.Linear(1, 1))
-    optimizer = sgd(Net().parameters())
+    optimizer = sgd(ConvNet().parameters())
     with pytest.raises(ValueError, match="trust_coefficient is -1"):
         LARC(optimizer, trust_coefficient=-1.0)
     with pytest.raises(TypeError, match="clip is 'no'; it must be a bool"):
@@ -134,7 +134,7 @@ def test_larc_refuses_bad_input():
 
 
 def test_conversion_keeps_everything_but_the_class():
-    model, plain, calls = Net().eval(), Net().eval(), []
+    model, plain, calls = ConvNet().eval(), ConvNet().eval(), []
     before = [*model.parameters(), *model.buffers()]
     handle = model.norm.register_forward_hook(lambda *args: calls.append(1))
     assert convert_syncbn_model(model) is model
@@ -155,7 +155,7 @@ def test_conversion_keeps_everything_but_the_class():
 
 
 def test_what_cannot_be_converted_is_refused_and_nothing_changes():
-    model = Net()
+    model = ConvNet()
     with pytest.raises(TypeError, match="convert_syncbn_model got list"):
         convert_syncbn_model([model])
     with pytest.raises(TypeError, match="process_group is"):

@@ -38,7 +38,7 @@ def rehearse(tmp_path):
 def test_checks_that_crash_and_hang_lose_themselves_only_and_a_second_call_goes_on(rehearse):
     done, records = rehearse("facts", "faults", "--seconds", "0")
     assert done.returncode == 1
-    assert "Left: facts, faults." in done.stderr
+    assert "Unfinished: facts, faults." in done.stderr
     done, records = rehearse("facts", "faults")
     assert done.returncode == 0, done.stderr[-4000:]
     crashed = {"part": "faults", "check": "crashes", "error": "its process ended with 3"}

@@ -49,7 +49,7 @@ def wrapped(kind, level, *, model=None, optimizer=None, **options):
     return model, kind(optimizer=optimizer, opt_level=level, **options)
 
 
-def batch(step):
+def features(step):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, 4, generator=generator)
 
@@ -62,14 +62,14 @@ def iterate(model, wrapper, steps=(0,)):
     """Trains ``steps`` iterations on batches of these numbers."""
     for step in steps:
         with wrapper.optim_context(model):
-            loss = loss_of(model, batch(step))
+            loss = loss_of(model, features(step))
         wrapper.update_params(loss)
 
 
 def overflow(model, wrapper):
     """An iteration with gradients that are inf."""
     with wrapper.optim_context(model):
-        loss = loss_of(model, batch(0)) * torch.inf
+        loss = loss_of(model, features(0)) * torch.inf
     wrapper.update_params(loss)
 
 
@@ -89,7 +89,7 @@ def trained_by_hand(level, groups, **options):
     model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0, **options)
     for steps in groups:
         for step in steps:
-            loss = loss_of(model, batch(step)) / len(steps)
+            loss = loss_of(model, features(step)) / len(steps)
             scaled_backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -115,7 +115,7 @@ def test_clip_grad_sees_the_unscaled_gradients_of_the_masters(kind, level):
     model, wrapper = wrapped(kind, level, optimizer=None, clip_grad={"max_norm": 2.0**-10})
     wrapper.optimizer.param_groups[0]["lr"] = 1.0
     with wrapper.optim_context(model):
-        loss = loss_of(model, batch(0))
+        loss = loss_of(model, features(0))
     before = values(wrapper)
     wrapper.update_params(loss)
     moved = [old - new for old, new in zip(before, values(wrapper), strict=True)]
@@ -143,7 +143,7 @@ def test_gradients_are_synchronized_only_where_the_parameters_update():
 def test_backward_before_the_first_context_says_what_is_missing():
     model, wrapper = wrapped(Ours, "O1")
     with pytest.raises(RuntimeError, match=r"before amp\.initialize"):
-        wrapper.backward(loss_of(model, batch(0)))
+        wrapper.backward(loss_of(model, features(0)))
 
 
 def test_the_signature_is_that_of_mmengine():
@@ -271,7 +271,7 @@ def train_on_rank(rank, level):
     _, wrapper = wrapped(Ours, level, model=model, accumulative_counts=2)
     for step in range(4):
         with wrapper.optim_context(parallel):
-            output = parallel(batch(10 * rank + step))
+            output = parallel(features(10 * rank + step))
         wrapper.update_params(output.float().pow(2).mean())
     return [value.tolist() for value in values(wrapper)]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import loops
-from tests.support.reference.loops import Loop
+from tests.support.reference.plain_loops import Loop
 
 # torch's fused SGD keeps random numbers in an fp16 momentum on CPU, with or without amp (2.13).
 PAIRS = [

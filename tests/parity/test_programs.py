@@ -12,7 +12,7 @@ from torch import nn
 
 from apex import amp
 from tests.support import loops
-from tests.support.reference.loops import Loop
+from tests.support.reference.plain_loops import Loop
 
 NAMES = ("fused AdamW", "Adam", "SGD", "fused SGD", "RMSprop")
 # torch's fused SGD keeps random numbers in an fp16 momentum on CPU, with or without amp (2.13).

@@ -13,7 +13,7 @@ from torch import nn
 import apex
 from apex import amp
 from benchmarks.loops import Task, fused_adamw
-from tests.support.reference.loops import LEVELS as LEVELS
+from tests.support.reference.plain_loops import LEVELS as LEVELS
 
 SOURCES = str(Path(apex.__file__).parent)
 MIXED = ("O1", "O2", "O4", "O5")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core import dtypes, tree
+from apex._core import tree
 from apex._torch.dispatcher import is_under_autocast
 
 __all__ = ["_cast_if_autocast_enabled"]
@@ -38,4 +38,4 @@ def _get_autocast_dtypes() -> list[torch.dtype]:
 def _cast(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float64 or not is_under_autocast(tensor):
         return tensor
-    return dtypes.cast(tensor, torch.get_autocast_dtype(tensor.device.type))
+    return tree.cast(tensor, torch.get_autocast_dtype(tensor.device.type))

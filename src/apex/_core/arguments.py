@@ -6,6 +6,7 @@ Also names the arguments that a function takes.
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
@@ -61,9 +62,7 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def in_range(
-    name: str, value: Any, *, below: float | None = None, most: float | None = None
-) -> None:
+def in_range(name: str, value: Any, *, below: float | None = None, most: float = math.inf) -> None:
     """Raises unless ``value`` is at least 0, less than ``below``, and at most ``most``.
 
     Tensors are not checked: reading one may wait for the device.
@@ -75,13 +74,12 @@ def in_range(
     if isinstance(value, Tensor):
         return
     try:
-        within = value >= 0.0 and (below is None or value < below)
-        within = within and (most is None or value <= most)
+        within = 0.0 <= value <= most and (below is None or value < below)
     except TypeError:
         raise TypeError(f"{name} is {shown(value)}; it must be a number.") from None
     if not within:
         limit = "" if below is None else f" and less than {below:g}"
-        limit += "" if most is None else f" and at most {most:g}"
+        limit += "" if most == math.inf else f" and at most {most:g}"
         raise ValueError(f"{name} is {value!r}; it must be at least 0{limit}.")
 
 

@@ -1,4 +1,4 @@
-"""The floating-point dtypes that amp casts between, and the cast rule."""
+"""The floating-point dtypes that amp casts between."""
 
 from __future__ import annotations
 
@@ -31,16 +31,6 @@ def is_low_precision(tensor: Tensor) -> bool:
 def is_code(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` holds one-byte codes of other numbers, as 8-bit moments do."""
     return tensor.dim() > 0 and tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``tensor`` in ``dtype``; the same object if there is nothing to cast.
-
-    Differentiable. Returns tensors that are not castable (integer, complex, ...) unchanged.
-    """
-    if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
-        return tensor
-    return tensor.to(dtype)
 
 
 def name(dtype: torch.dtype) -> str:

@@ -23,7 +23,12 @@ class InPlaceError(NotImplementedError, TypeError):
 
 
 def cast_operands(
-    op: str, category: str, args: Args, kwargs: Kwargs, low: torch.dtype, wide: torch.dtype | None
+    op: str,
+    category: str | None,
+    args: Args,
+    kwargs: Kwargs,
+    low: torch.dtype,
+    dtypes: Collection[torch.dtype],
 ) -> tuple[Args, Kwargs]:
     """Returns the arguments of one call, cast by a category.
 
@@ -31,11 +36,11 @@ def cast_operands(
 
     Args:
         op: The operator, for messages.
-        category: That of the operator's row, or ``"raises"``.
+        category: That of the operator's row, or ``"raises"``; others, and None, cast nothing.
         args: The positional arguments.
         kwargs: The others.
         low: The region's low precision.
-        wide: The widest one of mixed arguments, as in :func:`widest`.
+        dtypes: Those of the arguments, as in :func:`floating_dtypes`.
     """
     dtype: torch.dtype | None = None
     match category:
@@ -47,7 +52,7 @@ def cast_operands(
             _refuse(op, (torch.float16,) if category == "banned" else LOW_PRECISION, args)
             dtype = torch.float32
         case "promote":
-            dtype = wide
+            dtype = widest(dtypes)
         case "destination":
             result: Tensor = kwargs["out"] if "out" in kwargs else args[0]
             dtype = result.dtype
@@ -62,11 +67,10 @@ def cast_operands(
                 )
         case "raises":
             raise RuntimeError(f"{op} is unsafe to autocast. Call {op}_with_logits.")
-    if dtype not in CASTABLE:
+    if dtype not in CASTABLE or dtypes in ({dtype}, {torch.float64}):
         return args, kwargs
-    from_dtypes = CASTABLE if wide is torch.float64 else _NOT_DOUBLE
-    cast_kwargs = {key: _cast(value, dtype, from_dtypes) for key, value in kwargs.items()}
-    return _cast(args, dtype, from_dtypes), cast_kwargs
+    cast_kwargs = {key: _cast(value, dtype) for key, value in kwargs.items()}
+    return _cast(args, dtype), cast_kwargs
 
 
 def _refuse(op: str, dtypes: Collection[torch.dtype], args: Args) -> None:
@@ -94,9 +98,13 @@ def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
     return tensors
 
 
-def widest(tensors: Iterable[Tensor]) -> torch.dtype | None:
-    """Returns the widest castable dtype among tensors; None unless there are several."""
-    dtypes = CASTABLE.intersection([tensor.dtype for tensor in tensors])
+def floating_dtypes(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
+    """Returns the castable dtypes of tensors."""
+    return CASTABLE.intersection([tensor.dtype for tensor in tensors])
+
+
+def widest(dtypes: Collection[torch.dtype]) -> torch.dtype | None:
+    """Returns the widest of several castable dtypes; None for a single one."""
     if len(dtypes) < 2:
         return None
     # torch.promote_types is an operator, which a dispatch mode (selective checkpoint's) would see.
@@ -111,13 +119,11 @@ _TO = {
 }
 """What casts: 1 us faster than ``Tensor.to``."""
 
-_NOT_DOUBLE = CASTABLE - {torch.float64}
 
-
-def _cast(value: Any, dtype: torch.dtype, from_dtypes: Collection[torch.dtype]) -> Any:
-    """Returns ``value`` with tensors of certain dtypes, lists included, in ``dtype``."""
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Returns ``value`` with castable tensors, lists included, in ``dtype``."""
     if isinstance(value, Tensor):
-        return _TO[dtype](value) if value.dtype in from_dtypes else value
+        return _TO[dtype](value) if value.dtype in CASTABLE else value
     if isinstance(value, (list, tuple)):
-        return [_cast(item, dtype, from_dtypes) for item in value]
+        return [_cast(item, dtype) for item in value]
     return value

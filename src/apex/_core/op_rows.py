@@ -6,20 +6,34 @@ of apex's lists (``amp.lists``); newer functions of the same families are added.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+Category = Literal[
+    "low_precision",
+    "fp32",
+    "promote",
+    "banned",
+    "banned_16bit",
+    "destination",
+    "fp32_inplace",
+    "recurrent",
+]
+"""How a row casts an operator's arguments.
+
+``low_precision``: all to the region's dtype; sparse operands go to fp32.
+``fp32``: all to fp32; a ``dtype=`` argument is kept.
+Both leave calls of float64 alone as they are.
+``promote``: all to the widest floating-point dtype among them.
+``banned``: as ``fp32``, but fp16 raises NotImplementedError.
+``banned_16bit``: as ``banned``, but bf16 also raises.
+``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
+``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
+NotImplementedError (``x **= 2`` makes a new fp32 tensor).
+``recurrent``: input, state and weights of a whole RNN to the region's dtype.
+"""
 
 PRODUCTS = "addmm addmv addr matmul mm mv addbmm baddbmm bmm"
-
-LOW_PRECISION = f"""
-{PRODUCTS} prelu linear einsum tensordot scaled_dot_product_attention linalg_multi_dot chain_matmul
-linalg_vecdot convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
-conv_transpose1d conv_transpose2d.input conv_transpose3d.input conv_tbc lstm_cell gru_cell
-rnn_tanh_cell rnn_relu_cell
-"""
-
-RECURRENT = """
-lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
-"""
 
 UNARY = """
 acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan cumprod cumsum renorm
@@ -66,29 +80,6 @@ special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
 """
 """fp32 rows that have no kernel in bf16, and most none in fp16."""
 
-FP32 = f"""
-{UNARY} {NORM} {RESIZES} {WITHOUT_BF16}
-pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar dist logsumexp logcumsumexp trace prod prod.dim_int
-std std.dim std.correction std_mean std_mean.dim std_mean.correction sum sum.dim_IntList
-var var.dim var.correction var_mean var_mean.dim var_mean.correction
-softplus gelu layer_norm group_norm rms_norm softmax.int log_softmax.int grid_sampler
-cosine_similarity cdist pdist poisson_nll_loss cosine_embedding_loss hinge_embedding_loss kl_div
-l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multi_margin_loss smooth_l1_loss
-huber_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits
-cross_entropy_loss nll_loss_nd nll_loss nll_loss2d ctc_loss.IntList ctc_loss.Tensor
-fused_moving_avg_obs_fake_quant histogram.bins_tensor histogramdd.TensorList_bins
-smm hspmm sspaddmm _sparse_mm _sparse_mm.reduce _sparse_addmm sparse_sampled_addmm
-{PINVERSE} linalg_matrix_exp cov corrcoef
-"""  # torch composes the last line, formulas of gradients included, of matrix products
-
-PROMOTE = """
-addcdiv addcmul atan2 cross linalg_cross bilinear dot vdot equal isclose allclose heaviside
-lerp.Scalar lerp.Tensor meshgrid meshgrid.indexing cartesian_prod
-embedding_bag embedding_bag.padding_idx
-"""
-
-BANNED = "binary_cross_entropy"
-
 WRITES = """
 index_add index_copy index_put index_reduce masked_scatter put scatter_add scatter.src
 scatter.reduce scatter_reduce.two
@@ -104,10 +95,44 @@ INTO_PRODUCTS = f"""
 addmm_ addmv_ addr_ addbmm_ baddbmm_ {" ".join(f"{name}.out" for name in PRODUCTS.split())}
 """
 
-DESTINATION = f"{INTO_PRODUCTS} {WRITES} {IN_PLACE_WRITES} heaviside_ square_"
-"""torch calls ``pow_`` for the last, whose row would refuse 16 bits."""
+ROWS: Mapping[Category, str] = {
+    "low_precision": f"""
+{PRODUCTS} prelu linear einsum tensordot scaled_dot_product_attention linalg_multi_dot chain_matmul
+linalg_vecdot convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding
+conv_transpose1d conv_transpose2d.input conv_transpose3d.input conv_tbc lstm_cell gru_cell
+rnn_tanh_cell rnn_relu_cell
+""",
+    "fp32": f"""
+{UNARY} {NORM} {RESIZES} {WITHOUT_BF16}
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar dist logsumexp logcumsumexp trace prod prod.dim_int
+std std.dim std.correction std_mean std_mean.dim std_mean.correction sum sum.dim_IntList
+var var.dim var.correction var_mean var_mean.dim var_mean.correction
+softplus gelu layer_norm group_norm rms_norm softmax.int log_softmax.int grid_sampler
+cosine_similarity cdist pdist poisson_nll_loss cosine_embedding_loss hinge_embedding_loss kl_div
+l1_loss mse_loss margin_ranking_loss multilabel_margin_loss multi_margin_loss smooth_l1_loss
+huber_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits
+cross_entropy_loss nll_loss_nd nll_loss nll_loss2d ctc_loss.IntList ctc_loss.Tensor
+fused_moving_avg_obs_fake_quant histogram.bins_tensor histogramdd.TensorList_bins
+smm hspmm sspaddmm _sparse_mm _sparse_mm.reduce _sparse_addmm sparse_sampled_addmm
+{PINVERSE} linalg_matrix_exp cov corrcoef
+""",  # torch composes the last line, formulas of gradients included, of matrix products
+    "promote": """
+addcdiv addcmul atan2 cross linalg_cross bilinear dot vdot equal isclose allclose heaviside
+lerp.Scalar lerp.Tensor meshgrid meshgrid.indexing cartesian_prod
+embedding_bag embedding_bag.padding_idx
+""",
+    "banned": "binary_cross_entropy",
+    "destination": f"{INTO_PRODUCTS} {WRITES} {IN_PLACE_WRITES} heaviside_ square_",
+    "fp32_inplace": f"{' '.join(f'{name}_' for name in UNARY.split())} pow_.Scalar pow_.Tensor",
+    "recurrent": """
+lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
+""",
+}
+"""The operators by category.
 
-FP32_INPLACE = f"{' '.join(f'{name}_' for name in UNARY.split())} pow_.Scalar pow_.Tensor"
+torch composes those of the last line of ``fp32``, formulas of gradients included, of matrix
+products. It calls ``pow_`` for ``square_``, whose row would refuse 16 bits.
+"""
 
 OPERATORS: Mapping[str, str] = {
     "norm": NORM,
@@ -126,7 +151,7 @@ OPERATORS: Mapping[str, str] = {
 }
 """The operators of functions that dispatch to none of their own name."""
 
-FP16_RANGE: frozenset[str] = frozenset({"gelu"})
+FP16_RANGE = frozenset({"gelu"})
 """fp32 rows that only guard the range of fp16; bf16 has the range of fp32 and needs none (O4).
 
 In bf16 such an operator and its gradient lose one rounding and no more, and no ``torch.autocast``
@@ -134,12 +159,16 @@ runs it in fp32. ``benchmarks/op_errors.py`` measures both for every fp32 row.
 """
 
 _EVERYWHERE = ("cpu", "cuda", "xpu", "mps")
-INACCURATE: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("matrix_exp", "linalg_matrix_exp", "logcumsumexp"), _EVERYWHERE),
-    **dict.fromkeys(
-        ("grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), ("cpu",)
-    ),
-    "adaptive_avg_pool3d": ("cpu",),
+_ON_CPU = ("cpu",)
+INACCURATE: Mapping[str, Sequence[str]] = {
+    "matrix_exp": _EVERYWHERE,
+    "linalg_matrix_exp": _EVERYWHERE,
+    "logcumsumexp": _EVERYWHERE,
+    "grid_sample": _ON_CPU,
+    "grid_sampler": _ON_CPU,
+    "grid_sampler_2d": _ON_CPU,
+    "grid_sampler_3d": _ON_CPU,
+    "adaptive_avg_pool3d": _ON_CPU,
 }
 """Functions of torch with 16-bit kernels that lose more than a few roundings, by device type.
 
@@ -148,9 +177,7 @@ logarithms, ``grid_sample`` rounds coordinates, and the pool adds up in 16 bits.
 the last two compute in fp32. ``tests/casts/test_sweep.py`` searches torch for others.
 """
 
-COVERED_INSIDE: frozenset[str] = frozenset(
-    {"conv1d.padding", "conv2d.padding", "conv3d.padding", "nll_loss_nd"}
-)
+COVERED_INSIDE = ("conv1d.padding", "conv2d.padding", "conv3d.padding", "nll_loss_nd")
 """Operators that torch composes from other rows of the table.
 
 Where a device lacks an autocast kernel for one of them, amp adds none: the inner rows give the same
@@ -158,13 +185,13 @@ result, and another kernel would only cost time. ``cross_entropy_loss`` is not a
 passes ``log_softmax`` its input's dtype, which the inner row would keep.
 """
 
-SPARSE_OPERANDS: frozenset[str] = frozenset({"matmul", "mm", "addmm", "mv", "bmm"})
+SPARSE_OPERANDS = ("matmul", "mm", "addmm", "mv", "bmm")
 """Products that torch casts itself, but takes to 16 bits for which its sparse kernels are missing.
 
 ``linear`` is not among them: another kernel would cost 5 us in every linear layer.
 """
 
-COMPARISONS: frozenset[str] = frozenset({"equal", "isclose", "allclose"})
+COMPARISONS = ("equal", "isclose", "allclose")
 """Rows that torch calls with numbers for tensors, to compare the constants of a trace."""
 
 _WRITTEN = dict.fromkeys(("index_copy", "index_put", "scatter_add"), "promote")

@@ -9,47 +9,13 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from apex._core import op_rows
+from apex._core.op_rows import Category
 from apex._torch import dispatcher
-
-Category = Literal[
-    "low_precision",
-    "fp32",
-    "promote",
-    "banned",
-    "banned_16bit",
-    "destination",
-    "fp32_inplace",
-    "recurrent",
-]
-"""How a row casts an operator's arguments.
-
-``low_precision``: all to the region's dtype; sparse operands go to fp32.
-``fp32``: all to fp32; a ``dtype=`` argument is kept.
-Both leave calls of float64 alone as they are.
-``promote``: all to the widest floating-point dtype among them.
-``banned``: as ``fp32``, but fp16 raises NotImplementedError.
-``banned_16bit``: as ``banned``, but bf16 also raises.
-``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
-``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
-NotImplementedError (``x **= 2`` makes a new fp32 tensor).
-``recurrent``: input, state and weights of a whole RNN to the region's dtype.
-"""
-
-_ROWS: Mapping[Category, str] = {
-    "low_precision": op_rows.LOW_PRECISION,
-    "fp32": op_rows.FP32,
-    "promote": op_rows.PROMOTE,
-    "banned": op_rows.BANNED,
-    "destination": op_rows.DESTINATION,
-    "fp32_inplace": op_rows.FP32_INPLACE,
-    "recurrent": op_rows.RECURRENT,
-}
 
 _NAMESPACES = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": Tensor}
 _PYTHON_2 = ("__div__", "__rdiv__", "__idiv__")  # apex's lists have them, newer torch has not
@@ -115,7 +81,7 @@ class OpTable:
     def default(cls) -> OpTable:
         """Returns the one table of apex's lists and newer operators."""
         rows: dict[str, Category] = {}
-        for category, ops in _ROWS.items():
+        for category, ops in op_rows.ROWS.items():
             known = [op for op in ops.split() if dispatcher.has_operator(f"aten::{op}")]
             rows.update(dict.fromkeys(known, category))
         return cls(rows)

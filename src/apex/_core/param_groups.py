@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +19,8 @@ def is_trained(param: nn.Parameter) -> bool:
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Returns the parameters of all groups, in order."""
-    return params_in(optimizer.param_groups)
-
-
-def params_in(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
-    """Returns the parameters of these groups, in order."""
     params: list[nn.Parameter] = []
-    for group in groups:
+    for group in optimizer.param_groups:
         params += group["params"]
     return params
 

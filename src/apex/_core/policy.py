@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from apex._core.dtypes import LOW_PRECISION
+
 LossScale = float | Literal["dynamic"]
 """A static multiplier on the loss, or ``"dynamic"`` for one that follows the gradients."""
 
@@ -37,6 +39,6 @@ class Policy:
     def low_precision(self) -> torch.dtype | None:
         """The 16-bit dtype of the computation; ``None`` if there is none."""
         for dtype in (self.compute_dtype, self.param_dtype):
-            if dtype in (torch.float16, torch.bfloat16):
+            if dtype in LOW_PRECISION:
                 return dtype
         return None

@@ -21,17 +21,3 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
             exact = candidate.detach().to(device=value.device, dtype=torch.float32)
             result = torch.where(exact.to(value.dtype) == value, exact, result)
     return result.to(torch.float32)
-
-
-@torch.no_grad()
-def loses_order(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns whether rounding makes neighbours of an ordered table equal, as a 0-d bool tensor.
-
-    Ordered are values that strictly rise, or fall, along the last dimension, as positions do.
-    """
-    exact = value.detach().squeeze()
-    if exact.layout is not torch.strided or exact.dim() == 0 or exact.numel() < 3:
-        return torch.zeros((), dtype=torch.bool, device=exact.device)
-    steps = exact.diff()
-    is_ordered = (steps > 0).all() | (steps < 0).all()
-    return is_ordered & (exact.to(dtype).diff() == 0).any()

@@ -1,4 +1,4 @@
-"""The loss-scale rule: a plain reference form, and the same rule on 0-d device tensors.
+"""The loss-scale rule in a plain form, which a dynamic scaler follows on the device.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from apex._core.arguments import is_number, shown
-from apex._torch import foreach
 
 SMALLEST_SCALE: float = torch.finfo(torch.float32).tiny
 """Lower bound of every scale: positive, and its inverse is finite in fp32."""
-
 
 _PUBLIC = {"min_scale": "min_loss_scale", "max_scale": "max_loss_scale"}
 """Arguments of ``initialize`` for the bounds, which errors name."""
@@ -65,13 +62,10 @@ class ScaleRule:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            wanted = "a number"
-            accepted = is_number(value) or (value is None and name in _PUBLIC)
-            if name == "growth_interval":
-                wanted = "an integer"
-                accepted = accepted and value % 1 == 0
-            if not accepted:
-                raise TypeError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {wanted}.")
+            is_left_out = value is None and name in _PUBLIC
+            self._require(name, is_number(value) or is_left_out, "a number", TypeError)
+        is_whole = self.growth_interval % 1 == 0
+        self._require("growth_interval", is_whole, "an integer", TypeError)
         interval = min(int(self.growth_interval), _MAX_INTERVAL)
         object.__setattr__(self, "growth_interval", interval)  # frozen for everybody else
         self._require("growth_factor", 1.0 < self.growth_factor < math.inf, "above 1")
@@ -82,17 +76,18 @@ class ScaleRule:
             self._require(name, bound is None or bound > 0.0, "a positive number or None")
         self._require("min_scale", self.least <= self.greatest, f"at most {self.greatest}")
 
-    def _require(self, name: str, holds: bool, accepted: str) -> None:
+    def _require(
+        self, name: str, holds: bool, accepted: str, error: type[Exception] = ValueError
+    ) -> None:
         if not holds:
             value = getattr(self, name)
-            raise ValueError(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {accepted}.")
+            raise error(f"{_PUBLIC.get(name, name)} is {value!r}; it must be {accepted}.")
 
     @classmethod
     def symmetric(cls, factor: Any, interval: Any, **bounds: Any) -> ScaleRule:
         """Returns the rule of apex's scalers, which back off by the inverse of their growth."""
-        # What has no inverse raises as the growth factor.
-        has_inverse = is_number(factor) and factor > 0
-        return cls(factor, 1.0 / factor if has_inverse else 0.5, interval, **bounds)
+        checked = cls(factor, growth_interval=interval, **bounds)
+        return replace(checked, backoff_factor=1.0 / factor)
 
     @functools.cached_property
     def least(self) -> float:
@@ -127,28 +122,6 @@ def next_scale(state: ScaleState, rule: ScaleRule, *, overflow: bool) -> ScaleSt
             scale = grown
         growth_tracker = 0
     return ScaleState(min(max(scale, rule.least), rule.greatest), growth_tracker)
-
-
-def update_scale_(
-    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, rule: ScaleRule
-) -> None:
-    """Updates ``scale`` and ``growth_tracker`` in place as :func:`next_scale`, without a host sync.
-
-    Args:
-        scale: 0-d fp32.
-        growth_tracker: 0-d int32 on the same device, below the interval.
-        found_inf: 0-d fp32 on the same device; non-zero means overflow.
-        rule: Factors, interval and bounds.
-    """
-    foreach.update_scale_(
-        scale,
-        growth_tracker,
-        found_inf,
-        rule.growth_factor,
-        rule.backoff_factor,
-        rule.growth_interval,
-    )
-    scale.clamp_(rule.least, rule.greatest)
 
 
 def checked_static(loss_scale: Any, name: str = "loss_scale") -> float:

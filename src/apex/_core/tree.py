@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from apex._core import dtypes
+from apex._core.dtypes import CASTABLE
 
 T = TypeVar("T")
-TensorFunction = Callable[[Tensor], Any]
-ObjectFunction = Callable[[Any], Any]
+LeafFunction = Callable[[Any], Any]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -27,24 +26,28 @@ Call = tuple[Args, Kwargs]
 _is_compiling = torch.compiler.is_compiling
 
 
-def map_tensors(fn: TensorFunction, obj: T, convert: ObjectFunction | None = None) -> T:
-    """Returns ``obj`` with ``fn`` applied to every tensor in it, in any nesting.
+def map_leaves(fn: LeafFunction, obj: T) -> T:
+    """Returns ``obj`` with ``fn`` applied to its leaves, in any nesting.
 
-    Lists, tuples, deques, mappings and dataclasses are searched. Containers keep their types and
-    are not modified; one in which nothing changes is returned itself. A mapping that cannot be
-    copied becomes a dict, as in apex. Everything else is returned unchanged.
+    Leaves are tensors, and objects other than modules whose class has a method ``to``. Lists,
+    tuples, deques, mappings and dataclasses are searched. Containers keep their types and are not
+    modified; one in which nothing changes is returned itself. A mapping that cannot be copied
+    becomes a dict, as in apex. Everything else is returned unchanged.
 
     Args:
-        fn: Called with each tensor; returns the replacement, or the same tensor for no change.
-        obj: A tensor, a container of tensors, or anything else.
-        convert: Called with each object that is neither tensor nor module and has a ``to`` method,
-            instead of traversing it; with ``None``, such objects are returned unchanged.
+        fn: Called with each leaf; returns the replacement, or the same leaf for no change.
+        obj: A leaf, a container of leaves, or anything else.
     """
-    return _Walk(fn, convert).visit(obj)  # type: ignore[no-any-return]
+    return _Walk(fn).visit(obj)  # type: ignore[no-any-return]
+
+
+def map_tensors(fn: Callable[[Tensor], Any], obj: T) -> T:
+    """Returns ``obj`` with ``fn`` applied to its tensors alone, as :func:`map_leaves`."""
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, obj)
 
 
 def tensors(obj: object) -> list[Tensor]:
-    """Returns the tensors in any nesting; see :func:`map_tensors` for what is searched."""
+    """Returns the tensors in any nesting; see :func:`map_leaves` for what is searched."""
     listed: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -55,10 +58,20 @@ def tensors(obj: object) -> list[Tensor]:
     return listed
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``tensor`` in ``dtype``; the same object if there is nothing to cast.
+
+    Differentiable. Returns tensors that are not castable (integer, complex, ...) unchanged.
+    """
+    if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
+        return tensor
+    return tensor.to(dtype)
+
+
 def cast_tensors(obj: T, dtype: torch.dtype) -> T:
     """Returns ``obj`` with every floating-point tensor in ``dtype``, in any nesting.
 
-    Converts objects with their own ``to`` method by :func:`converted`. See :func:`map_tensors` for
+    Converts objects with their own ``to`` method by :func:`converted`. See :func:`map_leaves` for
     what is preserved.
     """
     return cast_arguments((obj,), {}, dtype)[0][0]  # type: ignore[no-any-return]
@@ -77,8 +90,13 @@ def cast_arguments(
     Without ``objects``, those with a ``to`` method stay as they are. ``skip`` holds positions and
     names of arguments that stay, too.
     """
-    convert = (lambda obj: converted(obj, dtype)) if objects else None
-    visit = _Walk(lambda tensor: dtypes.cast(tensor, dtype), convert).visit
+
+    def cast_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return cast(leaf, dtype)
+        return converted(leaf, dtype) if objects else leaf
+
+    visit = _Walk(cast_leaf).visit
     return (
         tuple([arg if at in skip else visit(arg) for at, arg in enumerate(args)]),
         {name: arg if name in skip else visit(arg) for name, arg in kwargs.items()},
@@ -107,36 +125,29 @@ def converted(obj: Any, dtype: torch.dtype) -> Any:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         return obj
-    if not floating_only.casts:
+    if not floating_only.has_changed:
         return obj
     return copied if result is None else result  # None: it works in place
 
 
 class _FloatingOnly(TorchFunctionMode):
-    """Casts floating-point tensors only; others keep their dtype.
+    """Leaves tensors as they are that are not castable.
 
     Attributes:
-        casts: Whether anything has been cast, or done that is not a cast.
+        has_changed: Whether anything has been cast, or done that is not a cast.
     """
 
-    casts = False
+    has_changed = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _CASTS:
-            self.casts = True
-            return func(*args, **kwargs)
-        tensor = args[0]
-        if tensor.dtype not in dtypes.CASTABLE:
-            if func in (Tensor.half, Tensor.bfloat16):
-                return tensor
-            own = tensor.dtype
-            args = [own if arg in dtypes.CASTABLE else arg for arg in args]
-            kwargs = {n: own if arg in dtypes.CASTABLE else arg for n, arg in kwargs.items()}
-        result = func(*args, **kwargs)
-        self.casts = self.casts or result is not tensor
+        is_cast = func in _CASTS
+        if is_cast and args[0].dtype not in CASTABLE:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if not is_cast or result is not args[0]:
+            self.has_changed = True
         return result
 
 
@@ -144,27 +155,27 @@ _CASTS = frozenset({Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16})
 
 
 class _Walk:
-    """One traversal: the functions to apply, and the number of changes so far.
+    """One traversal: the function to apply, and the number of changes so far.
 
     Counts changes instead of comparing containers, which dynamo cannot trace.
     """
 
-    def __init__(self, fn: TensorFunction, convert: ObjectFunction | None) -> None:
+    def __init__(self, fn: LeafFunction) -> None:
         self.fn = fn
-        self.convert = convert
         self.changes = 0
         self.open: list[Any] = []  # dataclasses, whose parts may refer back to them
 
     def visit(self, obj: Any) -> Any:
         if isinstance(obj, (nn.Module, type)):
             return obj
-        if isinstance(obj, Tensor):
-            return self._replaced(obj, self.fn)
         # An object's own ``to`` takes precedence over its base type: a packed sequence is a named
         # tuple, a tokenizer's batch a dict. Looked up on the class: instances of attribute-style
         # dicts seem to have every attribute.
         if callable(getattr(type(obj), "to", None)):
-            return obj if self.convert is None else self._replaced(obj, self.convert)
+            new = self.fn(obj)
+            if new is not obj:
+                self.changes += 1
+            return new
         if isinstance(obj, (list, tuple, deque)):
             return self._container(obj, enumerate(obj))
         if isinstance(obj, Mapping):
@@ -172,12 +183,6 @@ class _Walk:
         if dataclasses.is_dataclass(obj):
             return self._dataclass(obj)
         return obj
-
-    def _replaced(self, obj: Any, fn: ObjectFunction) -> Any:
-        new = fn(obj)
-        if new is not obj:
-            self.changes += 1
-        return new
 
     def _container(self, obj: Any, items: Iterable[tuple[Any, Any]]) -> Any:
         changed = self._changed(items)

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from apex._core import finite
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import MasterPair, add_grads, fp32_copies, move_grads_to_masters
+from apex._engine.masters import MasterPair, add_grads, fp32_copies
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._torch import dtensor
@@ -31,7 +30,7 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 if TYPE_CHECKING:
     from apex._core.op_table import AutocastSpec
     from apex._engine.optimizer.prepared import PreparedOptimizer
-    from apex._engine.session import Listener, Session
+    from apex._engine.session import Session
 
 
 class _State(enum.Enum):
@@ -58,7 +57,8 @@ class BackwardPass:
         loss: The unscaled loss.
         scaler: The loss's scale.
         prepared_optimizers: The optimizers whose gradients the pass computes: those that the script
-            named, and those that share a parameter with one.
+            named, and those that share a parameter with one. A delayed pass forgets those whose
+            gradients are cleared.
         scaled: Whether the parameters' gradients are not those of the loss until the pass ends.
         updates: Scale updates that arrived at its end; on a device, those of earlier passes.
     """
@@ -93,20 +93,17 @@ class BackwardPass:
         self.updates: Sequence[ScaleUpdate] = ()
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        self._sessions: dict[Session, None] = {session: None}
+        # The casts of Python code in the pass that mixes dtypes, if a session has some.
+        self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
             if prepared.pairs and not prepared.masters.lazy:
                 self.scaled = True
             if prepared.session is not None:
-                self._sessions[prepared.session] = None
+                self._spec = self._spec or prepared.session.spec
                 # Of each, as ranks may communicate here. Until they share the gradients, these
                 # stay scaled: later passes add scaled ones.
                 if not prepared.session.shares_grads(prepared):
                     self._delay_unscale = True
-        # The casts of Python code in the pass that mixes dtypes, if a session has some.
-        self._spec: AutocastSpec | None = None
-        for casting in self._sessions:
-            self._spec = self._spec or casting.spec
         self._autocast = ExitStack()
         self._state = _State.NEW
         # The delayed pass whose gradients this one adds to.
@@ -139,12 +136,12 @@ class BackwardPass:
                     self._inspection = BlockInspection(
                         self.session, self.prepared_optimizers, scaled_loss
                     )
-            if self._continued is None:
-                with without_overrides():
-                    make_room(self.prepared_optimizers, scaled=self.scaled)
-            for prepared in self.prepared_optimizers:
-                prepared.open_pass = self
-                prepared.had_block = True
+            with without_overrides():
+                for prepared in self.prepared_optimizers:
+                    if self._continued is None:
+                        prepared.make_room(scaled=self.scaled)
+                    prepared.open_pass = self
+                    prepared.had_block = True
             if self._spec is not None:
                 self._autocast.enter_context(BackwardAutocast(self._spec))
         except BaseException as error:
@@ -153,7 +150,10 @@ class BackwardPass:
         return scaled_loss
 
     def _continue_or_finish_delayed(self) -> None:
-        """Unscales what earlier passes left scaled, unless this one continues it."""
+        """Unscales what earlier passes left scaled, unless this one continues it.
+
+        A pass continues one of the same scale and the same optimizers.
+        """
         for prepared in self.prepared_optimizers:
             delayed = prepared.open_pass
             if delayed is None:
@@ -164,16 +164,13 @@ class BackwardPass:
                     "optimizer. Close the first block before the second, or add up the losses in "
                     "one."
                 )
-            if self._continues(delayed):
+            has_same_scale = (
+                delayed.scaler is self.scaler and delayed._scale_version == self.scaler.version
+            )
+            if has_same_scale and {*delayed.prepared_optimizers} == {*self.prepared_optimizers}:
                 self._continued = delayed
             else:
                 delayed.finish()
-
-    def _continues(self, delayed: BackwardPass) -> bool:
-        """Returns whether the pass may add to gradients left scaled: one scale, same optimizers."""
-        if delayed.scaler is not self.scaler or delayed._scale_version != self.scaler.version:
-            return False
-        return {*delayed._unfinished()} == {*self.prepared_optimizers}
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Raises: this is the context of the pass, and its loss is what ``with`` yields."""
@@ -202,16 +199,18 @@ class BackwardPass:
             self._inspection.end()
         if error is not None:
             self._abort()
-        elif not self._delay_unscale:
+            return
+        if not self._delay_unscale:
             self.finish()
         elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
             self._state = _State.DELAYED
-        if error is None and self._inspection is not None:
-            self._inspection.warn()
+        if self._inspection is not None:
+            self.session.mistakes.warn(self._inspection.found)
 
-    def _unfinished(self) -> list[PreparedOptimizer]:
-        """Returns the optimizers whose gradients have not been cleared since a delayed block."""
-        return [prepared for prepared in self.prepared_optimizers if prepared.open_pass is self]
+    def forget(self, prepared: PreparedOptimizer) -> None:
+        """Ends the pass for an optimizer whose gradients were cleared after a delayed block."""
+        prepared.open_pass = None
+        self.prepared_optimizers.remove(prepared)
 
     def finish(self) -> None:
         """Unscales the gradients and updates the scale, once."""
@@ -227,36 +226,34 @@ class BackwardPass:
         if self._inspection is not None:  # in a step inside the block
             self._inspection.end()
         self._state = _State.DONE
-        prepared_optimizers = self._unfinished()
-        if not prepared_optimizers:
+        if not self.prepared_optimizers:
             return
         try:
             with without_overrides():
-                self._unscale(prepared_optimizers)
+                self._unscale()
             if captures:
-                for prepared in prepared_optimizers:
+                for prepared in self.prepared_optimizers:
                     prepared.keep_captured()
         except BaseException:
-            restore_grads(prepared_optimizers, scaled=self.scaled)
+            restore_grads(self.prepared_optimizers, scaled=self.scaled)
             raise
         finally:
-            for prepared in prepared_optimizers:
+            for prepared in self.prepared_optimizers:
                 prepared.open_pass = None
         if not self._delay_overflow_check:
-            self.updates = self.scaler.read_updates()
             self._notify()
 
-    def _unscale(self, prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
+    def _unscale(self) -> None:
         scaler = self.scaler
         if scaler.dynamic and not scaler.unchecked:
             scaler.found_inf.zero_()
         if self.scaled:
-            unscale_grads(prepared_optimizers, scaler, self._scale)
+            unscale_grads(self.prepared_optimizers, scaler, self._scale)
         if scaler.dynamic:
-            for prepared in prepared_optimizers:
+            for prepared in self.prepared_optimizers:
                 scaler.unchecked[prepared.overflow] = None
         if not self._delay_overflow_check:
-            scaler.end_pass(len(prepared_optimizers))
+            self.updates = scaler.end_pass(len(self.prepared_optimizers))
 
     def _abort(self) -> None:
         """Drops the gradients of the pass; one that continues others leaves what it added."""
@@ -272,33 +269,16 @@ class BackwardPass:
             self.session.mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
 
     def _notify(self) -> None:
-        """Calls the sessions' listeners, each once."""
-        listeners: dict[Listener, None] = {}
-        for session in self._sessions:
-            listeners.update(dict.fromkeys(session.listeners))
-        for listener in listeners:
-            listener(self)
+        """Reports overflows, and calls the listeners of the optimizers."""
+        for update in self.updates:
+            if update.overflow:
+                self.session.report_overflow(self, update)
+        for prepared in self.prepared_optimizers:
+            for listener in [*prepared.listeners]:  # which may remove itself
+                listener(self, prepared)
 
 
 # -- gradients ------------------------------------------------------------------------------------
-
-
-def _params_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> list[Tensor]:
-    """Returns what optimizers step, each parameter once."""
-    params: dict[int, Tensor] = {}
-    for prepared in prepared_optimizers:
-        for param in prepared.params():
-            params[id(param)] = param
-    return [*params.values()]
-
-
-def make_room(prepared_optimizers: Sequence[PreparedOptimizer], *, scaled: bool) -> None:
-    """Moves pending gradients to the masters; before a scaled pass, stashes all gradients."""
-    for prepared in prepared_optimizers:
-        if prepared.masters.lazy:
-            move_grads_to_masters(prepared.pairs)
-        if scaled:
-            prepared.stash_grads()
 
 
 def unscale_grads(
@@ -308,9 +288,11 @@ def unscale_grads(
 
     The model keeps its own, multiplied by ``scale``, where its session has a scale.
     """
-    pairs: dict[MasterPair, None] = {}  # optimizers may share some
+    pairs: dict[MasterPair, None] = {}  # each once, as optimizers may share some
+    unique_params: dict[Tensor, None] = {}
     for prepared in prepared_optimizers:
         pairs.update(dict.fromkeys(prepared.pairs))
+        unique_params.update(dict.fromkeys(prepared.params()))
     masters: list[Tensor] = []
     grads: list[Tensor] = []
     for pair in pairs:
@@ -320,11 +302,10 @@ def unscale_grads(
             grads.append(grad)
     copies = fp32_copies(grads, masters)
     # Masters have gradients of a loss that uses them itself.
-    params = _params_of(prepared_optimizers)
-    scaler.unscale_([*finite.values_of(params), *finite.dense_values(copies)], scale)
-    groups = dtensor.groups(params)
-    if groups and scaler.dynamic:  # all ranks that hold shards must step or skip together
-        dtensor.all_reduce_(scaler.found_inf, groups, "MAX")
+    params = [*unique_params]
+    scaler.unscale_([*dtensor.values_of(params), *dtensor.dense_values(copies)], scale)
+    if scaler.dynamic:  # all ranks that hold shards must step or skip together
+        dtensor.share_flag_(scaler.found_inf, params)
     add_grads(masters, copies)
     _add_stashed(prepared_optimizers)
 
@@ -355,5 +336,4 @@ def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
             if grad is not None:
                 params.append(param)
                 grads.append(grad)
-    if params:
-        add_grads(params, grads)
+    add_grads(params, grads)

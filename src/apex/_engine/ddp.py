@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 from apex._core import dtypes
 from apex._engine.masters import MasterState, MasterTable
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.scaler import Scaler
 from apex._torch import ddp
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
 
 
 @dataclass
@@ -42,23 +44,17 @@ class DDPTracker:
             communicate alike.
     """
 
-    def __init__(self, scalers: Sequence[Scaler], masters: MasterTable) -> None:
-        """Starts without wrappers.
+    def __init__(self) -> None:
+        """Starts without wrappers."""
+        self.wrappers = weakref.WeakKeyDictionary[Wrapper, _WrapperState]()
 
-        Args:
-            scalers: The session's own list, which scripts may change.
-            masters: Those of the session.
-        """
-        self._scalers = scalers
-        self._masters = masters
-        self.wrappers: weakref.WeakKeyDictionary[Wrapper, _WrapperState] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def mark_forward(self, wrapper: Wrapper, *, traced: bool = False) -> None:
+    def mark_forward(self, wrapper: Wrapper, session: Session, *, traced: bool) -> None:
         """Records that a model's forward pass begins under a wrapper, and if that sends gradients.
 
-        ``traced`` tells whether the pass is being compiled, or runs in compiled code.
+        Args:
+            wrapper: The wrapper.
+            session: The session of the model.
+            traced: Whether the pass is being compiled, or runs in compiled code.
 
         Raises:
             RuntimeError: If the wrapper was made before its parameters were cast, so that it would
@@ -71,11 +67,12 @@ class DDPTracker:
             sent = {id(param) for name, param in named if name not in ignored}
             self.wrappers[wrapper] = _WrapperState(sent)
         if ddp.is_joining(wrapper):
-            self._check_join()
+            _check_join(session)
+        state = self.wrappers[wrapper]
         if traced:
-            self.wrappers[wrapper].traced = True
+            state.traced = True
         if torch.is_grad_enabled():
-            self.wrappers[wrapper].sends = ddp.sends(wrapper)
+            state.sends = ddp.sends(wrapper)
 
     def owns_buffer(self, param: Tensor) -> bool:
         """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
@@ -104,10 +101,10 @@ class DDPTracker:
             if not state.shared:
                 unshared.append(wrapper)
         for wrapper in unshared:
-            self._share_masters(wrapper)
+            self._share_masters(wrapper, prepared.masters)
         return True
 
-    def _share_masters(self, wrapper: Wrapper) -> None:
+    def _share_masters(self, wrapper: Wrapper, masters: MasterTable) -> None:
         """Broadcasts exact values of a wrapper's masters from the first rank of its group.
 
         The wrapper broadcasts rounded weights only, which masters follow at the step. All ranks are
@@ -115,22 +112,23 @@ class DDPTracker:
         """
         state = self.wrappers[wrapper]
         state.shared = True
-        pairs = [pair for pair in self._masters.pairs() if id(pair.model) in state.sent]
         group = wrapper.process_group
         source = distributed.get_global_rank(group, 0)
-        for pair in pairs:
-            distributed.broadcast(pair.master.detach(), source, group=group)
-            pair.state = MasterState.EXACT
+        for pair in masters.pairs():
+            if id(pair.model) in state.sent:
+                distributed.broadcast(pair.master.detach(), source, group=group)
+                pair.state = MasterState.EXACT
 
-    def _check_join(self) -> None:
-        # A join ends by broadcasting the last rank's rounded weights: masters would drift apart,
-        # and ranks that finish early stop updating their loss scale.
-        if self._masters.pairs() or any(scaler.dynamic for scaler in self._scalers):
-            raise RuntimeError(
-                "DistributedDataParallel.join() does not share fp32 masters and dynamic loss "
-                "scales among ranks. Use opt_level='O4', or give all ranks as many batches: "
-                "DistributedSampler does."
-            )
+
+def _check_join(session: Session) -> None:
+    # A join ends by broadcasting the last rank's rounded weights: masters would drift apart, and
+    # ranks that finish early stop updating their loss scale.
+    if session.masters.pairs() or session.can_skip:
+        raise RuntimeError(
+            "DistributedDataParallel.join() does not share fp32 masters and dynamic loss scales "
+            "among ranks. Use opt_level='O4', or give all ranks as many batches: "
+            "DistributedSampler does."
+        )
 
 
 def _check_order(wrapper: Wrapper) -> None:

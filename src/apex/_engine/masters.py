@@ -18,10 +18,11 @@ Note [One gradient in one place]
     is *pending* until :func:`move_grads_to_masters` moves it: for code that reads
     ``master.grad``, for the next block, or for the step.
 
-Note [The factor of a clip]
-    ``amp.clip_grad_norm_`` leaves pending gradients in 16 bits: the factor is an attribute of the
-    gradient tensor, applied when the gradient is moved. It ends with that tensor. A forward pass
-    moves clipped gradients first, so that autograd does not add unclipped ones to them.
+Note [The divisor of a clip]
+    ``amp.clip_grad_norm_`` leaves pending gradients in 16 bits: the divisor is an attribute of the
+    gradient tensor, applied when the gradient is moved, or by the fused kernel. It ends with that
+    tensor. A forward pass moves clipped gradients first, so that autograd does not add unclipped
+    ones to them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex._core import finite, rounding
+from apex._core import rounding
 from apex._pickle import rebuild
-from apex._torch import foreach, parameters, ranks
+from apex._torch import dtensor, foreach, parameters, ranks
 from apex._torch.copies import has_values
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -49,8 +50,8 @@ _WRITTEN = -1
 _PAIR = "_apex_pair"
 """Attribute of a master: a weak reference to its pair."""
 
-_CLIP_FACTOR = "_apex_clip_factor"
-"""Attribute of a pending gradient: what a clip multiplies it by, 0-d."""
+_CLIP_DIVISOR = "_apex_clip_divisor"
+"""Attribute of a pending gradient: what a clip divides it by, 0-d."""
 
 
 class Master(nn.Parameter):
@@ -315,16 +316,16 @@ def move_grads_to_masters(pairs: Iterable[MasterPair]) -> None:
 def _move_grads(pairs: Sequence[MasterPair]) -> None:
     masters: list[Tensor] = []
     grads: list[Tensor] = []
-    factors: list[Tensor | None] = []
+    divisors: list[Tensor | None] = []
     for pair in pairs:
         grad = cast(Tensor, pair.model.grad)
         masters.append(pair.master)
         grads.append(grad)
-        factors.append(clip_factor(grad))
+        divisors.append(clip_divisor(grad))
     copies = fp32_copies(grads, masters)  # first, because memory may run out
     for pair in pairs:
         pair.model.grad = None
-    foreach.multiply_(copies, factors)
+    foreach.divide_(copies, divisors)
     add_grads(masters, copies)
 
 
@@ -336,16 +337,16 @@ def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         total = grad_of(param)
         if total is None:
             set_grad(param, grad)
-        elif total.layout is not torch.strided or grad.layout is not torch.strided:
-            # torch adds sparse to dense, not dense to sparse.
-            set_grad(param, total + grad if grad.is_sparse else grad + total)
-        elif total.requires_grad or grad.requires_grad:
-            set_grad(param, total + grad)
-        else:
+            continue
+        is_dense = total.layout is torch.strided and grad.layout is torch.strided
+        if is_dense and not (total.requires_grad or grad.requires_grad):
             totals.append(total)
             added.append(grad)
+        else:
+            # torch adds sparse to dense, not dense to sparse.
+            set_grad(param, total + grad if grad.is_sparse else grad + total)
     if totals:
-        foreach.add_(finite.dense_values(totals), finite.dense_values(added))
+        torch._foreach_add_(dtensor.dense_values(totals), dtensor.dense_values(added))
 
 
 def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -363,20 +364,23 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
             continue
         target = torch.empty_like(param, dtype=torch.float32)
         copies.append(target)
-        targets.append(target)
-        sources.append(grad)
-    foreach.assign_(targets, sources)
+        if grad.requires_grad:  # part of a graph, of which the kernel is not
+            target.copy_(grad)
+        else:
+            targets.append(target)
+            sources.append(grad)
+    foreach.copy_(targets, sources)
     return copies
 
 
-def clip_factor(grad: Tensor) -> Tensor | None:
-    """Returns what a clip has left to multiply a pending gradient by, if anything."""
-    return vars(grad).get(_CLIP_FACTOR)
+def clip_divisor(grad: Tensor) -> Tensor | None:
+    """Returns what a clip has left to divide a pending gradient by, if anything."""
+    return vars(grad).get(_CLIP_DIVISOR)
 
 
-def set_clip_factor(grad: Tensor, factor: Tensor) -> None:
-    """Leaves the 0-d factor of a clip to whoever moves the pending gradient."""
-    vars(grad)[_CLIP_FACTOR] = factor
+def set_clip_divisor(grad: Tensor, divisor: Tensor) -> None:
+    """Leaves the 0-d divisor of a clip to whoever moves the pending gradient, or steps with it."""
+    vars(grad)[_CLIP_DIVISOR] = divisor
 
 
 # -- all masters of a session -----------------------------------------------------------------
@@ -390,7 +394,7 @@ class MasterTable:
         exact: The fp32 values of tensors without a master, from before they were rounded.
         stashed: Gradients from before an unfinished pass with a loss scale, by ``id`` of their
             parameters, which come with them.
-        has_clipped: Whether pending gradients may have the factor of a clip.
+        has_clipped: Whether pending gradients may have the divisor of a clip.
     """
 
     def __init__(self, *, lazy: bool = False) -> None:
@@ -476,6 +480,6 @@ class MasterTable:
         clipped: list[MasterPair] = []
         for pair in self.pairs():
             grad = pair.pending_grad
-            if grad is not None and clip_factor(grad) is not None:
+            if grad is not None and clip_divisor(grad) is not None:
                 clipped.append(pair)
         move_grads_to_masters(clipped)

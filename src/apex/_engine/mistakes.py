@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from apex._core.dtypes import is_low_precision
+from apex._core import dtypes
 from apex._torch import ranks
 from apex._torch.autograd import at_end_of_pass, backward_id
 from apex._torch.dynamo import untraced
@@ -164,13 +164,12 @@ class Mistakes:
         """Whether the session has scaled a loss in a ``scale_loss`` block."""
         return self.blocks_left < _INSPECTED_BLOCKS
 
-    def warn(self, mistake: Mistake) -> None:
-        """Warns of a mistake at the user's line, once per session."""
-        told = mistake in self._warned
-        if mistake is Mistake.IGNORED_BACKWARD:  # whose cause may have been told
-            told = told or Mistake.LATE_BACKWARD in self._warned
-        if told:
+    def warn(self, mistake: Mistake | None) -> None:
+        """Warns of a mistake, if there is one, at the user's line; once per session."""
+        if mistake is None or mistake in self._warned:
             return
+        if mistake is Mistake.IGNORED_BACKWARD and Mistake.LATE_BACKWARD in self._warned:
+            return  # its cause has been told
         self._warned.add(mistake)
         frame: FrameType | None = sys._getframe()
         level = 1
@@ -195,7 +194,11 @@ class _Origin(enum.Enum):
 
 
 class BlockInspection:
-    """Finds the mistakes of one ``scale_loss`` block whose loss is scaled, and those before it."""
+    """Finds the mistakes of one ``scale_loss`` block whose loss is scaled, and those before it.
+
+    Attributes:
+        found: The mistake in the block, to warn of once it has done its work.
+    """
 
     def __init__(
         self,
@@ -210,7 +213,7 @@ class BlockInspection:
             prepared_optimizers: The optimizers of the block.
             scaled_loss: Where the backward pass is to start.
         """
-        self._found: Mistake | None = None
+        self.found: Mistake | None = None
         self._mistakes = session.mistakes
         self._params: list[Tensor] = []
         self._others_reached: list[Tensor] = []
@@ -221,8 +224,7 @@ class BlockInspection:
         self._ended = False
         self._hooks: list[RemovableHandle] = []
         for prepared in prepared_optimizers:
-            _inspect_counted(prepared, self._mistakes)
-            _inspect_scratch(prepared, self._mistakes, at_step=False)
+            self._mistakes.warn(_find_mistake(prepared, at_step=False))
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -282,19 +284,14 @@ class BlockInspection:
         while self._hooks:
             self._hooks.pop().remove()
         if self._has_stray:
-            self._found = Mistake.SECOND_BACKWARD
+            self.found = Mistake.SECOND_BACKWARD
             if self._pass_id is None:
-                self._found = Mistake.UNSCALED_BACKWARD
+                self.found = Mistake.UNSCALED_BACKWARD
         elif _origins(self._params) == {_Origin.CHANGED} and not self._may_change:
-            self._found = Mistake.CLIPPED_INSIDE
+            self.found = Mistake.CLIPPED_INSIDE
         self._mark_grads()
         self._params.clear()  # a loss, which a script may keep, refers to this object
         self._others_reached.clear()
-
-    def warn(self) -> None:
-        """Warns of a mistake in the block, once it has done its work."""
-        if self._found is not None:
-            self._mistakes.warn(self._found)
 
 
 # -- gradients of a few parameters ----------------------------------------------------------------
@@ -302,22 +299,6 @@ class BlockInspection:
 
 def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
     return params[:: max(1, len(params) // _SAMPLED)]
-
-
-def _scratch_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
-    """Returns a few 16-bit parameters whose gradients no step uses, and no wrapper replaces."""
-    models = [pair.model for pair in prepared.pairs if not pair.lazy]
-    params = _sample([model for model in models if is_low_precision(model)])
-    session = prepared.session
-    if session is None or not session.ddp_tracker.wrappers:
-        return params
-    return [param for param in params if not session.ddp_tracker.owns_buffer(param)]
-
-
-def _counted_of(prepared: PreparedOptimizer) -> Sequence[Tensor]:
-    """Returns a few of the models' parameters whose own gradients the step uses."""
-    lazy = [pair.model for pair in prepared.pairs if pair.lazy]
-    return _sample([*lazy, *prepared.direct_params()])
 
 
 @untraced  # dynamo cannot trace a tensor's attributes
@@ -340,14 +321,6 @@ def _origins(params: Iterable[Tensor]) -> set[_Origin]:
     return origins
 
 
-def _scratch_origins(prepared: PreparedOptimizer) -> set[_Origin]:
-    """Returns where the model's scratch comes from; nothing once a block was not inspected."""
-    session = prepared.session
-    if session is None or any(not other.mistakes.blocks_left for other in session.live):
-        return set()
-    return _origins(_scratch_of(prepared))
-
-
 def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
@@ -357,38 +330,46 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     return ranks.world_size() > 1 and not is_wrapped
 
 
-def _inspect_counted(prepared: PreparedOptimizer, mistakes: Mistakes) -> bool:
-    """Warns of scaled gradients that the next step or block takes as its own; returns whether."""
-    params = _counted_of(prepared)
+def _find_mistake(prepared: PreparedOptimizer, *, at_step: bool) -> Mistake | None:
+    """Returns the mistake that gradients from before a block, or a step, show."""
     delayed = prepared.open_pass
+    lazy = [pair.model for pair in prepared.pairs if pair.lazy]
+    counted = [*lazy, *prepared.direct_params()]  # whose own gradients the step uses
     if delayed is not None and delayed.scaled:
-        params = _sample(prepared.trained_params())
-    origins = _origins(params)
+        counted = prepared.trained_params()
+    origins = _origins(_sample(counted))
     if _Origin.OTHER in origins:
-        mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-        return True
-    if delayed is not None and origins == {_Origin.CHANGED} and not _averages(prepared):
-        mistakes.warn(Mistake.CLIPPED_DELAYED)
-    return False
-
-
-def _inspect_scratch(prepared: PreparedOptimizer, mistakes: Mistakes, *, at_step: bool) -> bool:
-    """Warns of gradients on the model that no master gets; returns whether there are some."""
-    origins = _scratch_origins(prepared)
-    mistake: Mistake | None = None
+        return Mistake.FORGOTTEN_OPTIMIZER
+    if delayed is not None:
+        is_changed = origins == {_Origin.CHANGED} and not _averages(prepared)
+        return Mistake.CLIPPED_DELAYED if is_changed else None
+    scratch = _scratch_origins(prepared)
     if not prepared.has_only_scratch_grads():
         # A later block of another optimizer may reach them, as a generator's does a discriminator:
         # the masters' gradients are right.
-        if origins and origins.isdisjoint((_Origin.OWN, _Origin.OTHER)):
-            mistake = Mistake.CHANGED_MODEL_GRADS
-    elif _Origin.PLAIN in origins or (at_step and _Origin.CHANGED in origins):
-        mistake = Mistake.IGNORED_BACKWARD
-    elif at_step and _Origin.OTHER in origins:
-        mistake = Mistake.FORGOTTEN_OPTIMIZER
-    if mistake is None:
-        return False
-    mistakes.warn(mistake)
-    return True
+        if scratch and scratch.isdisjoint((_Origin.OWN, _Origin.OTHER)):
+            return Mistake.CHANGED_MODEL_GRADS
+    elif _Origin.PLAIN in scratch or (at_step and _Origin.CHANGED in scratch):
+        return Mistake.IGNORED_BACKWARD
+    elif at_step and _Origin.OTHER in scratch:
+        return Mistake.FORGOTTEN_OPTIMIZER
+    return None
+
+
+def _scratch_origins(prepared: PreparedOptimizer) -> set[_Origin]:
+    """Returns where gradients come from that no step uses, and no wrapper replaces.
+
+    Nothing once a block was not inspected.
+    """
+    session = prepared.session
+    if session is None or any(not other.mistakes.blocks_left for other in session.live):
+        return set()
+    scratch: list[Tensor] = []
+    for pair in prepared.pairs:
+        is_replaced = session.ddp_tracker.owns_buffer(pair.model)
+        if dtypes.is_low_precision(pair.model) and not (pair.lazy or is_replaced):
+            scratch.append(pair.model)
+    return _origins(_sample(scratch))
 
 
 # -- at the step ----------------------------------------------------------------------------------
@@ -400,34 +381,29 @@ def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> No
     session = prepared.session
     if session is None or not session.mistakes.blocks_left:
         return
-    opened = prepared.open_pass
-    if opened is not None and opened.is_open:
+    if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
-    mistakes = session.mistakes
-    if _inspect_counted(prepared, mistakes):
-        return
-    if opened is None and _inspect_scratch(prepared, mistakes, at_step=True):
-        return
+    mistake = _find_mistake(prepared, at_step=True)
     is_first = not (in_closure or prepared.steps)
-    if is_first or not prepared.had_block:
-        _inspect_first_step(prepared, session, is_first=is_first)
+    if mistake is None and (is_first or not prepared.had_block):
+        mistake = _find_mistake_without_block(prepared, session, is_first=is_first)
+    session.mistakes.warn(mistake)
 
 
-def _inspect_first_step(prepared: PreparedOptimizer, session: Session, *, is_first: bool) -> None:
+def _find_mistake_without_block(
+    prepared: PreparedOptimizer, session: Session, *, is_first: bool
+) -> Mistake | None:
     # Of several optimizers that a block names, one may have no gradient yet.
     stepped = session.prepared_optimizers if prepared.had_block else [prepared]
     params: list[Tensor] = []
     for other in stepped:
         params += [*other.trained_params(), *other.params()]
     if all(param.grad is None for param in params):
-        if is_first:
-            session.mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
-        return
+        return Mistake.STEP_BEFORE_BACKWARD if is_first else None
     needs_scale = not session.masters.lazy and session.policy.low_precision is torch.float16
     is_without_blocks = not (prepared.had_block or session.mistakes.has_blocks)
     learns = any(map(_is_learning, prepared.optimizer.param_groups))
-    if needs_scale and is_without_blocks and learns:
-        session.mistakes.warn(Mistake.NO_SCALE_LOSS)
+    return Mistake.NO_SCALE_LOSS if needs_scale and is_without_blocks and learns else None
 
 
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:

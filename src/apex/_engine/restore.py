@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from apex._torch import parameters
 _FUSED_ADAM = "apex.optimizers.fused_adam"
 
 
-def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Turns converted models and prepared optimizers back into plain fp32 objects.
 
     The optimizers keep their state and step the models' own parameters, which get the masters'
     values. Gradients that overflowed are dropped, with a warning.
     """
-    models = list(models)
     end_stale_casts()
     checks.refuse_inference_mode("amp.restore")
     old_dtypes = dtypes_of(optimizers)
@@ -43,14 +42,10 @@ def make_plain(models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> 
             masters[id(pair.model)] = pair.master
     for model in models:
         casts.restore(model, masters)
-    # First all optimizers, because they may share masters.
     for prepared in prepared_optimizers:
         _make_optimizer_plain(prepared)
-    for prepared in prepared_optimizers:
-        if prepared.session is not None:
-            prepared.session.forget(prepared)
-            for user in (prepared, *models):
-                prepared.session.masters.release(user)
+        for user in (prepared, *models):
+            prepared.masters.release(user)
     match_states(optimizers, old_dtypes)
 
 
@@ -60,42 +55,41 @@ def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
             pair.model.grad = None
             pair.model.data = parameters.uncounted(pair.master)
-        grad = pair.master.grad
+        grad = parameters.grad_of(pair.master)
         pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
     prepared.close()
     subclass.unprepare_class(prepared.optimizer)
 
 
-def dtypes_of(optimizers: Iterable[Optimizer]) -> dict[int, torch.dtype]:
-    """Returns the dtype of every parameter that the optimizers step, by ``id``."""
-    return {id(p): p.dtype for optimizer in optimizers for p in params_of(optimizer)}
+def dtypes_of(optimizers: Iterable[Optimizer]) -> list[torch.dtype]:
+    """Returns the dtypes of all parameters that the optimizers step, in order."""
+    return [param.dtype for optimizer in optimizers for param in params_of(optimizer)]
 
 
-def match_states(optimizers: Iterable[Optimizer], before: Mapping[int, torch.dtype]) -> None:
+def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype]) -> None:
     """Casts optimizer state to the new dtype of its parameter, as torch's kernels require.
 
     Needed for parameters converted in place (O3).
+
+    Args:
+        optimizers: Optimizers whose parameters were converted, or exchanged for masters.
+        before: Their :func:`dtypes_of` before that.
     """
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    old_dtypes = dict(zip(map(id, params), before, strict=True))
     for optimizer in optimizers:
         prepared = subclass.prepared_state(optimizer)
-        models: dict[int, nn.Parameter] = {}
-        for pair in () if prepared is None else prepared.pairs:
-            models[id(pair.master)] = pair.model
+        has_masters = prepared is not None and prepared.master_weights
         for part in optimizers_in(optimizer):
             # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
             if getattr(part, "state_stays_fp32", False) or is_from(part, _FUSED_ADAM):
                 continue
             for param, state in states_in(part.state):
-                old = before.get(id(models.get(id(param), param)), param.dtype)
                 new = param.dtype
-                if (
-                    prepared is not None
-                    and prepared.master_weights
-                    and dtypes.is_low_precision(param)
-                ):
+                if has_masters and dtypes.is_low_precision(param):
                     # Frozen: the state is for the fp32 master that it gets when unfrozen.
                     new = torch.float32
-                _cast_state(state, old, new)
+                _cast_state(state, old_dtypes.get(id(param), param.dtype), new)
 
 
 def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
@@ -107,4 +101,5 @@ def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> No
         # 0-d tensors are step counts, which stay exact.
         return value.to(new) if value.dtype is old and value.dim() else value
 
-    state.update({name: tree.map_tensors(cast, value) for name, value in state.items()})
+    for name, value in state.items():
+        state[name] = tree.map_tensors(cast, value)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from apex._core.finite import unscale_, unscale_and_check_
 from apex._core.policy import LossScale
-from apex._core.scale import ScaleRule, checked_static, update_scale_
+from apex._core.scale import ScaleRule, checked_static
+from apex._torch import foreach
 from apex._torch.copies import HostCopy, as_tensor, capturing, has_values, moved
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Readback(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._copies: deque[tuple[T, HostCopy]] = deque()
+        self._copies = deque[tuple[T, HostCopy]]()
 
     def send(self, source: T, values: Tensor) -> None:
         """Queues the present values of a 1-d tensor, with what they belong to.
@@ -77,7 +77,7 @@ class Scaler:
         loss_scale: The scale, 0-d fp32 (multiplier).
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
-        loss_id: Index of the loss in its session.
+        loss_id: Index of the loss in its session, by which reports name it.
         unchecked: Flags of the optimizers of passes from which the scale is not updated yet, as
             the keys of a dict. The next pass adds to ``found_inf``. They are raised when a block
             updates the scale, and not when a script does.
@@ -91,15 +91,17 @@ class Scaler:
     loss_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, loss_scale: float, rule: ScaleRule, loss_id: int = 0) -> None:
+    def __init__(self, loss_scale: float, rule: ScaleRule) -> None:
         """Starts at ``loss_scale`` (multiplier), on the CPU.
 
         Raises:
             ValueError: If it is not positive and finite.
         """
-        self._bind(torch.zeros(2, dtype=torch.float32, device="cpu"))
+        # One tensor holds scale and flag, so that one copy brings both to the host.
+        self._scale_and_flag = torch.zeros(2, dtype=torch.float32, device="cpu")
+        self.move_to(self._scale_and_flag.device)
         self.rule = rule
-        self.loss_id = loss_id
+        self.loss_id = 0
         self.unchecked: dict[OverflowFlag, None] = {}
         self.version = 0
         self.own_update: Callable[[], object] | None = None
@@ -131,34 +133,23 @@ class Scaler:
         """Divides gradients by a scale, in place; a dynamic scale also checks them.
 
         Args:
-            values: Dense gradients, see :func:`apex._core.finite.dense_values`.
+            values: Dense gradients, see :func:`apex._torch.dtensor.dense_values`.
             scale: What :meth:`factor` returned for the pass, or another number.
         """
         if values and scale != 1.0:
-            unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
+            foreach.unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
 
-    def end_pass(self, optimizers: int) -> None:
-        """Ends a block that updates the scale, and raises the flags of its optimizers.
+    def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
+        """Ends a block that updates the scale, of this number of optimizers.
 
-        ``optimizers`` is the number of these, for the report.
+        Returns the updates that have reached the host since the last call, oldest first.
         """
-        flags = self.unchecked
-        if self.own_update is None:
-            self.update()
-        else:
-            self.found_inf.fill_(float(bool(self.own_update())))
-            self.unchecked = {}
-            self.version += 1
-        for flag in flags:
-            flag.add(self.found_inf)
+        self.update()
+        return ()
 
     def update(self) -> None:
         """Updates a dynamic scale from its flag, or counts a static one's step."""
         self._steps += 1
-
-    def read_updates(self) -> list[ScaleUpdate]:
-        """Returns the updates that have reached the host since the last call, oldest first."""
-        return []
 
     # -- state -------------------------------------------------------------------------------
 
@@ -198,12 +189,9 @@ class Scaler:
 
     def move_to(self, device: torch.device) -> None:
         """Moves scale and flag to ``device``."""
-        self._bind(moved(self._scale_and_flag, device))
-
-    def _bind(self, values: Tensor) -> None:
-        # One tensor holds scale and flag, so that one copy brings both to the host.
-        self._scale_and_flag = values
-        self.loss_scale, self.found_inf = values[0], values[1]
+        self._scale_and_flag = moved(self._scale_and_flag, device)
+        self.loss_scale = self._scale_and_flag[0]
+        self.found_inf = self._scale_and_flag[1]
 
 
 class DynamicScaler(Scaler):
@@ -215,16 +203,16 @@ class DynamicScaler(Scaler):
 
     dynamic = True
 
-    def __init__(self, loss_scale: float, rule: ScaleRule, loss_id: int = 0) -> None:
+    def __init__(self, loss_scale: float, rule: ScaleRule) -> None:
         """Starts at ``loss_scale``, clamped to the rule's bounds.
 
         Raises:
             ValueError: If it is not positive and finite.
         """
-        first = min(max(checked_static(loss_scale), rule.least), rule.greatest)
-        super().__init__(first, rule, loss_id)
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
-        self._readback: Readback[int] = Readback()
+        first = min(max(checked_static(loss_scale), rule.least), rule.greatest)
+        super().__init__(first, rule)
+        self._readback = Readback[int]()
         self._skipped_in_row = 0
 
     def factor(self) -> Tensor:
@@ -236,26 +224,40 @@ class DynamicScaler(Scaler):
             divisor = as_tensor(scale, self.found_inf.device)
             # With ``out`` it is no op that casts inside a region.
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
-            unscale_and_check_(values, inverse, self.found_inf)
+            foreach.unscale_and_check_(values, inverse, self.found_inf)
 
-    def end_pass(self, optimizers: int) -> None:
-        """Also starts to copy scale and flag to the host."""
-        super().end_pass(optimizers)
-        self._readback.send(optimizers, self._scale_and_flag)
-
-    def update(self) -> None:
-        """Updates the scale from the flag, on the device."""
-        update_scale_(self.loss_scale, self.growth_tracker, self.found_inf, self.rule)
+    def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
+        """Also raises the optimizers' flags, and starts to copy scale and flag to the host."""
+        flags = self.unchecked
         self.unchecked = {}
-        self.version += 1
-
-    def read_updates(self) -> list[ScaleUpdate]:
+        if self.own_update is None:
+            self.update()
+        else:
+            self.found_inf.fill_(float(bool(self.own_update())))
+        for flag in flags:
+            flag.add(self.found_inf)
+        self._readback.send(optimizers, self._scale_and_flag)
         updates = []
-        for optimizers, (loss_scale, found_inf) in self._readback.poll():
+        for count, (loss_scale, found_inf) in self._readback.poll():
             overflow = found_inf != 0.0
             self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            updates.append(ScaleUpdate(loss_scale, overflow, optimizers, self._skipped_in_row))
+            updates.append(ScaleUpdate(loss_scale, overflow, count, self._skipped_in_row))
         return updates
+
+    def update(self) -> None:
+        """Updates scale and count as :func:`apex._core.scale.next_scale` does, on the device."""
+        rule = self.rule
+        foreach.update_scale_(
+            self.loss_scale,
+            self.growth_tracker,
+            self.found_inf,
+            rule.growth_factor,
+            rule.backoff_factor,
+            rule.growth_interval,
+        )
+        self.loss_scale.clamp_(rule.least, rule.greatest)
+        self.unchecked = {}
+        self.version += 1
 
     def read_scale(self) -> float:
         return float(self.loss_scale)  # sync: the caller asks for a host number
@@ -275,9 +277,7 @@ class DynamicScaler(Scaler):
         self.growth_tracker = moved(self.growth_tracker, device)
 
 
-def scaler_for(
-    loss_scale: LossScale, rule: ScaleRule, *, loss_id: int = 0, initial: float = INITIAL_SCALE
-) -> Scaler:
+def scaler_for(loss_scale: LossScale, rule: ScaleRule, *, initial: float = INITIAL_SCALE) -> Scaler:
     """Returns the scaler for ``loss_scale``, a number or ``"dynamic"``.
 
     A dynamic scale starts at ``initial`` (multiplier), within the rule's bounds.
@@ -286,5 +286,5 @@ def scaler_for(
         ValueError: If the scale is not positive and finite.
     """
     if loss_scale == "dynamic":
-        return DynamicScaler(initial, rule, loss_id)
-    return Scaler(loss_scale, rule, loss_id)
+        return DynamicScaler(initial, rule)
+    return Scaler(loss_scale, rule)

@@ -19,7 +19,6 @@ from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.region import (
     AutocastRegion,
     LowPrecisionRegion,
-    NoAutocastRegion,
     Region,
 )
 from apex._engine.autocast.user_functions import UserRegistry
@@ -33,12 +32,9 @@ from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import step, subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.restore import dtypes_of, match_states
-from apex._engine.scaler import Readback, Scaler, scaler_for
+from apex._engine.scaler import Readback, ScaleUpdate, scaler_for
 from apex._torch import fsdp
 from apex._torch.parameters import grad_of, set_grad
-
-Listener = Callable[[BackwardPass], None]
-"""Called after a pass that updates a scale or raises an exception."""
 
 
 class Session:
@@ -56,7 +52,7 @@ class Session:
         mistakes: The mistakes found in the training loop.
         ddp_tracker: Knows the DistributedDataParallel wrappers of the models.
         masters: The fp32 masters of the models' parameters.
-        listeners: Called after each pass of the session's optimizers.
+        report_overflow: Called for each overflow, at the end of the pass that reads it on the host.
         losses: Copies to the host of losses with a static scale, which are checked for inf and NaN.
             ``None`` once one was found: the warning is logged once.
         losses_given: Number of such losses so far; only a sample is copied.
@@ -68,12 +64,12 @@ class Session:
         self,
         policy: Policy,
         *,
-        num_losses: int = 1,
-        rule: ScaleRule | None = None,
-        spec: AutocastSpec | None = None,
-        functions: UserRegistry | None = None,
-        listeners: Sequence[Listener] = (),
-        keep_fp32: bool = False,
+        num_losses: int,
+        rule: ScaleRule,
+        spec: AutocastSpec | None,
+        functions: UserRegistry,
+        report_overflow: Callable[[BackwardPass, ScaleUpdate], None],
+        keep_fp32: bool,
     ) -> None:
         """Makes the scalers and registers the kernels for op casts.
 
@@ -83,31 +79,27 @@ class Session:
             rule: The rule of dynamic scales.
             spec: The op casts; ``None`` for none.
             functions: User-registered functions, cast while the session lives.
-            listeners: Called after every pass of the session's optimizers.
+            report_overflow: Called for each overflow.
             keep_fp32: Whether 16-bit parameters without a master keep their fp32 values.
         """
         end_stale_casts()
         self.policy = policy
-        self.scalers: list[Scaler] = []
-        for index in range(num_losses):
-            self.scalers.append(scaler_for(policy.loss_scale, rule or ScaleRule(), loss_id=index))
-        self.region: Region = NoAutocastRegion()
+        self.scalers = [scaler_for(policy.loss_scale, rule) for _ in range(num_losses)]
+        self.region: Region = Region()
         if spec is not None:
             self.region = AutocastRegion(spec)
         elif policy.low_precision is not None:
             self.region = LowPrecisionRegion()
         self.spec = spec
-        self._functions = functions if spec is not None else None
-        self.listeners = list(listeners)
+        self._functions = functions
+        self.report_overflow = report_overflow
         self._keep_fp32 = keep_fp32
         # Without a scale, the model's gradients are the masters', from now on.
         self.masters = MasterTable(lazy=all(scaler.is_identity for scaler in self.scalers))
         # In order, as ranks communicate for one optimizer after the other.
-        self._prepared_optimizers: weakref.WeakKeyDictionary[PreparedOptimizer, None] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.ddp_tracker = DDPTracker(self.scalers, self.masters)
+        self._prepared_optimizers = weakref.WeakKeyDictionary[PreparedOptimizer, None]()
+        self._models = weakref.WeakSet[nn.Module]()
+        self.ddp_tracker = DDPTracker()
         # What fully_shard keeps of the models, to tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
         # Ends the op casts; None before they start.
@@ -184,8 +176,7 @@ class Session:
     def start(self) -> None:
         """Turns op casts on in this thread, until the session ends."""
         if isinstance(self.region, AutocastRegion):
-            if self._functions is not None:
-                self._functions.apply()
+            self._functions.apply()
             self.region.begin_ambient()
             step.hooks.add(self)
             self._end = weakref.finalize(self, _end, self.region, self._functions)
@@ -197,12 +188,11 @@ class Session:
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                state.set_region(model, NoAutocastRegion())
+                state.set_region(model, Region())
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""
         prepared = PreparedOptimizer(self, [], self.policy.master_weights)
-        undo.callback(self.forget, prepared)
         prepared.attach(optimizer)
         prepared.create_missing_masters()
         undo.callback(prepared.close)
@@ -212,10 +202,6 @@ class Session:
     def register(self, prepared: PreparedOptimizer) -> None:
         """Adds the state of an optimizer to those of the session."""
         self._prepared_optimizers[prepared] = None
-
-    def forget(self, prepared: PreparedOptimizer) -> None:
-        """Removes the state of an optimizer; idempotent."""
-        self._prepared_optimizers.pop(prepared, None)
 
     @property
     def can_skip(self) -> bool:
@@ -251,8 +237,11 @@ class Session:
         sharing = list(prepared_optimizers)
         others: list[PreparedOptimizer] = []
         for session in cls.live:
-            known = session._prepared_optimizers
-            others += [other for other in known if other not in sharing and other.is_live]
+            for other in session._prepared_optimizers:
+                if other in sharing:
+                    continue
+                if other.is_live:
+                    others.append(other)
         if not others:
             return sharing
         for prepared in sharing:  # which grows meanwhile
@@ -283,32 +272,28 @@ class Session:
                 set_grad(pair.master, None)
             elif grad is not None:
                 grad.detach().zero_()
-            if not pair.lazy:
-                param.grad = None
         self.drop_cleared(cleared)
 
     def drop_cleared(self, params: Iterable[Tensor]) -> None:
-        """Drops what unfinished passes hold for stepped parameters, which were cleared.
+        """Drops what the model, and unfinished passes, hold for cleared stepped parameters.
 
         A delayed pass ends for an optimizer whose parameters are all among them.
         """
-        unfinished = [prepared for prepared in self._prepared_optimizers if prepared.open_pass]
-        stashed = self.masters.stashed
-        if not unfinished and not stashed:
-            return
         cleared = {*map(id, params)}
+        stashed = self.masters.stashed
         for key in cleared & stashed.keys():
             del stashed[key]
-        for prepared in unfinished:
+        for prepared in self._prepared_optimizers:
             for pair in prepared.pairs:
                 if not pair.lazy and id(pair.master) in cleared:
                     pair.model.grad = None
-            delayed = prepared.open_pass is not None and not prepared.open_pass.is_open
-            if delayed and prepared.is_live and cleared.issuperset(map(id, prepared.params())):
-                prepared.open_pass = None
+            delayed = prepared.open_pass
+            if delayed is None or delayed.is_open or not prepared.is_live:
+                continue
+            if cleared.issuperset(map(id, prepared.params())):
+                delayed.forget(prepared)
 
 
-def _end(region: AutocastRegion, functions: UserRegistry | None) -> None:
+def _end(region: AutocastRegion, functions: UserRegistry) -> None:
     region.end()
-    if functions is not None:
-        functions.undo()
+    functions.undo()

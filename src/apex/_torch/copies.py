@@ -52,13 +52,6 @@ def as_scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
     return moved(value, device).reshape(()) if isinstance(value, Tensor) else value
 
 
-def record(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """Returns an event recorded on the current stream of ``device``, not of the current device."""
-    event = torch.Event(device, enable_timing=timing)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
 class HostCopy:
     """An asynchronous copy to the host of what a device tensor holds now.
 
@@ -70,7 +63,10 @@ class HostCopy:
         on_device = tensor.device.type != "cpu"
         self._host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=on_device)
         self._host.copy_(tensor.detach(), non_blocking=True)
-        self._event = record(tensor.device) if on_device else None
+        self._event: torch.Event | None = None
+        if on_device:
+            self._event = torch.Event(tensor.device)
+            self._event.record(torch.accelerator.current_stream(tensor.device))
 
     @property
     def arrived(self) -> bool:

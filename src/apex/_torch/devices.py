@@ -44,7 +44,9 @@ def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:
     types: dict[str, None] = {}
     for model in models:
         for tensor in named_tensors(model).values():
-            types.update(dict.fromkeys(dtensor.device_types(tensor)))
+            if dtensor.is_dtensor(tensor):
+                types[tensor.device_mesh.device_type] = None
+            types[tensor.device.type] = None
     if not types.keys() <= {"cpu"}:
         return tuple(types)
     device = accelerator()

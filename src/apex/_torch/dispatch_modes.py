@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,23 +43,20 @@ def computes_shapes_only() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-# Operands are lists of tensors like the parameters; the last of most is a list of step counts.
 _OPERANDS = {"_fused_adam_": 5, "_fused_adamw_": 5, "_fused_sgd_": 3, "_fused_adagrad_": 3}
 
-OPERANDS: Mapping[Any, int] = {
-    getattr(getattr(torch.ops.aten, name), overload): count
-    for name, count in _OPERANDS.items()
-    for overload in getattr(torch.ops.aten, name).overloads()
-    if overload in ("default", "tensor_lr")
-}
-"""For each fused operator, how many of its arguments are lists of tensors like the parameters.
 
-The first two are parameters and gradients; a list of step counts may follow.
-"""
+def operands(func: Any) -> int:
+    """Returns how many arguments of a fused operator are lists of tensors like the parameters.
+
+    The first two are parameters and gradients; a list of step counts may follow. Other operators
+    have none.
+    """
+    return _OPERANDS.get(func.overloadpacket.__name__, 0)
 
 
 def function_of(func: Any) -> Any:
-    """Returns torch's own function for an operator of :data:`OPERANDS`.
+    """Returns torch's own function for a fused operator.
 
     It parses some hundred tensors in a third of the time.
     """

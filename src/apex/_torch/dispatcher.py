@@ -1,11 +1,10 @@
-"""torch's dispatcher: finds, registers and calls autocast kernels.
+"""torch's dispatcher: finds and registers autocast kernels.
 
 There are no fallbacks in public torch: op casts depend on the dispatcher.
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +24,6 @@ has_operator: Callable[[str], bool] = torch._C._dispatch_has_kernel
 
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 """Returns whether an operator has a kernel for a dispatch key, such as ``"AutocastCPU"``."""
-
-
-def without_autocast(device: str) -> Callable[[], Any]:
-    """Returns what makes contexts in which this thread's calls skip a device type's autocast."""
-    keys = torch._C.DispatchKeySet(autocast_key(device))
-    return functools.partial(torch._C._ExcludeDispatchKeyGuard, keys)
 
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -81,23 +74,10 @@ def has_autocast(op: str, device: str) -> bool:
     return has_kernel(f"aten::{op}", AUTOCAST_KEYS[device])
 
 
-def native_kernel(op: str, device: str) -> Any:
-    """Returns torch's autocast kernel of an operator; None without one, and before torch 2.9."""
-    get_kernel: Any = getattr(torch.library, "get_kernel", None)
-    if get_kernel is None or not has_autocast(op, device):
-        return None
-    return get_kernel(f"aten::{op}", AUTOCAST_KEYS[device]).call_boxed
-
-
 def overload(op: str) -> Any:
     """Returns the aten overload named ``op``, such as ``"pow.Scalar"``."""
     name, _, rest = op.partition(".")
     return getattr(getattr(torch.ops.aten, name), rest or "default")
-
-
-def direct_call(op: str) -> Callable[..., Any]:
-    """Returns a function that calls an aten operator 0.2 us faster than its overload."""
-    return overload(op)._op  # type: ignore[no-any-return]
 
 
 def overloads_of(name: str) -> tuple[str, ...]:

@@ -1,19 +1,24 @@
-"""The local parts of DTensors, which are sharded or replicated over a device mesh."""
+"""DTensors, which are sharded or replicated over a device mesh, and the values of gradients."""
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, distributed
+
+from apex._torch.sparse import stored_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _MODULE = "torch.distributed.tensor"
 """Used only if a script has imported it: loading it takes a second."""
+
+_layout = operator.attrgetter("layout")
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -56,43 +61,72 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
-def device_types(tensor: Tensor) -> tuple[str, ...]:
-    """Returns the device type of ``tensor``, preceded by its mesh's for a DTensor."""
-    here = tensor.device.type
-    return (tensor.device_mesh.device_type, here) if is_dtensor(tensor) else (here,)
+def groups(params: Sequence[Tensor]) -> dict[Any, str]:
+    """Returns the process groups of ranks that hold different parts of ``params``.
 
-
-Group = tuple[str, Any]
-"""The ranks along one dimension of a device mesh: the mesh's device type, on which they
-communicate, and their process group."""
-
-
-def groups(params: Sequence[Tensor]) -> list[Group]:
-    """Returns the groups of ranks that hold different parts of ``params``, without duplicates.
-
-    There is one per mesh dimension over which a parameter is sharded, in parameter order, which is
-    the same on every rank.
+    Each comes with the device type on which it communicates. There is one per mesh dimension over
+    which a parameter is sharded, in parameter order, which is the same on every rank.
     """
-    if not any_dtensor(params):
-        return []
-    by_id: dict[int, Group] = {}
-    for param in filter(is_dtensor, params):
-        mesh = param.device_mesh
-        for dimension, placement in enumerate(param.placements):
-            if not placement.is_replicate() and mesh.size(dimension) > 1:
-                ranks = mesh.get_group(dimension)
-                by_id.setdefault(id(ranks), (mesh.device_type, ranks))
-    return list(by_id.values())
+    by_dimension: dict[Any, str] = {}
+    if any_dtensor(params):
+        for param in filter(is_dtensor, params):
+            mesh = param.device_mesh
+            for dimension, placement in enumerate(param.placements):
+                if not placement.is_replicate() and mesh.size(dimension) > 1:
+                    by_dimension[mesh.get_group(dimension)] = mesh.device_type
+    return by_dimension
 
 
-@torch.no_grad()
-def all_reduce_(value: Tensor, over: Iterable[Group], op: Literal["MAX", "MIN", "SUM"]) -> None:
-    """Sets 0-d ``value`` to its maximum, minimum or sum over all ranks of the groups ``over``.
+def share_flag_(flag: Tensor, params: Sequence[Tensor]) -> None:
+    """Sets 0-d ``flag`` to its maximum over all ranks that hold parts of ``params``.
 
     All these ranks must call it. Waits for the device only if their backend does.
     """
-    for device_type, ranks in over:
-        # The loss may be on the CPU and the parameters on the device, or the reverse.
-        shared = value.clone() if value.device.type == device_type else value.to(device_type)
-        distributed.all_reduce(shared, op=getattr(distributed.ReduceOp, op), group=ranks)
-        value.copy_(shared)
+    for group, device_type in groups(params).items():
+        shared = flag
+        if flag.device.type != device_type:  # the loss is on the CPU, or the parameters are
+            shared = flag.to(device_type)
+        distributed.all_reduce(shared, op=distributed.ReduceOp.MAX, group=group)
+        flag.copy_(shared)
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+def are_plain(grads: Sequence[Tensor]) -> bool:
+    """Returns whether ``grads`` are dense, and none of them a DTensor."""
+    return not any_dtensor(grads) and {*map(_layout, grads)} <= {torch.strided}
+
+
+def dense_values(grads: list[Tensor]) -> list[Tensor]:
+    """Returns dense tensors that share memory with ``grads``: sparse values, DTensors' local parts.
+
+    Coalesce sparse gradients and reduce DTensor gradients over their ranks first: a sum of finite
+    values may overflow, and a check must see the sum.
+    """
+    if are_plain(grads):
+        return grads
+    values = map(local, grads)
+    return [stored_values(value) if value.is_sparse else value for value in values]
+
+
+def values_of(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the :func:`dense_values` of the parameters' gradients.
+
+    Replaces sparse gradients by coalesced ones before, and partial ones by reduced ones.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    if are_plain(grads):
+        return grads
+    grads = []
+    for param in params:
+        if param.grad is not None:
+            summed = laid_out_as(param, param.grad)
+            param.grad = summed.coalesce() if summed.is_sparse else summed
+            grads.append(param.grad)
+    return dense_values(grads)
+
+
+def summed_values(grad: Tensor) -> Tensor:
+    """Returns a sparse gradient's values with duplicate rows summed, others unchanged."""
+    return grad.coalesce().values() if grad.is_sparse else grad

@@ -31,14 +31,15 @@ def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 def param_groups(model: nn.Module) -> list[Any]:
     """Returns the groups of parameters that are gathered together, without duplicates."""
-    by_id: dict[int, Any] = {}
+    found: dict[Any, None] = {}
     for module in sharded_modules(model):
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.15
             groups = [getattr(state, "_fsdp_param_group", None)]
-        by_id.update({id(group): group for group in groups if group is not None})
-    return list(by_id.values())
+        found.update(dict.fromkeys(groups))
+    found.pop(None, None)
+    return list(found)
 
 
 def defers_reduction(groups: Iterable[Any]) -> bool:

@@ -96,11 +96,6 @@ class AmpState:
         """Whether the latest ``initialize`` or ``init`` enabled amp; True before the first."""
         return not self.initialized or bool(self.opt_properties.enabled)
 
-    def is_on(self, session: Session) -> bool:
-        """Returns whether ``session`` scales losses: False if a script unset its ``enabled``."""
-        options = self.options.get(session)
-        return options is None or bool(options.enabled)
-
     def hold_handle(self, handle: Any) -> None:
         """Keeps the handle of ``amp.init`` and its session, and deactivates an earlier one."""
         if self._init_handle is not None:

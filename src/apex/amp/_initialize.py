@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex import _unavailable
-from apex._core import dtypes, tree
+from apex._core import tree
 from apex._pickle import rebuild
 
 _CHECKS = "amp.initialize, which validates its arguments before it changes anything"
@@ -34,12 +34,12 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
 
     Keeps container types.
     """
-    return tree.map_tensors(fn, value, fn)
+    return tree.map_leaves(fn, value)
 
 
 def to_type(dtype: torch.dtype, t: Any) -> Any:
     """Casts floating-point tensors, and other objects through their ``to``; keeps other tensors."""
-    return dtypes.cast(t, dtype) if isinstance(t, Tensor) else tree.converted(t, dtype)
+    return tree.cast(t, dtype) if isinstance(t, Tensor) else tree.converted(t, dtype)
 
 
 _applier = applier

@@ -261,7 +261,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     prepared = any(map(is_converted, model_list)) or any(map(prepared_state, optimizer_list))
     if prepared or _amp_state.enabled:
         inputs.check_prepared(model_list, optimizer_list)
-        make_plain(filter(is_converted, model_list), optimizer_list)
+        make_plain([*filter(is_converted, model_list)], optimizer_list)
         _amp_state.end_unused()
     return models if optimizers is None else (models, optimizers)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import NoAutocastRegion, casts_off
+from apex._engine.autocast.region import Region, casts_off
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.subclass import prepared_state
@@ -206,7 +206,7 @@ class AmpHandle:
             return
         self._session.close()
         for model in self._models:
-            set_region(model, NoAutocastRegion())
+            set_region(model, Region())
         self._models = ()
         if self._session not in _amp_state.options:
             _amp_state.discard(self._session)
@@ -240,7 +240,7 @@ class OptimWrapper:
         session = amp_handle._session
         scale = 1.0 if session is None else session.policy.loss_scale
         rule = ScaleRule(max_scale=2.0**24)
-        self._loss_scaler = [scaler_for(scale, rule, loss_id=index) for index in range(num_loss)]
+        self._loss_scaler = [scaler_for(scale, rule) for _ in range(num_loss)]
 
     @untraced
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
@@ -258,6 +258,7 @@ class OptimWrapper:
                 "num_loss=... to handle.wrap_optimizer, one for each loss."
             )
         scaler = self._loss_scaler[self._loss_index]
+        scaler.loss_id = self._loss_index
         block = self._handle._backward_pass("optimizer.scale_loss", loss, self._optimizer, scaler)
         self._loss_index += 1
         return block
@@ -295,23 +296,25 @@ def session_of(
     """
     session = _newest(prepared_optimizers)
     if session is not None:
-        return session if _amp_state.is_on(session) else None
+        options = _amp_state.options.get(session)
+        is_on = options is None or options.options["enabled"]  # which scripts may unset
+        return session if is_on else None
     if any(prepared_optimizers) or _amp_state.enabled:
         raise RuntimeError(_not_prepared(prepared_optimizers, caller))
     return None
 
 
 def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
-    given = []
+    sessions: list[Session] = []
     for prepared in prepared_optimizers:
         if prepared is None or prepared.session is None:
             return None
-        given.append(prepared.session)
-    for session in reversed(_amp_state.sessions()):
-        if session in given:
-            return session
-    # An ended session is not among them. Without optimizers, it is the current one.
-    return given[0] if given else _amp_state.current()
+        sessions.append(prepared.session)
+    newest: Session | None = None
+    for session in Session.live:
+        if session in sessions:
+            newest = session
+    return newest or _amp_state.current()
 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import finite
 from apex._core.param_groups import params_of
 from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.subclass import prepared_state
@@ -63,14 +62,8 @@ def _lines(properties: Properties) -> list[str]:
     return [f"{name:26} : {value}" for name, value in options if name != _UNREPORTED]
 
 
-def end_of_pass(ended: BackwardPass) -> None:
-    """Reports each overflow with one line per optimizer; warns after 50 consecutive skips."""
-    for update in ended.updates:
-        if update.overflow:
-            _overflow(ended, update)
-
-
-def _overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
+def overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
+    """Reports an overflow with one line per optimizer; warns after 50 consecutive skips."""
     loss_id = ended.scaler.loss_id
     for _ in range(update.optimizers):
         maybe_print(
@@ -85,7 +78,7 @@ def _overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
             f"{_summary(ended.session)} No scale mends a NaN; an inf exceeds the range at any "
             f"scale. {_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
             UserWarning,
-            stacklevel=7,
+            stacklevel=6,
         )
 
 
@@ -168,7 +161,7 @@ def count(tensor: Tensor) -> tuple[int, int, int]:
 
     Counts a sparse tensor's values and this rank's part of a sharded one. Waits for the device.
     """
-    values = finite.summed_values(dtensor.local(tensor.detach()))
+    values = dtensor.summed_values(dtensor.local(tensor.detach()))
     counts = torch.stack([torch.isinf(values).sum(), torch.isnan(values).sum()])
     inf, nan = counts.tolist()  # sync: a diagnosis
     return inf, nan, values.numel()

@@ -40,7 +40,7 @@ def new_session(
         rule=rule,
         spec=spec,
         functions=_amp_state.functions,
-        listeners=(report.end_of_pass,),
+        report_overflow=report.overflow,
         keep_fp32=keep_fp32,
     )
 

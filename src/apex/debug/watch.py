@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from apex._core import finite
 from apex._core.arguments import integer
 from apex._core.foreach import norms
-from apex._core.param_groups import params_of
 from apex._engine.backward import BackwardPass
+from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Readback
 from apex._engine.session import Session
@@ -34,36 +32,34 @@ if TYPE_CHECKING:
 _log = logging.getLogger("apex")
 
 
-def _session_of(caller: str, optimizer: Optimizer) -> Session:
-    """Returns the session of the ``amp.initialize`` call that prepared the optimizer."""
-    prepared = prepared_state(optimizer)
+def _prepared_state(caller: str, optimizer: Any) -> tuple[PreparedOptimizer, Session]:
+    """Returns amp's state for an optimizer, and its session."""
+    prepared = prepared_state(inner(optimizer))
     if prepared is None or prepared.session is None:
         raise ValueError(
             f"amp.debug.{caller} got an optimizer that amp has not prepared, or whose amp session "
             "is gone, as in a copy. Pass it to amp.initialize(model, optimizer) and use the one "
             "returned. A loop without amp.initialize is traced by `apex trace train.py`."
         )
-    return prepared.session
+    return prepared, prepared.session
 
 
-def _listen(session: Session, optimizer: Optimizer, tool: Any) -> Callable[[], None]:
+def _listen(prepared: PreparedOptimizer, tool: Any) -> Callable[[], None]:
     """Calls ``tool._end_of_pass`` after each pass of the optimizer; returns what ends that.
 
-    Holds the optimizer and the session weakly.
+    Holds the optimizer weakly.
     """
-    known, owner = weakref.ref(optimizer), weakref.ref(session)
+    reference = weakref.ref(prepared)
 
-    def listener(ended: BackwardPass) -> None:
-        own = known()
-        if own is not None and prepared_state(own) in ended.prepared_optimizers:
-            tool._end_of_pass(ended, own)
+    def listener(ended: BackwardPass, prepared: PreparedOptimizer) -> None:
+        tool._end_of_pass(ended, prepared)
 
     def stop() -> None:
-        session = owner()
-        if session is not None and listener in session.listeners:
-            session.listeners.remove(listener)
+        known = reference()
+        if known is not None and listener in known.listeners:
+            known.listeners.remove(listener)
 
-    session.listeners.append(listener)
+    prepared.listeners.append(listener)
     return stop
 
 
@@ -131,12 +127,11 @@ class History:
     def __init__(self, optimizer: Any, *, limit: int | None = None) -> None:
         if limit is not None:
             integer("limit", limit, least=1)
-        own = inner(optimizer)
-        session = _session_of("History", own)
+        prepared, _ = _prepared_state("History", optimizer)
         self._readback: Readback[int] = Readback()
         self._passes: deque[Pass] = deque(maxlen=limit)
         self._seen = 0
-        self._stop = weakref.finalize(self, _listen(session, own, weakref.proxy(self)))
+        self._stop = weakref.finalize(self, _listen(prepared, weakref.proxy(self)))
         self._stop.atexit = False
 
     def __enter__(self) -> History:
@@ -221,10 +216,10 @@ class History:
 
     @torch.no_grad()
     @suspend_modes()
-    def _end_of_pass(self, ended: BackwardPass, optimizer: Optimizer) -> None:
+    def _end_of_pass(self, ended: BackwardPass, prepared: PreparedOptimizer) -> None:
         if ended.failed:
             return
-        norm = _norm(params_of(optimizer))
+        norm = _norm(prepared.params())
         scale = ended.scaler.loss_scale
         numbers = [scale, ended.scaler.found_inf, norm.to(scale.device, torch.float32)]
         self._readback.send(ended.scaler.loss_id, torch.stack(numbers))
@@ -242,7 +237,7 @@ def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
-    grads = [finite.summed_values(grad) for param in params if (grad := param.grad) is not None]
+    grads = [dtensor.summed_values(grad) for param in params if (grad := param.grad) is not None]
     if dtensor.any_dtensor(grads):
         norm = torch.nn.utils.get_total_norm(grads)
         return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
@@ -288,15 +283,14 @@ def arm(optimizer: Any, after_skips: int = 3) -> AutoTrace:
         >>> handle.disarm()
     """
     integer("after_skips", after_skips, least=1)
-    own = inner(optimizer)
-    session = _session_of("arm", own)
+    prepared, session = _prepared_state("arm", optimizer)
     if not any(scaler.dynamic for scaler in session.scalers):
         raise ValueError(
             "amp.debug.arm waits for skipped steps, and with the static loss scale of this session "
             f"({session.policy.opt_level}) no step is skipped. Run `apex trace train.py`, or pass "
             "loss_scale='dynamic' to amp.initialize."
         )
-    return AutoTrace(session, own, after_skips)
+    return AutoTrace(prepared, after_skips)
 
 
 class AutoTrace:
@@ -306,19 +300,19 @@ class AutoTrace:
         trace: The trace of the last traced step; None before the first.
     """
 
-    def __init__(self, session: Session, optimizer: Optimizer, after_skips: int) -> None:
+    def __init__(self, prepared: PreparedOptimizer, after_skips: int) -> None:
         self.trace: OverflowTrace | None = None
         self._after_skips = after_skips
         self._traced_loss: int | None = None
         self._thread = 0
-        self._stop_listening = _listen(session, optimizer, self)
+        self._stop_listening = _listen(prepared, self)
 
     def disarm(self) -> None:
         """Stops listening, and ends a trace started by this thread; idempotent."""
         self._stop_listening()
         self._stop()
 
-    def _end_of_pass(self, ended: BackwardPass, _: Optimizer) -> None:
+    def _end_of_pass(self, ended: BackwardPass, _: PreparedOptimizer) -> None:
         loss_id = ended.scaler.loss_id
         if self._traced_loss is None:
             for update in ended.updates:

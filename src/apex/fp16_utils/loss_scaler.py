@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from apex._core import arguments
-from apex._core.finite import dense_values, summed_values
 from apex._core.foreach.norms import any_non_finite
 from apex._core.scale import ScaleRule, ScaleState, checked_static, next_scale
+from apex._torch.dtensor import dense_values, summed_values
 from apex.fp16_utils.fp16util import to_python_float as to_python_float
 
 

@@ -11,12 +11,14 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from apex._core import arguments, dtypes, finite
+from apex._core import arguments, dtypes
 from apex._core.flat import unflatten
-from apex._core.param_groups import exchange, params_in
+from apex._core.param_groups import exchange, params_of
 from apex._core.scale import checked_static
 from apex._engine.masters import make_master
 from apex._engine.optimizer.subclass import prepared_state
+from apex._torch.dtensor import values_of
+from apex._torch.foreach import unscale_, unscale_and_check_
 from apex.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
 from apex.fp16_utils.loss_scaler import DynamicLossScaler
 
@@ -178,7 +180,7 @@ class MasterWrapper:
         arguments.loss("FP16_Optimizer.backward", loss)
         scale = self._scale or self.loss_scale
         if self._scale is not None and not self._pending:
-            finite.unscale_(finite.values_of(self.all_fp32_from_fp32_params), scale)
+            unscale_(values_of(self.all_fp32_from_fp32_params), scale)
         self._scale = scale
         self._pending = True
         torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
@@ -194,10 +196,10 @@ class MasterWrapper:
         self._pending = False
         masters = self.all_fp32_from_fp16_params
         model_grads_to_master_grads(self.all_fp16_params, masters)
-        values = finite.values_of(masters + self.all_fp32_from_fp32_params)
+        values = values_of(masters + self.all_fp32_from_fp32_params)
         device = values[0].device if values else torch.device("cpu")
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        finite.unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
+        unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
         checks = self._checks_static or self.loss_scaler.dynamic
         self.overflow = checks and bool(found_inf)  # sync: apex's `overflow` is a host value
         self._scale = None if self.overflow else scale
@@ -304,7 +306,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     accepted = (*dtypes.LOW_PRECISION, torch.float32)
-    for param in params_in(groups):
+    for param in params_of(optimizer):
         if param.requires_grad and param.dtype not in accepted:
             raise TypeError(
                 f"FP16_Optimizer got a parameter of {param.dtype} and shape "

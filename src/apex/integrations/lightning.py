@@ -43,6 +43,9 @@ if not _BASES:
         "apex.integrations.lightning needs Lightning 2, which could not be imported. Install it: "
         "pip install lightning."
     )
+_PRECISIONS = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
+"""Lightning's names of the 16-bit precisions."""
+
 _FABRIC = _BASES.get("lightning.fabric") or _BASES["lightning_fabric"]
 _Precision: Any = type("_Precision", tuple(_BASES.values()), {})
 
@@ -83,11 +86,9 @@ class ApexPrecision(_Precision):
         inspect.signature(amp.initialize).bind_partial(opt_level=opt_level, **options)
         self.options = {"opt_level": opt_level, "keep_fp32_values": True, **options}
         dtype: Any = defaults.cast_model_type or defaults.patch_torch_functions_type
-        self.precision = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(
-            dtype, "32-true"
-        )
+        self.precision = _PRECISIONS.get(dtype, "32-true")
         # Fabric's optimizers, and its modules that are not prepared yet.
-        self._fabric_optimizers = [getattr(given, "optimizer", given) for given in optimizers]
+        self._fabric_optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in optimizers]
         self._unprepared: list[nn.Module] = []
         self._forget()
         self._scales: Mapping[str, Any] = {}  # loaded before an optimizer is prepared
@@ -115,8 +116,8 @@ class ApexPrecision(_Precision):
             if "fabric" not in name and isinstance(_unwrapped(model), package.LightningModule):
                 self._library = base
         # Without configure_optimizers, the Trainer's optimizer holds one constant tensor.
-        trains = [o for o in optimizers if any(param.requires_grad for param in params_of(o))]
-        self._prepare([model], trains)
+        trainable = [o for o in optimizers if any(param.requires_grad for param in params_of(o))]
+        self._prepare([model], trainable)
         return model, optimizers, lr_schedulers
 
     def _prepare(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
@@ -137,7 +138,8 @@ class ApexPrecision(_Precision):
         self._scales = self.state_dict()
         for calls in self._calls:
             calls.remove()
-        models, optimizers = self._models, self._optimizers
+        models = self._models
+        optimizers = self._optimizers
         self._forget()  # also if restoring fails
         amp.restore(models, optimizers)
 
@@ -259,7 +261,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _may_evaluate_again(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer's step may evaluate a closure more than once."""
+    """Returns whether the optimizer's step may evaluate its closure more than once."""
     original = plain_class(type(optimizer))
     if original.__module__.startswith(("torch.optim.", "apex.")):
         return issubclass(original, LBFGS)

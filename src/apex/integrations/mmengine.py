@@ -59,8 +59,8 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     The first :meth:`optim_context` prepares the model. Differences from MMEngine's class:
 
     - Each of several wrappers (``OptimWrapperDict``) saves its own loss scales in a checkpoint.
-    - ``load_state_dict`` does not modify the given dictionary, validates it before changing
-      anything, and keeps the base learning rate of optimizers with several parameter groups.
+    - ``load_state_dict`` does not modify the given dictionary, and validates it before changing
+      anything. It keeps the base learning rate of optimizers with several parameter groups.
     - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
       ``accumulative_counts`` iterations.
 

@@ -37,8 +37,8 @@ def state_dict(optimizer: Any) -> dict[str, dict[str, Any]]:
 def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Sets the scales of a prepared optimizer from :func:`state_dict`'s result.
 
-    A state without scales (saved with amp disabled, or before the first iteration) changes nothing,
-    and neither does any state if amp is disabled now. Entries that do not apply (a dynamic scale
+    A state without scales (saved with amp disabled, or before the first iteration) changes nothing.
+    If amp is disabled now, no state changes anything. Entries that do not apply (a dynamic scale
     for a static scaler, or the reverse) are skipped with a log message. If the number of scales
     differs, the matching ones are loaded, with a warning.
 

@@ -47,11 +47,11 @@ class SubmoduleCalls(Region):
         if wrapped:
             self._handles.append(model.register_forward_pre_hook(self._note_wrapper))
         for child in _callable_children(model):
-            if any(map(dtypes.is_low_precision, [*child.parameters(), *child.buffers()])):
-                self._handles += [
-                    child.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-                    child.register_forward_hook(self._end, always_call=True),
-                ]
+            tensors = [*child.parameters(), *child.buffers()]
+            if any(map(dtypes.is_low_precision, tensors)):
+                begin = child.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+                end = child.register_forward_hook(self._end, always_call=True)
+                self._handles += [begin, end]
 
     @property
     def casts(self) -> bool:
@@ -90,9 +90,11 @@ class SubmoduleCalls(Region):
             return args, kwargs
         return begin_call(self._model(), self._state, args, kwargs)
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _end(self, module: nn.Module, args: Args, output: Any) -> Any:
         self._depth -= 1
-        return output if self._depth else end_call(self._state, output)
+        if self._depth:
+            return output
+        return end_call(self._state, output)
 
 
 def _callable_children(model: nn.Module) -> Iterator[nn.Module]:

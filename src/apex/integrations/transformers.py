@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apex._core import finite
 from apex._core.arguments import integer
 from apex._core.foreach import norms
 from apex._torch import dtensor, ranks
@@ -39,11 +38,11 @@ class OverflowCallback(TrainerCallback):
     Before each optimizer step, the callback checks the loss and the gradients. If one is not
     finite, it runs the step's batches again inside :func:`apex.debug.trace_overflow`, before the
     weights change. It writes the report to ``overflow-step-N.txt`` and ``.json`` in ``output_dir``,
-    logs it as a warning to the logger ``apex``, and then stops checking. Tracing does not change
+    and logs it as a warning to the logger ``apex``. Then it stops checking. Tracing does not change
     gradients, buffers or random numbers.
 
     Under ``fp16=True``, the ``GradScaler`` skips the first steps until its scale has backed off.
-    Therefore non-finite gradients are traced only after ``after_skips`` consecutive bad steps, and
+    Therefore non-finite gradients are traced only after ``after_skips`` consecutive bad steps. They
     are not reported if only the loss scale makes them overflow. A non-finite loss is reported
     immediately.
 
@@ -117,8 +116,8 @@ class OverflowCallback(TrainerCallback):
             self._consecutive_bad_steps = 0
             return
         self.trace = trace
-        what = "gradients are not finite" if finite_losses else "loss is not finite"
-        self._report(trace, f"Step {state.global_step + 1}: the {what}. ", args, state, model)
+        fault = "gradients are not finite" if finite_losses else "loss is not finite"
+        self._report(trace, f"Step {state.global_step + 1}: the {fault}. ", args, state, model)
         self._stop()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -178,12 +177,13 @@ class OverflowCallback(TrainerCallback):
 def _are_finite(losses: list[Tensor], model: nn.Module) -> tuple[bool, bool]:
     """Returns whether all losses are finite, and whether all gradients are."""
     grads = [param.grad for param in model.parameters() if param.grad is not None]
-    grads = [finite.summed_values(dtensor.local(grad)) for grad in grads]
+    grads = [dtensor.summed_values(dtensor.local(grad)) for grad in grads]
     if not losses and not grads:
         return True, True
     device = (losses or grads)[0].device
-    bad = torch.stack([norms.any_non_finite(tensors, device) for tensors in (losses, grads)])
-    bad_losses, bad_grads = bad.tolist()  # sync: the trace needs the weights before the step
+    flags = [norms.any_non_finite(losses, device), norms.any_non_finite(grads, device)]
+    # sync: the trace needs the weights before the step
+    bad_losses, bad_grads = torch.stack(flags).tolist()
     return not bad_losses, not bad_grads
 
 

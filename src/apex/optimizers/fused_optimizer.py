@@ -21,7 +21,6 @@ from apex._core.foreach.scalars import Scalar, skip_flag
 from apex._core.foreach.working import math_dtype, scale_
 from apex._core.param_groups import params_of, states_in
 from apex._torch.copies import as_scalar, as_tensor, capturing, moved
-from apex._torch.grad_scaler import signals
 
 MASTER = "master_param"
 """The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
@@ -155,9 +154,9 @@ class FusedOptimizer(Optimizer):
 
         Args:
             closure: Recomputes the loss; called once, before the step.
-            **scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients, for
-                a call without ``GradScaler.step``. (A step that names it would get it from there,
-                with a warning.)
+            **scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients;
+                its own ``step`` then runs. (A step that names it would get it from there, with a
+                warning.)
 
         Returns:
             What the closure returned.
@@ -166,7 +165,10 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale, found_inf = self._signals(**scaling)
+        if self._stepped_by(**scaling):
+            return loss
+        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
         skip_on: SkipOn = functools.cache(functools.partial(skip_flag, found_inf))
         batches: list[Batch] = []
         for group in self.param_groups:
@@ -181,11 +183,11 @@ class FusedOptimizer(Optimizer):
             self.update(batch)
         return loss
 
-    def _signals(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the divisor of the gradients, and the flag that skips the step."""
-        if grad_scaler is None:
-            return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        return signals(grad_scaler, self)
+    def _stepped_by(self, grad_scaler: Any = None) -> bool:
+        """Steps by a ``GradScaler``, which sets both attributes; returns whether there is one."""
+        if grad_scaler is not None:
+            grad_scaler.step(self)
+        return grad_scaler is not None
 
     def _batches(self, group: dict[str, Any], skip_on: SkipOn) -> Iterator[Batch]:
         last: dict[torch.device, Batch] = {}

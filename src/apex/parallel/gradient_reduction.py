@@ -85,7 +85,9 @@ class GradientReduction:
 def _write_back(message: Tensor, buffer: Tensor, factor: float) -> Tensor:
     if factor != 1.0:
         message.mul_(factor)
-    return message if message.dtype is buffer.dtype else buffer.copy_(message)
+    if message.dtype is buffer.dtype:
+        return message
+    return buffer.copy_(message)
 
 
 @torch.no_grad()
@@ -117,16 +119,17 @@ def reduce_gradients(params: Sequence[nn.Parameter], reduction: GradientReductio
 
 def _reduce_bucket(params: list[nn.Parameter], reduction: GradientReduction) -> None:
     first = params[0]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     has_grad = [param.grad is not None for param in params]
-    marks = moved(torch.tensor(has_grad, dtype=first.dtype, device="cpu"), first.device)
+    marks = torch.tensor(has_grad, dtype=first.dtype, device="cpu")
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     # One message carries the gradients and, behind them, a mark per parameter.
-    flat = reduction.blocking(torch.cat([grad.reshape(-1) for grad in (*grads, marks)]))
-    *sums, marks = torch.split(flat, [grad.numel() for grad in (*grads, marks)])
+    parts = [*grads, moved(marks, first.device)]
+    message = reduction.blocking(torch.cat([part.reshape(-1) for part in parts]))
+    *sums, marks = torch.split(message, [part.numel() for part in parts])
     if not all(has_grad):
         has_grad = marks.ne(0).tolist()  # sync: only if a parameter has no gradient here
-    for param, grad, total, anywhere in zip(params, grads, sums, has_grad, strict=True):
-        if anywhere:
+    for param, grad, total, is_reduced in zip(params, grads, sums, has_grad, strict=True):
+        if is_reduced:
             # As in apex, through data: the write does not count as an edit of the gradient.
             grad.data.copy_(total.view_as(grad))
             param.grad = grad

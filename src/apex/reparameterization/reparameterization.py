@@ -144,7 +144,9 @@ class Reparameterization:
         if not name:
             return None, None
         path, _, own_name = name.rpartition(".")
-        return (module.get_submodule(path) if path else module), own_name
+        if path:
+            module = module.get_submodule(path)
+        return module, own_name
 
     def get_params(self, module: nn.Module) -> list[Tensor]:
         """Returns the parameters from which the weight of ``module`` itself is computed."""
@@ -244,7 +246,9 @@ class _WithParts:
         self._parts = parts
 
     def __getattr__(self, name: str) -> Any:
-        return self._parts[name] if name in self._parts else getattr(self._module, name)
+        if name in self._parts:
+            return self._parts[name]
+        return getattr(self._module, name)
 
 
 def _parametrizations(module: nn.Module, name: str) -> Sequence[nn.Module]:

@@ -36,7 +36,7 @@ def make_gan(example):
     return make
 
 
-def batch():
+def pictures_and_noise():
     real = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
     noise = torch.randn(4, 4, 1, 1, generator=torch.Generator().manual_seed(2))
     return real, noise
@@ -51,7 +51,7 @@ def test_a_step_trains_both_nets(make_gan, level):
     gan = make_gan(level, argv=["--lr", "0.01"])
     before = [params(model) for model in gan.models]
     for _ in range(2):
-        losses = gan.step(*batch())
+        losses = gan.step(*pictures_and_noise())
     assert len(amp.state_dict()) == 3
     assert all(torch.isfinite(loss) for loss in (losses.real, losses.fake, losses.generator))
     for model, old in zip(gan.models, before, strict=True):
@@ -74,15 +74,15 @@ def test_every_epoch_leaves_a_grid(example, pictures, tmp_path, source):
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_resumed_run_goes_on_exactly(make_gan, tmp_path, level):
     gan = make_gan(level)
-    gan.step(*batch())
+    gan.step(*pictures_and_noise())
     gan.save(tmp_path / "checkpoint.pt", epoch=7)
-    gan.step(*batch())
+    gan.step(*pictures_and_noise())
     expected = [params(model) for model in gan.models]
     scales = amp.state_dict()
     del gan
     resumed = make_gan(level)
     assert resumed.load(tmp_path / "checkpoint.pt", torch.device("cpu")) == 7
-    resumed.step(*batch())
+    resumed.step(*pictures_and_noise())
     for model, values in zip(resumed.models, expected, strict=True):
         assert all(map(torch.equal, params(model), values))
     assert amp.state_dict() == scales

@@ -5,7 +5,7 @@ import torch
 
 from apex import amp
 from apex._core import tree
-from tests.support import loops, optimizers
+from tests.support import fused, loops
 from tests.support.emulated_cuda import device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
@@ -15,11 +15,11 @@ MAKERS = {
     "foreach Adam": lambda params: torch.optim.Adam(params, lr=1e-2, foreach=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=2, history_size=2),
-    **{name: optimizers.MAKERS[name] for name in ("FusedAdam", "FusedNovoGrad", "FusedLAMB")},
+    **{name: fused.MAKERS[name] for name in ("FusedAdam", "FusedNovoGrad", "FusedLAMB")},
 }
 
 
-def trained(level, name, moved_before):
+def train_and_move(level, name, moved_before):
     """Masters and state after four steps on a GPU, the model moved there before one of them."""
     model, optimizer = loops.prepared(
         level, MAKERS[name], loss_scale=1.0 if name == "LBFGS" else None
@@ -40,10 +40,10 @@ def trained(level, name, moved_before):
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_and_state_move_along(level, name):
-    optimizer, _ = trained(level, name, moved_before=4)
+    optimizer, _ = train_and_move(level, name, moved_before=4)
     expected = loops.masters(optimizer)
     for moved_before in (0, 2):
-        optimizer, waits = trained(level, name, moved_before)
+        optimizer, waits = train_and_move(level, name, moved_before)
         on_device = [*amp.master_params(optimizer), *tree.tensors(list(optimizer.state.values()))]
         assert {each.device.type for each in on_device if each.dim()} == {"cuda"}
         for master, other in zip(loops.masters(optimizer), expected, strict=True):

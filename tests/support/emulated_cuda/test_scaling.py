@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex._core import finite
+from apex._torch import foreach
 
 DEVICES = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -20,7 +20,7 @@ def test_gradients_of_another_device_than_the_flag_are_unscaled_and_checked(othe
         grads = [torch.full((3,), 8.0, dtype=d, device=p) for d in DTYPES for p in DEVICES]
         wrong = torch.tensor([1.0 if bad is None else bad], device=other)
         found_inf = torch.zeros((), device=place)
-        finite.unscale_and_check_([*grads, wrong], torch.tensor(0.25, device=place), found_inf)
+        foreach.unscale_and_check_([*grads, wrong], torch.tensor(0.25, device=place), found_inf)
         for grad in grads:
             assert torch.equal(grad.cpu(), torch.full((3,), 2.0, dtype=grad.dtype))
         assert found_inf.item() == (bad is not None)

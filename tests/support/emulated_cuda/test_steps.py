@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.support import loops, optimizers
+from tests.support import fused, loops
 from tests.support.emulated_cuda import device
 from tests.support.host_reads import waits_are_errors
 
@@ -18,7 +18,7 @@ def on(place, batches):
     return [tuple(tensor.to(place) for tensor in batch) for batch in batches]
 
 
-def trained(level, place):
+def train_on(level, place):
     """Masters after four steps of which the second overflows, the scale, and what was skipped."""
     model, optimizer = loops.prepared(
         level, loops.fused_adamw_of, loops.net().to(place), loss_scale="dynamic", growth_interval=3
@@ -39,8 +39,8 @@ def trained(level, place):
 
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_loops_have_the_numbers_of_the_cpu_and_wait_for_nothing(level):
-    weights, *rest = trained(level, "cuda:1")
-    expected, *expected_rest = trained(level, "cpu")
+    weights, *rest = train_on(level, "cuda:1")
+    expected, *expected_rest = train_on(level, "cpu")
     assert rest == expected_rest == [2.0**15, [False, True, False, False]]
     for one, other in zip(weights, expected, strict=True):
         assert torch.allclose(one, other, rtol=2e-2, atol=2e-3)
@@ -52,12 +52,12 @@ def test_what_waits_is_an_error_here():
         torch.ones((), device="cuda").item()
 
 
-@pytest.mark.parametrize("name", optimizers.MAKERS)
+@pytest.mark.parametrize("name", fused.MAKERS)
 def test_a_flag_of_any_device_skips_parameters_of_every_device(name):
     """The gate of apex's optimizers: parameters on the CPU and two devices, one flag."""
     places = ("cpu", "cuda:0", "cuda:1")
     params = [torch.nn.Parameter(torch.full((3, 2), 2.0, device=place)) for place in places]
-    optimizer = optimizers.MAKERS[name](params)
+    optimizer = fused.MAKERS[name](params)
     for flag_on, skipped in zip(places, (False, True, False), strict=True):
         before = [param.detach().to("cpu", copy=True) for param in params]
         for param in params:
@@ -71,11 +71,11 @@ def test_a_flag_of_any_device_skips_parameters_of_every_device(name):
         assert all(torch.equal(after[0], other) for other in after[1:])
 
 
-@pytest.mark.parametrize("name", optimizers.MAKERS)
+@pytest.mark.parametrize("name", fused.MAKERS)
 def test_a_grad_scaler_steps_parameters_on_two_devices(name):
     """GradScaler's own interface, with a scale on one device and gradients on both."""
     params = [torch.nn.Parameter(torch.ones(2, device=f"cuda:{index}")) for index in (0, 1)]
-    optimizer = optimizers.MAKERS[name](params)
+    optimizer = fused.MAKERS[name](params)
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
     for factor in (1.0, math.inf):
         before = [param.detach().clone() for param in params]
@@ -114,7 +114,7 @@ FUSED = {
     "fused Adam": lambda params: torch.optim.Adam(params, fused=True),
     "fused AdamW": lambda params: torch.optim.AdamW(params, fused=True),
     "fused SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    **{name: optimizers.MAKERS[name] for name in ("FusedAdam", "FusedLAMB", "FusedSGD")},
+    **{name: fused.MAKERS[name] for name in ("FusedAdam", "FusedLAMB", "FusedSGD")},
 }
 
 

@@ -40,14 +40,14 @@ def adagrad_(
         decoupled: Whether weight decay acts on the parameter instead of the gradient.
     """
     device = grads[0].device
-    fused = foreach.has_fused("fused_adagrad_", device)
+    fused = foreach.fused_kernel("_fused_adagrad_", device)
     with working(grads, params, sums, skip=None if fused else skip) as (grads, params, sums):
         if decoupled:
             decay_(params, lr, weight_decay, skip)
             weight_decay = 0.0
         if fused:
             first_step = as_tensor(1.0, device)  # read for a decay of the rate, which is 0
-            foreach.fused_adagrad_(
+            fused(
                 params,
                 grads,
                 sums,

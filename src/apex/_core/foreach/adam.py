@@ -89,15 +89,16 @@ def adam_(
         skip: 0-d flag, 1 to change nothing.
     """
     device = grads[0].device
-    has_kernel = foreach.has_fused("fused_adam_", device)
-    fused = has_kernel and rule.averaged and not rule.eps_inside_sqrt
+    name = "_fused_adamw_" if rule.decoupled else "_fused_adam_"
+    fused = foreach.fused_kernel(name, device)
+    if rule.eps_inside_sqrt or not rule.averaged:
+        fused = None
     with working(grads, params, exp_avgs, exp_avg_sqs, skip=None if fused else skip) as wide:
         grads, params, exp_avgs, exp_avg_sqs = wide
         if fused:
             # One count serves all parameters: the kernel only reads it.
             count = as_tensor(step if rule.bias_correction else _UNBIASED_STEP, device)
-            kernel = foreach.fused_adamw_ if rule.decoupled else foreach.fused_adam_
-            kernel(
+            fused(
                 params,
                 grads,
                 exp_avgs,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.adam import AdamRule, adam_
-from apex._core.foreach.norms import l2_norms
+from apex._core.foreach.norms import norms_of
 from apex._core.foreach.scalars import Scalar, Tensors, decayed, descend_, descend_each_
 from apex._core.foreach.working import working
 
@@ -46,7 +46,8 @@ def lamb_(
         updates = directions(clipped, weights, *averages, rule=rule, step=step, skip=skip)
         if nvlamb or rule.weight_decay != 0.0:
             device = weights[0].device
-            ratios = trust_ratios(l2_norms(weights, device), l2_norms(updates, device))
+            weight_norms = norms_of(weights, 2.0, device)
+            ratios = trust_ratios(weight_norms, norms_of(updates, 2.0, device))
             descend_each_(weights, updates, rule.lr * ratios, skip)
         else:
             descend_(weights, updates, rule.lr)  # by zeros in a skipped step

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.norms import l2_norms, max_norms
+from apex._core.foreach.norms import LARGEST, norms_of
 from apex._core.foreach.scalars import Scalar, decay_, decayed, descend_each_
 from apex._core.foreach.sgd import SGDRule, sgd_
 from apex._core.foreach.working import store, working
 
-NORMS = {0: max_norms, 2: l2_norms}
-"""The norms by ``norm_type``: the largest absolute value, and the 2-norm."""
+NORMS = {0: LARGEST, 2: 2.0}
+"""The order of the norm by ``norm_type``: the largest absolute value, or the 2-norm."""
 
 NOT_STARTED = -1.0
 """A running norm that the first gradient's norm replaces."""
@@ -47,7 +47,7 @@ def novograd_(
         skip: 0-d flag, 1 to change nothing.
         norm_type: A key of ``NORMS``.
     """
-    fresh = NORMS[norm_type](grads, norms.device)
+    fresh = norms_of(grads, NORMS[norm_type], norms.device)
     started = torch.where(norms == NOT_STARTED, fresh, norms)
     beta = rule.betas[1]
     if norm_type == 2:

@@ -61,14 +61,14 @@ def sgd_(
         first_run: Whether buffers become the undamped gradients.
     """
     decays_late = rule.decay_after_momentum
-    has_kernel = foreach.has_fused("fused_sgd_", grads[0].device)
-    is_in_kernel = not (decays_late and rule.weight_decay)
-    fused = has_kernel and is_in_kernel and not any(map(is_low_precision, buffers))
+    fused = foreach.fused_kernel("_fused_sgd_", grads[0].device)
+    if (decays_late and rule.weight_decay) or any(map(is_low_precision, buffers)):
+        fused = None
     changed = [params, buffers] if buffers else [params]
     with working(grads, *changed, skip=None if fused else skip) as (grads, params, *momenta):
         wide_buffers = momenta[0] if momenta else []
         if fused:
-            foreach.fused_sgd_(
+            fused(
                 params,
                 grads,
                 wide_buffers,

@@ -28,7 +28,6 @@ from torch import Tensor
 from apex._torch import foreach
 from apex._torch.dtensor import local
 
-_WIDE = {torch.float32}, {torch.float64}
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = operator.methodcaller("is_contiguous")
 _LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -51,10 +50,10 @@ def working(
     """
     results = [list(grads), *map(list, changed)]
     dtypes = {*map(_dtype, chain(*results))}
-    if skip is None and dtypes in _WIDE and all(map(_is_contiguous, chain(*results))):
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    if skip is None and dtypes == {dtype} and all(map(_is_contiguous, chain(*results))):
         yield results  # of most lists, nothing is copied
         return
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     sources: list[Tensor] = []
     copies: list[Tensor] = []
     for index, position in enumerate(zip(grads, *changed, strict=True)):

@@ -34,7 +34,7 @@ from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import is_compiling_here, untraced
 
 OFF = torch.float32
-"""The CPU's autocast dtype in ``casts_off``, which no region uses.
+"""The CPU's autocast dtype in ``casts_off`` blocks, and nowhere else.
 
 By it, regions inside stay off: also those that torch.utils.checkpoint recomputes, that run in
 autograd's threads, or that dynamo traces, for all of which torch carries the dtype along.
@@ -42,11 +42,6 @@ autograd's threads, or that dynamo traces, for all of which torch carries the dt
 
 State = tuple[bool, torch.dtype]
 """Whether autocast is on for a device type, and its dtype."""
-
-
-def is_off() -> bool:
-    """Returns whether this thread is in a ``casts_off`` block."""
-    return torch.get_autocast_dtype("cpu") is OFF
 
 
 def devices_on() -> list[str]:
@@ -108,21 +103,15 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
-def _states() -> dict[str, State]:
-    """Returns autocast's state in this thread."""
-    states = {}
-    for device in AUTOCAST_KEYS:
-        states[device] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return states
-
-
 def begin_casts(number: int, spec: AutocastSpec) -> None:
     """Turns casts by a live spec on in this thread, until it ends; see Note [Ambient casts]."""
     end_stale_casts()
     if autocast_depth() > 0:
         return
     if not _here.sessions:
-        _here.before = _states()
+        for device in AUTOCAST_KEYS:
+            state = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            _here.before[device] = state
         _here.cache = torch.is_autocast_cache_enabled()
     _here.sessions[number] = spec
     _here.set_switches()
@@ -139,7 +128,8 @@ def end_stale_casts() -> None:
     """Ends this thread's casts of sessions that have ended, and steps that raised."""
     while _here.steps:
         _here.steps[-1].__exit__()
-    if _here.sessions.keys() <= kernels.live.keys():
+    ended = _here.sessions.keys() - kernels.live.keys()
+    if not ended:
         return
     kernels.tag_caches()
     # A block, a pass and dynamo restore the switch at their end.
@@ -148,9 +138,8 @@ def end_stale_casts() -> None:
     # An operator or a step has turned it off for a while. A script may have set dtypes.
     if any(on and not torch.is_autocast_enabled(d) for d, (on, _) in _here.switches().items()):
         return
-    for number in [*_here.sessions]:
-        if number not in kernels.live:
-            del _here.sessions[number]
+    for number in ended:
+        del _here.sessions[number]
     _here.set_switches()
 
 
@@ -225,10 +214,8 @@ def begin_step(
 
 def end_step(optimizer: Optimizer) -> None:
     """Ends the innermost step of an optimizer, and those inside it that raised."""
-    if all(step.optimizer is not optimizer for step in _here.steps):
+    if optimizer not in [step.optimizer for step in _here.steps]:
         return  # an amp call inside the step has ended it
-    ended: Optimizer | None = None
-    while ended is not optimizer:
-        step = _here.steps[-1]
-        step.__exit__()
-        ended = step.optimizer
+    while _here.steps[-1].optimizer is not optimizer:
+        _here.steps[-1].__exit__()
+    _here.steps[-1].__exit__()

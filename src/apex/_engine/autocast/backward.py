@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from apex._core.op_casts import tensors_in, widest
+from apex._core.op_casts import floating_dtypes, tensors_in
 from apex._core.op_table import AutocastSpec
-from apex._engine.autocast.ambient import UncastBlock, is_off
+from apex._engine.autocast.ambient import OFF, UncastBlock
 from apex._engine.autocast.region import under
 from apex._torch.autograd import autocast_depth, backward_id, leave_function_mode
 from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
@@ -52,7 +52,8 @@ class BackwardAutocast(TorchFunctionMode):
                 return self._run_pass(func, name, *args, **kwargs)
         if not _is_in_pass(*self._start):
             return func(*args, **kwargs)
-        if not torch.is_grad_enabled() and widest(tensors_in(args, kwargs)) is None:
+        mixes = len(floating_dtypes(tensors_in(args, kwargs))) > 1
+        if not mixes and not torch.is_grad_enabled():
             return func(*args, **kwargs)
         return under(self._spec.device_types, self._spec.dtype, func, args, kwargs)
 
@@ -91,4 +92,6 @@ def _is_in_pass(thread: int, depth: int) -> bool:
     torch.utils.checkpoint recomputes in such blocks, which set the switch as in the forward.
     """
     outside = depth if thread == threading.get_ident() else 0
-    return backward_id() != -1 and not is_off() and autocast_depth() == outside
+    if backward_id() == -1 or torch.get_autocast_dtype("cpu") is OFF:
+        return False
+    return autocast_depth() == outside

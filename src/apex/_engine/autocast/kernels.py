@@ -4,6 +4,12 @@ Note [Kernels stay]
     torch's autocast state is the only state. Kernels are registered once per process, for
     autocast's dispatch keys alone. Each looks up the newest live session whose dtype is autocast's;
     without one it does what torch's own kernel does.
+
+Note [Casts of our own]
+    Our kernels cast by themselves also where torch's own kernel would do the same. From Python it
+    can be called with the GIL held only (``torch.library.get_kernel``), and it locks autocast's
+    weight cache. Another thread that has the lock may need the GIL to let go of a tensor that
+    Python knows: a deadlock. Calls and redispatches of operators release the GIL.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import op_rows
-from apex._core.op_casts import cast_operands, tensors_in, widest
+from apex._core.op_casts import cast_operands, floating_dtypes, tensors_in
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
@@ -56,7 +62,7 @@ def activate_spec(spec: AutocastSpec) -> int:
             f"{', '.join(AUTOCAST_KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
         )
     for device in spec.device_types:
-        _register(device, _not_as_in_torch(spec.table, device))
+        register(device, _not_as_in_torch(spec.table, device))
     number = next(_numbers)
     live[number] = spec
     tag_caches()
@@ -69,16 +75,8 @@ def deactivate_spec(number: int) -> None:
     tag_caches()
 
 
-def accept_float64(spec: AutocastSpec) -> None:
-    """Lets float64 data meet fp32 weights in operators that torch itself casts, too.
-
-    Their kernels of ours would cost each call some 5 us, so they wait for the first such data.
-    """
-    for device in spec.device_types:
-        _register(device, spec.table.rows)
-
-
-def _register(device: str, ops: Iterable[str]) -> None:
+def register(device: str, ops: Iterable[str]) -> None:
+    """Registers our kernels of some operators for a device type, for good."""
     with _lock:
         for op in ops:
             if (device, op) not in _registered:
@@ -143,11 +141,11 @@ def native_category(op: str, device: str) -> str | None:
 
 def _build(op: str, device: str) -> Kernel:
     """Returns the kernel of one operator for the autocast key of a device type."""
-    call = dispatcher.direct_call(op)
-    fall_through = _fall_through(op, device)
-    uncast = dispatcher.without_autocast(device)
-    native_kernel = dispatcher.native_kernel(op, device)
+    operator = dispatcher.overload(op)
+    below = dispatcher.keys_below_autocast(device)
     native = native_category(op, device)
+    types = [str(argument.type) for argument in operator._schema.arguments]
+    takes_number = types[:2] == ["Tensor", "Tensor"]  # for the second one: x.add(1.0)
 
     # cuDNN's inner row casts a whole RNN's weights into one piece; it knows fp16 only.
     has_inner_row = device == "cuda" and torch.version.hip is None
@@ -159,33 +157,33 @@ def _build(op: str, device: str) -> Kernel:
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
             before_each_run(_guard(device, low, spec))
+        if op in op_rows.COMPARISONS:
+            args = (*map(_as_tensor, args[:2]), *args[2:])
         tensors = tensors_in(args, kwargs)
-        wide = widest(tensors)
+        dtypes = floating_dtypes(tensors)
         if spec is None:
             category = native
-        elif wide is None and backward_id() != -1 and _is_left_alone():
-            return fall_through(keyset, *args, **kwargs)
+        elif len(dtypes) < 2 and backward_id() != -1 and _is_left_alone():
+            category = None
         else:
             category = spec.table.rows.get(op)
-            if category == "low_precision" and any(map(_is_sparse, tensors)):
+            if category == "low_precision" and any(t.layout is not torch.strided for t in tensors):
                 category = "fp32"
             elif category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
                 category = None  # torch's own kernels work in place on memory of their own
             elif category == "recurrent" and low is inner_dtype:
                 category = None
-        if native_kernel is not None and category == native and wide is not torch.float64:
-            return native_kernel(keyset, *args, **kwargs)
-        if category is None or category == "refuses":
-            return fall_through(keyset, *args, **kwargs)
-        cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, wide)
-        with uncast():
-            return call(*cast_args, **cast_kwargs)
+        is_number = takes_number and not isinstance(args[1], Tensor)
+        if category in (None, "refuses") and not is_number:  # which no redispatch takes
+            return operator.redispatch(keyset & below, *args, **kwargs)  # inner ones may be cast
+        cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, dtypes)
+        torch.set_autocast_enabled(device, False)
+        try:
+            return operator(*cast_args, **cast_kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
 
-    return _of_constants(kernel) if op in op_rows.COMPARISONS else kernel
-
-
-def _is_sparse(tensor: Tensor) -> bool:
-    return tensor.layout is not torch.strided
+    return kernel
 
 
 def _is_left_alone() -> bool:
@@ -199,36 +197,8 @@ def _is_left_alone() -> bool:
     return not torch.is_grad_enabled() or is_formula(called_in=_MODULES)
 
 
-def _fall_through(op: str, device: str) -> Kernel:
-    """Returns what calls an operator below autocast; inner ones of a composite still see it."""
-    redispatch = dispatcher.overload(op).redispatch
-    call = dispatcher.direct_call(op)
-    uncast = dispatcher.without_autocast(device)
-    below = dispatcher.keys_below_autocast(device)
-    # torch takes numbers for the second tensor of some: x.add(1.0).
-    types = [str(argument.type) for argument in dispatcher.overload(op)._schema.arguments]
-    takes_number = types[:2] == ["Tensor", "Tensor"]
-
-    def fall_through(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not takes_number or isinstance(args[1], Tensor):
-            return redispatch(keyset & below, *args, **kwargs)
-        with uncast():  # no redispatch takes them
-            return call(*args, **kwargs)
-
-    return fall_through
-
-
-def _of_constants(kernel: Kernel) -> Kernel:
-    """Returns ``kernel`` for TorchScript, too, which compares constants, some of them numbers."""
-
-    @untraced
-    def outer(keyset: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        return kernel(keyset, _as_tensor(one), _as_tensor(other), *args, **kwargs)
-
-    return outer
-
-
 def _as_tensor(constant: Any) -> Tensor:
+    """Returns an operand of a comparison; TorchScript compares constants, some of them numbers."""
     if isinstance(constant, Tensor):
         return constant
     dtype = torch.float64 if isinstance(constant, float) else None

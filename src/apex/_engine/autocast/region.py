@@ -34,7 +34,6 @@ from apex._engine.autocast.ambient import (
     devices_on,
     end_casts,
     end_stale_casts,
-    is_off,
 )
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
@@ -71,10 +70,18 @@ def under(
 
 
 class Region:
-    """Runs a model's own forward under the casts of its thread, whichever session's they are.
+    """Runs functions with the casts of sessions off; a user's own autocast stays.
 
-    Subclasses turn casts on or off. Picklable and deep-copyable.
+    Subclasses turn casts on, or add to that. Picklable and deep-copyable.
+
+    Note [Casts in a recompute]
+        torch.utils.checkpoint opens blocks of its own around a recompute, in which the casts of a
+        session look like a user's. So the same casts are off as in the last forward pass, by what
+        torch brings back and differs between threads with a session and others: the weight cache.
     """
+
+    def __init__(self) -> None:
+        self._turned_off: dict[bool, Sequence[str]] = {}
 
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -103,7 +110,14 @@ class Region:
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns what the region switches for a call with these arguments."""
-        return (), None
+        if _is_compiling():
+            return devices_cast(), None
+        is_cached = torch.is_autocast_cache_enabled()
+        if backward_id() != -1:
+            return self._turned_off.get(is_cached, devices_on()), None
+        devices = devices_of_sessions()
+        self._turned_off[is_cached] = devices
+        return devices, None
 
 
 class AutocastRegion(Region):
@@ -131,49 +145,37 @@ class AutocastRegion(Region):
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         # The digest is a guard: code with other rows is compiled again.
-        if not self._digest or is_off():
+        if not self._digest or torch.get_autocast_dtype("cpu") is OFF:
             return (), None
         for value in (*args, *kwargs.values()):
             # Most arguments are tensors, for which a walk would take 3 us more.
-            found = [value] if isinstance(value, Tensor) else tree.tensors(value)
-            if any(tensor.dtype is torch.float64 for tensor in found):
-                self._accept_float64()
+            for tensor in [value] if isinstance(value, Tensor) else tree.tensors(value):
+                if tensor.dtype is torch.float64:
+                    self._accept_float64()
         return self.spec.device_types, self.spec.dtype
 
     @at_tracing
     def _accept_float64(self) -> None:
-        kernels.accept_float64(self.spec)
+        """Lets float64 data meet fp32 weights in operators that torch itself casts, too.
+
+        Their kernels of ours would cost each call some 5 us, so they wait for such data.
+        """
+        for device in self.spec.device_types:
+            kernels.register(device, self.spec.table.rows)
 
     def begin_ambient(self) -> None:
         """Turns casts on in this thread until the region ends; see Note [Ambient casts]."""
         begin_casts(self._number, self.spec)
 
 
-class NoAutocastRegion(Region):
-    """Runs functions with the casts of every region off; a user's own autocast stays.
-
-    Cast regions inside turn them back on. In a backward pass, where torch.utils.checkpoint opens
-    blocks of its own around a recompute, the same casts are off as in the last forward pass.
-    """
-
-    _devices: Sequence[str] = ()
-    """The device types whose casts were turned off last."""
-
-    def switch(self, args: Args, kwargs: Kwargs) -> Switch:
-        if _is_compiling():
-            return devices_cast(), None
-        if backward_id() == -1:
-            self._devices = devices_of_sessions()
-        return self._devices, None
-
-
-class LowPrecisionRegion(NoAutocastRegion):
+class LowPrecisionRegion(Region):
     """Runs 16-bit models: without casts of sessions, and with accurate operators.
 
     See Note [Accurate operators].
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._left = _ACCURATE_FORWARDS
         self._functions: set[str] = set()
 
@@ -221,16 +223,10 @@ class _AccurateMode(TorchFunctionMode):
 @contextmanager
 def casts_off() -> Iterator[None]:
     """A context or decorator in which nothing is cast, in regions inside, too."""
-    if _is_compiling():
-        with _off(devices_on()):
-            yield
-        return
-    end_stale_casts()
-    try:
-        with _off(devices_on()):
-            yield
-    finally:
-        end_stale_casts()  # of sessions that ended in the block, whose casts it has brought back
+    if not _is_compiling():
+        end_stale_casts()
+    with _off(devices_on()):
+        yield
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import cast, is_low_precision
-from apex._core.op_casts import widest
-from apex._core.tree import Call, map_tensors, tensors
+from apex._core.dtypes import is_low_precision
+from apex._core.op_casts import floating_dtypes, widest
+from apex._core.tree import Call, cast, map_tensors, tensors
 from apex._engine.autocast.ambient import devices_on
 from apex._engine.autocast.region import active_dtype, under
 
@@ -68,7 +68,7 @@ def _rule(kind: Kind, dtype: torch.dtype, call: Call) -> Callable[[Tensor], Tens
         return lambda tensor: cast(tensor, torch.bfloat16)
     if kind == "low_precision":
         return lambda tensor: cast(tensor, dtype)
-    wide = widest(tensors(call))
+    wide = widest(floating_dtypes(tensors(call)))
     return lambda tensor: tensor if wide is None else cast(tensor, wide)
 
 

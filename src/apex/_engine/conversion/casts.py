@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
 from apex._core.rounding import exact_value
-from apex._engine.conversion.plan import planned_dtypes, topmost_fp32_modules
+from apex._engine.conversion.plan import modules_in_fp32, planned_dtypes
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._torch.modules import flatten_rnns, named_tensors
 from apex._torch.parameters import set_in_place
@@ -28,9 +28,9 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     flatten_rnns(model)
     if not plan.casts_down:
         return
-    tops = topmost_fp32_modules(model, plan)
+    outermost = modules_in_fp32(model, plan)
     for module in model.modules():
-        state.handles += state.link.attach(module, in_fp32=any(module is top for top in tops))
+        state.handles += state.link.attach(module, in_fp32=outermost.get(module, False))
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:

@@ -19,8 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
-from apex._core.rounding import loses_order
-from apex._core.sums import Sums
+from apex._core.sums import OLD, SUM, Sums
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
 from apex._engine.scaler import Readback
 from apex._torch import errors
@@ -98,14 +97,14 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
 
     ``before`` holds tensors of the converted model with their values before conversion.
     """
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    values = {id(tensor): exact for tensor, exact in before}
     listed: list[str] = []
-    for tensor, exact in before:
-        name = names.get(id(tensor))
-        is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(tensor)
-        if name is None or not is_rounded or not has_values(exact):
+    for name, buffer in model.named_buffers():
+        exact = values.get(id(buffer), buffer)
+        is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(buffer)
+        if not is_rounded or not has_values(exact):
             continue
-        if loses_order(exact, tensor.dtype).item():  # sync: before training begins
+        if _loses_order(exact, buffer.dtype):
             listed.append(name)
     if listed:
         _log.warning(
@@ -114,6 +113,21 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
             ", ".join(listed),
             keeping(model, listed),
         )
+
+
+@torch.no_grad()
+def _loses_order(exact: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether rounding makes neighbours of an ordered table equal.
+
+    Ordered are values that strictly rise, or fall, along the last dimension, as positions do.
+    """
+    values = exact.squeeze()
+    if values.dim() == 0 or values.numel() < 3:
+        return False
+    steps = values.diff()
+    if not (steps > 0).all() and not (steps < 0).all():  # sync: before training begins
+        return False
+    return bool((values.to(dtype).diff() == 0).any())  # sync: before training begins
 
 
 def keeping(model: nn.Module, names: Sequence[str]) -> str:
@@ -172,20 +186,29 @@ class Writes:
             cast: The arguments that ``forward`` gets.
         """
         self.left -= 16 if model.training else 1
-        averages: list[str] = []
+        lost: list[str] = []
         buffers: dict[str, Tensor] = {}
         for name, tensor in self._written_again(model, link):
             if isinstance(tensor, nn.Parameter):
-                averages.append(name)
+                lost.append(name)
             else:
                 buffers[name] = tensor
-        self._tell_lost(model, averages)
         if buffers:
-            with Sums(buffers) as sums:
+            versions = {name: tensor._version for name, tensor in buffers.items()}
+            with Sums(buffers.values()) as sums:
                 yield
-            self._tell_lost(model, sums.found(dict(_buffers(model))))
+            for name, tensor in _buffers(model):
+                mark = sums.mark_of(tensor)
+                if mark == OLD and tensor is buffers.get(name) and tensor.numel() > 1:
+                    # The script writes it between the passes: an average, as caches are the pass's.
+                    is_lost = tensor._version == versions[name]
+                else:
+                    is_lost = mark == SUM and name in buffers
+                if is_lost:
+                    lost.append(name)
         else:
             yield
+        self._tell_lost(model, lost)
         names = positional_names(forward)
         self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
 
@@ -297,13 +320,13 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
     A column is what the last dimension indexes; one row is no column. Measured values are rounded
     as well, and seldom whole: so at least half of what a column loses must be whole numbers.
+    Negative ones are those of masks, such as -10000.
     """
-    columns = exact.reshape(-1, exact.shape[-1]) if exact.dim() > 1 else exact.reshape(-1, 1)
+    columns = exact.reshape(-1, exact.shape[-1] if exact.dim() else 1)
     if columns.shape[0] == 1:
-        columns = columns.reshape(-1, 1)
-    changed = (columns.to(dtype).to(columns.dtype) != columns) & (columns.abs() < _LARGEST)
-    whole = changed & (columns == columns.round())
-    are_codes = whole.any(0) & (2 * whole.sum(0) >= changed.sum(0))
-    example = torch.where(whole & are_codes, columns, 0.0).flatten()
-    largest = example.abs().argmax(0, keepdim=True)
-    return example[largest]
+        columns = columns.T
+    changed = columns.to(dtype) != columns
+    whole = changed & (columns == columns.round()) & (columns > 0.0) & (columns < _LARGEST)
+    are_codes = 2 * whole.sum(0) >= changed.sum(0)
+    codes = torch.where(whole & are_codes, columns, 0.0)
+    return codes.amax().reshape(1)

@@ -20,8 +20,8 @@ Cast = Callable[[Any, torch.dtype], Any]
 
 WIDE = (torch.float32, torch.float64)
 
-FP32_BUFFERS = ("inv_freq",)
-"""Names of the buffers that stay in fp32 in every model: the frequencies of rotary embeddings."""
+FP32_BUFFERS = ("inv_freq", "*.inv_freq")
+"""Patterns of the buffers that stay in fp32 in every model: frequencies of rotary embeddings."""
 
 Rule = type[nn.Module] | str
 """A module type, or an ``fnmatch`` pattern over qualified names."""
@@ -67,14 +67,14 @@ class ModelPlan:
         return rebuild, ("plan", *vars(self).values())
 
 
-def topmost_fp32_modules(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
-    """Returns the outermost modules that match ``plan.fp32_modules``."""
-    chosen: dict[str, nn.Module] = {}
+def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:
+    """Returns the modules that compute in fp32, each with whether it is the outermost one."""
+    chosen: dict[nn.Module, bool] = {}
     for name, module in named_submodules(model):
-        is_inside = any(name.startswith(f"{parent}.") for parent in chosen)
-        if not is_inside and any(matches(rule, name, module) for rule in plan.fp32_modules):
-            chosen[name] = module
-    return list(chosen.values())
+        if module not in chosen and any(matches(rule, name, module) for rule in plan.fp32_modules):
+            for part in module.modules():
+                chosen.setdefault(part, part is module)
+    return chosen
 
 
 def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
@@ -83,32 +83,29 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Ten
     Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
     planned as fp32.
     """
-    apart: set[nn.Module] = set()  # every module whose own tensors stay in fp32
-    if plan.casts_down:
-        tops = topmost_fp32_modules(model, plan)
-        if plan.keep_batchnorm_fp32:
-            tops += [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        for top in tops:
-            apart.update(top.modules())
+    kept = set(modules_in_fp32(model, plan))
+    if plan.keep_batchnorm_fp32:
+        kept.update(module for module in model.modules() if isinstance(module, _BatchNorm))
     seen: set[int] = set()
     # fp32 modules first, because the first to yield a shared tensor decides.
-    for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in apart):
+    for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in kept):
         for key, tensor in own_tensors(module, name):
             dtype = plan.param_dtype
-            widened = dtype is None and plan.widen_low and dtypes.is_low_precision(tensor)
-            kept = plan.casts_down and (module in apart or stays_fp32(plan, key, tensor))
-            if widened or kept:
+            if plan.casts_down:
+                if module in kept or _is_fp32_buffer(plan, key, tensor):
+                    dtype = torch.float32
+            elif plan.widen_low and dtypes.is_low_precision(tensor):
                 dtype = torch.float32
             if dtype is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield key, tensor, dtype
 
 
-def stays_fp32(plan: ModelPlan, name: str, tensor: Tensor) -> bool:
+def _is_fp32_buffer(plan: ModelPlan, name: str, tensor: Tensor) -> bool:
     """Returns whether a tensor is a buffer that stays in fp32 by its name."""
-    listed = name.rpartition(".")[2] in FP32_BUFFERS
-    listed = listed or any(fnmatchcase(name, rule) for rule in plan.fp32_buffers)
-    return listed and tensor.dtype in WIDE and not isinstance(tensor, nn.Parameter)
+    if isinstance(tensor, nn.Parameter) or tensor.dtype not in WIDE:
+        return False
+    return any(fnmatchcase(name, rule) for rule in (*FP32_BUFFERS, *plan.fp32_buffers))
 
 
 def named_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

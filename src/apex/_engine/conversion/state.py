@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class ModelState:
                 session.masters.move_clipped_grads()
         wrapper = active_wrapper()
         if wrapper is not None:
-            session.ddp_tracker.mark_forward(wrapper, traced=traced)
+            session.ddp_tracker.mark_forward(wrapper, session, traced=traced)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without region: no level casts both parameters and operators.
@@ -209,7 +209,9 @@ class MasterLink:
         loaded: list[tuple[Tensor, Tensor]] = []
         for key, tensor in own_tensors(module):
             entry = entries.get(prefix + key)
-            if _is_exact(entry, tensor):
+            if not isinstance(entry, Tensor) or entry.dtype is tensor.dtype:
+                continue
+            if entry.shape == tensor.shape:
                 loaded.append((tensor, entry))
         self.masters.set_exact_values(loaded)
 
@@ -224,14 +226,3 @@ class MasterLink:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles without a session."""
         return rebuild, ("master_link", None, self._dtype)
-
-
-def _is_exact(entry: object, tensor: Tensor) -> TypeGuard[Tensor]:
-    """Returns whether an entry holds more bits than the 16-bit tensor that it is for."""
-    return (
-        isinstance(entry, Tensor)
-        and dtypes.is_low_precision(tensor)
-        and entry.shape == tensor.shape
-        and entry.dtype in dtypes.CASTABLE
-        and entry.dtype is not tensor.dtype
-    )

@@ -78,12 +78,12 @@ class Converted(nn.Module):
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of the parameters, and of the masters of those that it cleared."""
         state = state_of(self)
-        versions = {param: grad_version(param) for _, param in named_parameters(self)}
+        before = [(param, grad_version(param)) for _, param in named_parameters(self)]
         super().zero_grad(*args, **kwargs)
         if state is None or state.link.session is None:
             return
         cleared: list[Tensor] = []
-        for param, version in versions.items():
+        for param, version in before:
             if param.grad is None or grad_version(param) != version:
                 cleared.append(param)
         state.link.session.clear_grads(cleared)
@@ -99,13 +99,13 @@ class Converted(nn.Module):
         func, args, inner, *items = [*reduced, None, None, None][:5]
         if isinstance(inner, dict):
             inner = {name: value for name, value in inner.items() if name != STATE}
-        if state.plan.casts_down:
-            if inner is None:  # what the class rebuilds has no hooks yet
-                state = replace(state, handles=[])
-            return func, args, (state, inner), *items, functools.partial(rebuild, "model")
-        if state.inner_forward and isinstance(inner, dict):
-            inner = {"forward": state.inner_forward, **inner}
-        return func, args, inner, *items
+            if state.inner_forward is not None:
+                inner.setdefault("forward", state.inner_forward)
+        if not state.plan.casts_down:
+            return func, args, inner, *items
+        if inner is None:  # what the class rebuilds has no hooks yet
+            state = replace(state, handles=[])
+        return func, args, (state, inner), *items, functools.partial(rebuild, "model")
 
     def __copy__(self: Any) -> Any:
         """Returns a converted model that shares parameters, session and masters."""

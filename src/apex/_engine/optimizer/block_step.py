@@ -25,6 +25,7 @@ from apex._core.foreach.working import shared_layout
 from apex._engine import masters
 from apex._engine.masters import MasterPair
 from apex._torch import dispatch_modes, foreach, parameters
+from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import without_overrides
 
@@ -81,17 +82,23 @@ class BlockStep(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = prepared.pairs
         self._shown: dict[int, MasterPair] = {}  # by ``id`` of the stand-in
+        self._divisor: Tensor | None = None  # of a clip, the same of all stand-ins
         self._hook = prepared.optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
     def _show_stand_ins(self, *_: object) -> None:
         """Shows stand-ins for pending gradients, until the operator takes them."""
+        shows_one = False
         for pair in self._pairs:
             grad = pair.pending_grad
             if grad is None:
                 continue
+            divisor = masters.clip_divisor(grad)
+            if not shows_one:
+                self._divisor = divisor
             is_sum = parameters.grad_of(pair.master) is not None
-            if is_sum or grad.requires_grad or not _alike(pair.master, grad, pair.model):
+            is_other = is_sum or grad.requires_grad or divisor is not self._divisor
+            if is_other or not _alike(pair.master, grad, pair.model):
                 masters.move_grads_to_masters([pair])
                 continue
             pair.stand_in = pair.master.detach()
@@ -119,8 +126,12 @@ class BlockStep(TorchDispatchMode):
         """Runs the fused operators by blocks, and every other one as it is."""
         kwargs = kwargs or {}
         # With a scale, the kernel writes unscaled gradients back.
-        if func in dispatch_modes.OPERANDS and kwargs.get("grad_scale") is None:
-            args = self._run_by_blocks(func, args, kwargs)
+        if dispatch_modes.operands(func) and kwargs.get("grad_scale") is None:
+            options = kwargs
+            if self._divisor is not None:  # the kernel divides by it, as by a loss scale
+                divisor = moved(self._divisor, args[0][0].device, torch.float32)
+                options = {**kwargs, "grad_scale": divisor}
+            args = self._run_by_blocks(func, args, options)
             if not args[0]:
                 return None
         if func not in _METADATA:
@@ -145,7 +156,7 @@ class BlockStep(TorchDispatchMode):
         pairs: list[MasterPair] = []
         taken: list[int] = []
         rest: list[int] = []
-        count = dispatch_modes.OPERANDS[func]
+        count = dispatch_modes.operands(func)
         operands = [tensors for tensors in args[:count] if tensors]
         for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
             pair = self._shown.get(id(grad))
@@ -174,7 +185,6 @@ def _run_blocks(
     """
     models = [pair.model.detach() for pair in pairs]
     grads = [cast(Tensor, pair.model.grad) for pair in pairs]
-    factors = [masters.clip_factor(grad) for grad in grads]
     operands = [lists[0], grads, *lists[2:]]
     sizes = [model.numel() for model in models]
     device = models[0].device
@@ -186,8 +196,7 @@ def _run_blocks(
     kernel = dispatch_modes.function_of(func)
     for block in _cuts(tuple(sizes), length):
         params, low_grads, *states = [_pieces(tensors, block) for tensors in operands]
-        block_factors = [factors[place] for place, _, _ in block]
-        kernel(params, _filled(buffer, low_grads, block_factors), *states, **kwargs)
+        kernel(params, _filled(buffer, low_grads), *states, **kwargs)
         foreach.copy_(_pieces(models, block), params)
     increment_version(models)
     masters.mark_synced(pairs)
@@ -238,17 +247,14 @@ def _pieces(tensors: Sequence[Tensor], block: _Block) -> list[Tensor]:
     return pieces
 
 
-def _filled(
-    buffer: Tensor, lows: Sequence[Tensor], factors: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """Returns fp32 copies of 16-bit gradients in a buffer, times the factors of clipping."""
+def _filled(buffer: Tensor, lows: Sequence[Tensor]) -> list[Tensor]:
+    """Returns fp32 copies of 16-bit gradients in a buffer."""
     values: list[Tensor] = []
     offset = 0
     for low in lows:
         values.append(buffer.as_strided(low.size(), low.stride(), offset))
         offset += low.numel()
     foreach.copy_(values, lows)
-    foreach.multiply_(values, factors)
     return values
 
 

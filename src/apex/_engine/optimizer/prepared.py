@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from apex._engine.backward import BackwardPass
     from apex._engine.session import Session
 
+Listener = Callable[["BackwardPass", "PreparedOptimizer"], None]
+
 PREPARED = "_apex_prepared"
 """Attribute of a prepared optimizer that holds its state."""
 
@@ -110,6 +112,7 @@ class PreparedOptimizer:
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         open_pass: The backward pass still to be finished, if any.
         overflow: Whether a pass since the last step overflowed.
+        listeners: Called after a pass that updates a scale or raises an exception.
         had_block: Whether a ``scale_loss`` block was given the optimizer.
         steps: Steps so far, skipped ones included.
         stepping: Whether the optimizer is in its step.
@@ -138,6 +141,7 @@ class PreparedOptimizer:
         self.pairs = pairs
         self.master_weights = master_weights
         self.overflow = OverflowFlag()
+        self.listeners: list[Listener] = []
         if session is None:
             self.masters = MasterTable(lazy=any(pair.lazy for pair in pairs))
         else:
@@ -157,8 +161,9 @@ class PreparedOptimizer:
 
     @property
     def is_live(self) -> bool:
-        """Whether the optimizer exists: a pass, or a traceback, may outlive it."""
-        return self._optimizer() is not None
+        """Whether the optimizer exists and is prepared: a pass, or a traceback, may outlive it."""
+        optimizer = self._optimizer()
+        return optimizer is not None and vars(optimizer).get(PREPARED) is self
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes this the state of ``optimizer``."""
@@ -265,8 +270,12 @@ class PreparedOptimizer:
         has_scratch = any(pair.model.grad is not None for pair in self.pairs if not pair.lazy)
         return has_scratch and all(grad_of(pair.master) is None for pair in self.pairs)
 
-    def stash_grads(self) -> None:
-        """Stashes the gradients from before a pass with a loss scale, and clears all gradients."""
+    def make_room(self, *, scaled: bool) -> None:
+        """Moves pending gradients to the masters; before a scaled pass, stashes all gradients."""
+        if self.masters.lazy:
+            masters.move_grads_to_masters(self.pairs)
+        if not scaled:
+            return
         for param in self.params():
             grad = grad_of(param)
             if grad is not None:
@@ -308,10 +317,6 @@ class PreparedOptimizer:
             now = grad_version(param)
             if now is None or now != version:
                 cleared.append(param)
-        masters = {*map(id, cleared)}
-        for pair in self.pairs:  # a lazy master clears the model's by itself
-            if not pair.lazy and id(pair.master) in masters:
-                pair.model.grad = None
         if self.session is not None:
             self.session.drop_cleared(cleared)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import optimizers_in
 from apex._engine import masters
-from apex._engine.backward import make_room, unscale_grads
+from apex._engine.backward import unscale_grads
 from apex._engine.mistakes import inspect_grad_scaler
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
 from apex._engine.optimizer.step import run_step
@@ -120,7 +120,7 @@ class AmpOptimizer(Optimizer):
     def _prepare_amp_backward(self) -> None:
         """Stashes existing gradients before a backward pass with a loss scale."""
         self._apex_prepared.create_missing_masters()
-        make_room([self._apex_prepared], scaled=True)
+        self._apex_prepared.make_room(scaled=True)
 
     def _post_amp_backward(self, scaler: Any) -> None:
         """Unscales the gradients of the pass by apex's view of a scaler, and adds those stashed."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from apex._core.arguments import shown
-from apex._core.op_table import Category, OpTable, operators
+from apex._core.op_rows import Category
+from apex._core.op_table import OpTable, operators
 from apex._engine.autocast.user_functions import Kind
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 

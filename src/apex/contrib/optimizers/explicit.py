@@ -23,14 +23,13 @@ class ExplicitOptimizer(FusedOptimizer):
     _given: Mapping[Tensor, Tensor] = MappingProxyType({})
     _scale = 1.0
 
-    def step(
+    def step(  # type: ignore[override]
         self,
         closure: Callable[[], Any] | None = None,
         grads: GivenTensors | None = None,
         output_params: GivenTensors | None = None,
         scale: float = 1.0,
         grad_norms: Any = None,
-        **scaling: Any,
     ) -> Any:
         """Takes one step.
 
@@ -40,7 +39,6 @@ class ExplicitOptimizer(FusedOptimizer):
             output_params: Tensors that receive the rounded parameters, in the same form.
             scale: Divisor of the gradients.
             grad_norms: The 2-norm of each group's scaled gradients, if known.
-            **scaling: ``grad_scaler``, as :class:`apex.optimizers.FusedAdam` takes it.
 
         Returns:
             The result of the closure.
@@ -53,7 +51,7 @@ class ExplicitOptimizer(FusedOptimizer):
         self._scale = scale
         self._norms = None if grad_norms is None else [norm / scale for norm in grad_norms]
         try:
-            loss = super().step(closure, **scaling)
+            loss = super().step(closure)
         finally:
             del self._given, self._scale, self._norms
         with torch.no_grad():
@@ -68,13 +66,17 @@ class ExplicitOptimizer(FusedOptimizer):
         return grad.detach().to(math_dtype(grad)) / self._scale
 
     def _by_param(self, name: str, given: GivenTensors | None) -> dict[Tensor, Tensor]:
-        """Returns the tensors that are given, by their parameters."""
+        """Returns the argument's tensors, by parameter."""
         if given is None:
             return {}
         lists: Any = list(given)
-        nested = lists if lists and isinstance(lists[0], list) else [lists]
+        if not lists or not isinstance(lists[0], list):
+            lists = [lists]
         groups = [group["params"] for group in self.param_groups]
-        if [*map(len, nested)] != [*map(len, groups)]:
-            raise ValueError(f"step takes as many {name} as parameters, in one list per group.")
-        pairs = zip(chain(*groups), chain(*nested), strict=True)
+        if [*map(len, lists)] != [*map(len, groups)]:
+            raise ValueError(
+                f"step got {name} in lists of {[*map(len, lists)]} tensors; it takes as many as "
+                f"parameters, {[*map(len, groups)]}, in one list per group."
+            )
+        pairs = zip(chain(*groups), chain(*lists), strict=True)
         return {param: tensor for param, tensor in pairs if tensor is not None}

@@ -13,7 +13,7 @@ from apex.contrib.optimizers.explicit import ExplicitOptimizer
 from apex.optimizers.fused_optimizer import Batch
 
 
-class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):
+class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):  # type: ignore[misc]
     """Adam with decoupled weight decay, as in apex's first version.
 
     Bias correction applies to the step size, ``lr * sqrt(1 - beta2**t) / (1 - beta1**t)``, and thus

@@ -198,7 +198,7 @@ def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Tra
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns ``batch`` with its tensors and other movable objects on ``device``."""
-    return tree.map_tensors(lambda tensor: tensor.to(device), batch, lambda o: o.to(device))
+    return tree.map_leaves(lambda leaf: leaf.to(device), batch)
 
 
 def stored(model: nn.Module, optimizer: Optimizer) -> Stored:

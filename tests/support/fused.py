@@ -1,4 +1,4 @@
-"""Parameters, gradients, and one of each optimizer."""
+"""Parameters, gradients, and one of each of apex's optimizers."""
 
 from functools import partial
 
