@@ -34,9 +34,9 @@ MUTANTS = [
     Mutant(
         "gradients rounded before unscaling",
         f"{ENGINE}/backward.py",
-        "    _add_grads(masters, copies)\n",
+        "    add_grads(masters, copies)\n",
         "    [c.copy_(c.to(torch.bfloat16)) for c in dtensor.dense_values(copies)]\n"
-        "    _add_grads(masters, copies)\n",
+        "    add_grads(masters, copies)\n",
         "tests/loop/test_gradients.py tests/parity",
     ),
     Mutant(

@@ -146,7 +146,7 @@ def model_grads_to_master_grads(
     model_params, master_params = _fitting(model_params, master_params, flat_master)
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        master_params[0].grad = flatten(grads).to(torch.float32)
+        master_params[0].grad = flatten(grads).float()
         return
     grads = []
     receivers = []

@@ -88,13 +88,12 @@ class BlockStep(TorchDispatchMode):
     @untraced
     def _show_stand_ins(self, *_: object) -> None:
         """Shows stand-ins for pending gradients, until the operator takes them."""
-        shows_one = False
         for pair in self._pairs:
             grad = pair.pending_grad
             if grad is None:
                 continue
             divisor = masters.clip_divisor(grad)
-            if not shows_one:
+            if not self._shown:
                 self._divisor = divisor
             is_sum = parameters.grad_of(pair.master) is not None
             is_other = is_sum or grad.requires_grad or divisor is not self._divisor
