@@ -34,9 +34,9 @@ MUTANTS = [
     Mutant(
         "gradients rounded before unscaling",
         f"{ENGINE}/backward.py",
-        "    _add_grads(masters, copies)\n",
+        "    add_grads(masters, copies)\n",
         "    [c.copy_(c.to(torch.bfloat16)) for c in dtensor.dense_values(copies)]\n"
-        "    _add_grads(masters, copies)\n",
+        "    add_grads(masters, copies)\n",
         "tests/loop/test_gradients.py tests/parity",
     ),
     Mutant(
@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "masters not written back",
         f"{ENGINE}/masters.py",
-        "            foreach.copy_(models, masters)\n",
-        "            pass\n",
+        "        foreach.copy_(models, [pair.master for pair in pairs])\n",
+        "        pass\n",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
@@ -134,8 +134,8 @@ MUTANTS = [
     Mutant(
         "scratch gradients that reach masters",
         f"{ENGINE}/masters.py",
-        "            if not pair.lazy:\n                continue\n            grad",
-        "            grad",
+        "if not pair.lazy or pair.model.grad is None:",
+        "if pair.model.grad is None:",
         "tests/loop/test_facts.py tests/loop/test_gradients.py",
     ),
     Mutant(

@@ -34,16 +34,6 @@ def rebuild(kind: str, *parts: Any) -> Any:
     return _load(kind)(*parts)
 
 
-def empty(kind: str) -> Any:
-    """Returns an object of this kind without attributes; the file sets them later.
-
-    Raises:
-        ValueError: If the kind is unknown, as in a file from a newer release.
-    """
-    made = _load(kind)
-    return made.__new__(made)
-
-
 @functools.cache
 def _load(kind: str) -> Any:
     if kind not in _KINDS:

@@ -528,23 +528,31 @@ def test_one_of_two_optimizers_without_a_gradient_is_no_mistake(level):
 
 
 class Preconditioner(torch.optim.Optimizer):
-    """As those of K-FAC: writes the gradients of the model's parameters, and no weight."""
+    """As those of K-FAC: writes the gradients of the model's parameters, and no weight.
 
-    def __init__(self, params):
+    Its step may run another optimizer's step.
+    """
+
+    def __init__(self, params, inner=None):
         super().__init__(params, {"lr": 0.1})
+        self.inner = inner
 
     @torch.no_grad()
     def step(self):
         for param in self.param_groups[0]["params"]:
             param.grad.mul_(0.5)
+        if self.inner is not None:
+            self.inner.step()
 
 
+@pytest.mark.parametrize("nested", [False, True])
 @levels
-def test_optimizers_of_other_weights_or_of_gradients_alone_are_no_mistake(level):
+def test_optimizers_of_other_weights_or_of_gradients_alone_are_no_mistake(level, nested):
     model, optimizer = loops.prepared(level, loss_scale=1.0)
     other = loops.net()
-    run(WITHOUT_AMP, other, loops.sgd(other.parameters()), *loops.batch())
-    preconditioner = Preconditioner(model.parameters())
+    inner = loops.sgd(other.parameters())
+    run(WITHOUT_AMP, other, inner, *loops.batch())
+    preconditioner = Preconditioner(model.parameters(), inner if nested else None)
     loops.loss_of(model, *loops.batch()).backward()
     preconditioner.step()
     optimizer.step()

@@ -15,15 +15,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import MasterPair, fp32_copies
+from apex._engine.masters import MasterPair, add_grads, fp32_copies
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
-from apex._torch import dtensor, foreach
+from apex._torch import dtensor
 from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -307,7 +306,7 @@ def unscale_grads(
     scaler.unscale_([*dtensor.values_of(params), *dtensor.dense_values(copies)], scale)
     if scaler.dynamic:  # all ranks that hold shards must step or skip together
         dtensor.share_flag_(scaler.found_inf, params)
-    _add_grads(masters, copies)
+    add_grads(masters, copies)
     _add_stashed(prepared_optimizers)
 
 
@@ -337,24 +336,4 @@ def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
             if grad is not None:
                 params.append(param)
                 grads.append(grad)
-    _add_grads(params, grads)
-
-
-def _add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Adds gradients, which are not needed again, to those of parameters."""
-    totals: list[Tensor] = []
-    added: list[Tensor] = []
-    for param, grad in zip(params, grads, strict=True):
-        total = grad_of(param)
-        if total is None:
-            set_grad(param, grad)
-            continue
-        is_dense = total.layout is torch.strided and grad.layout is torch.strided
-        if is_dense and not (total.requires_grad or grad.requires_grad):
-            totals.append(total)
-            added.append(grad)
-        else:
-            # torch adds sparse to dense, not dense to sparse.
-            set_grad(param, total + grad if grad.is_sparse else grad + total)
-    if totals:
-        foreach.add_(dtensor.dense_values(totals), dtensor.dense_values(added))
+    add_grads(params, grads)

@@ -39,17 +39,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex._core import rounding
 from apex._pickle import rebuild
-from apex._torch import foreach, parameters, ranks
+from apex._torch import dtensor, foreach, parameters, ranks
 from apex._torch.copies import has_values
 from apex._torch.dynamo import untraced
-from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
 
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
 _PAIR = "_apex_pair"
-"""Attribute of a master, and of what stands in for its gradient: a weak reference to its pair."""
+"""Attribute of a master: a weak reference to its pair."""
 
 _CLIP_DIVISOR = "_apex_clip_divisor"
 """Attribute of a pending gradient: what a clip divides it by, 0-d."""
@@ -113,7 +112,7 @@ def _no_pair() -> None:
 
 
 def pair_of_master(tensor: Tensor) -> MasterPair | None:
-    """Returns the pair of a master, or of what stands in for its gradient, if it has one."""
+    """Returns the pair of a master; ``None`` for other tensors."""
     pair: MasterPair | None = vars(tensor).get(_PAIR, _no_pair)()
     return pair
 
@@ -138,7 +137,8 @@ class MasterPair:
         master: The fp32 parameter that optimizers step in its place.
         lazy: Whether the session has no loss scale, so that the model's gradient is the master's.
         state: What the master's low bits are worth.
-        stand_in: What a step block by block shows as the master's gradient while it is pending.
+        stand_in: What a step block by block shows as the master's gradient while it is pending: a
+            tensor without memory of its own, laid out like the gradient.
     """
 
     def __init__(self, model: nn.Parameter, master: Master) -> None:
@@ -150,8 +150,7 @@ class MasterPair:
         self.stand_in: Tensor | None = None
         self._model_version = _WRITTEN
         self._master_version = _WRITTEN
-        self._address: int | None = None
-        self._storage = model.detach()
+        self._storage = model.detach()  # held so that no other storage takes its address
         # Scripts set attributes on parameters, which their optimizers may read.
         for name, value in vars(model).items():
             vars(master).setdefault(name, value)
@@ -162,11 +161,6 @@ class MasterPair:
         """Copies and pickles both sides, without their gradients."""
         is_fresh = self.state is MasterState.FRESH
         return rebuild, ("master_pair", self.model, self.master, self.lazy, is_fresh)
-
-    def show_stand_in(self) -> None:
-        """Shows a tensor without memory, laid out like a gradient, as the pending gradient."""
-        self.stand_in = self.master.detach()
-        vars(self.stand_in)[_PAIR] = weakref.ref(self)
 
     @property
     def pending_grad(self) -> Tensor | None:
@@ -217,34 +211,36 @@ def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh:
 def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
     with without_overrides():
-        written: list[MasterPair] = []
-        models: list[Tensor] = []
-        masters: list[Tensor] = []
-        for pair in pairs:
-            if pair.master._version != pair._master_version:
-                written.append(pair)
-                models.append(pair.model)
-                masters.append(pair.master)
-        if not written:
-            return
-        with torch.no_grad():
-            foreach.copy_(models, masters)
-    mark_synced(written)
+        written = [pair for pair in pairs if pair.master._version != pair._master_version]
+        if written:
+            round_masters(written)
+
+
+@untraced
+@torch.no_grad()
+def round_masters(pairs: Sequence[MasterPair]) -> None:
+    """Rounds masters into their model parameters, whether or not they count as written.
+
+    For masters that were written by code that torch does not count, such as fused kernels.
+    """
+    if not pairs:
+        return
+    with without_overrides():
+        models = [pair.model for pair in pairs]
+        foreach.copy_(models, [pair.master for pair in pairs])
+        mark_synced(pairs)
 
 
 def mark_synced(pairs: Iterable[MasterPair]) -> None:
     """Records that model parameters hold their rounded masters."""
-    with without_overrides():
-        for pair in pairs:
-            model = pair.model
-            pair._master_version = pair.master._version
-            pair._model_version = model._version
-            # A fake parameter, which is of another class, has no address.
-            is_real = type(model) is nn.Parameter or has_values(model)
-            address = model.data_ptr() if is_real else 0
-            if address != pair._address:
-                pair._address = address
-                pair._storage = model.detach()  # held so that no other storage takes its address
+    for pair in pairs:
+        model = pair.model
+        pair._master_version = pair.master._version
+        pair._model_version = model._version
+        # A fake parameter, which is of another class, has no address.
+        is_real = type(model) is nn.Parameter or has_values(model)
+        if is_real and model.data_ptr() != pair._storage.data_ptr():
+            pair._storage = model.detach()
 
 
 @untraced
@@ -265,7 +261,7 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
             if (
                 pair.state is not MasterState.TRAINED
                 or model._version != pair._model_version
-                or model.data_ptr() != pair._address
+                or model.data_ptr() != pair._storage.data_ptr()
             ):
                 if model.device != pair.master.device:
                     _move_master(pair)
@@ -298,12 +294,6 @@ def _update_master(pair: MasterPair, *, before_step: bool) -> None:
     mark_synced([pair])
 
 
-def mark_written(pairs: Iterable[MasterPair]) -> None:
-    """Marks masters as written, by code that torch does not count, such as fused kernels."""
-    for pair in pairs:
-        pair._master_version = _WRITTEN
-
-
 # -- gradients --------------------------------------------------------------------------------
 
 
@@ -311,40 +301,52 @@ def mark_written(pairs: Iterable[MasterPair]) -> None:
 def move_grads_to_masters(pairs: Iterable[MasterPair]) -> None:
     """Moves pending gradients to the masters, in fp32, or adds them there."""
     moved: list[MasterPair] = []
-    grads: list[Tensor] = []
-    masters: list[Master] = []
     with without_overrides():
         for pair in pairs:
-            if not pair.lazy:
+            if not pair.lazy or pair.model.grad is None:
                 continue
-            grad = pair.model.grad
-            if grad is None:
-                continue
-            total = grad_of(pair.master)
-            if total is None:
+            if grad_of(pair.master) is None:
                 moved.append(pair)
-                grads.append(grad)
-                masters.append(pair.master)
             else:
-                set_grad(pair.master, _sum(total, grad))
-                pair.model.grad = None
-        if not moved:
-            return
-        copies = fp32_copies(grads, masters)  # first, because memory may run out
-        foreach.divide_(copies, [clip_divisor(grad) for grad in grads])
-        for pair, copy in zip(moved, copies, strict=True):
-            pair.model.grad = None
-            set_grad(pair.master, copy)
+                _move_grads([pair])  # one by one, as memory for copies of all may be lacking
+        if moved:
+            _move_grads(moved)
 
 
-def _sum(total: Tensor, grad: Tensor) -> Tensor:
-    divisor = clip_divisor(grad)
-    if divisor is not None:
-        grad = grad.float() / divisor.to(grad.device)
-    is_recorded = total.requires_grad or grad.requires_grad
-    if total.is_sparse or grad.is_sparse or is_recorded:
-        return total + grad.to(total.device, total.dtype)
-    return total.add_(grad.to(total.device))  # of other dtypes: without a copy in fp32
+def _move_grads(pairs: Sequence[MasterPair]) -> None:
+    masters: list[Tensor] = []
+    grads: list[Tensor] = []
+    divisors: list[Tensor | None] = []
+    for pair in pairs:
+        grad = cast(Tensor, pair.model.grad)
+        masters.append(pair.master)
+        grads.append(grad)
+        divisors.append(clip_divisor(grad))
+    copies = fp32_copies(grads, masters)  # first, because memory may run out
+    for pair in pairs:
+        pair.model.grad = None
+    foreach.divide_(copies, divisors)
+    add_grads(masters, copies)
+
+
+def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Adds gradients, which are not needed again, to those of parameters."""
+    totals: list[Tensor] = []
+    added: list[Tensor] = []
+    for param, grad in zip(params, grads, strict=True):
+        total = grad_of(param)
+        if total is None:
+            set_grad(param, grad)
+            continue
+        is_dense = total.layout is torch.strided and grad.layout is torch.strided
+        if is_dense and not (total.requires_grad or grad.requires_grad):
+            totals.append(total)
+            added.append(grad)
+        else:
+            # torch adds sparse to dense, not dense to sparse.
+            set_grad(param, total + grad if grad.is_sparse else grad + total)
+    if totals:
+        foreach.add_(dtensor.dense_values(totals), dtensor.dense_values(added))
 
 
 def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -405,8 +407,6 @@ class MasterTable:
         self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # By the object that keeps the pairs alive: a model, or the state of an optimizer.
         self._by_user = weakref.WeakKeyDictionary[object, list[MasterPair]]()
-        # The pairs of a model's parameters, looked up once between changes of the table.
-        self._by_model = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
 
     def create(self, param: nn.Parameter, user: object, exact: Tensor | None = None) -> MasterPair:
         """Returns the pair of a low-precision parameter; a new one lives as long as ``user``.
@@ -425,23 +425,17 @@ class MasterTable:
 
     def take_earlier_grads(self) -> None:
         """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
-        for pair in self.pairs():
-            grad = pair.model.grad
-            if grad is not None and not pair.lazy:
-                (copy,) = fp32_copies([grad], [pair.master])
-                set_grad(pair.master, copy)
-                pair.model.grad = None
+        if not self.lazy:
+            _move_grads([pair for pair in self.pairs() if pair.model.grad is not None])
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""
-        self._by_model.clear()
         self._by_user.setdefault(user, []).extend(pairs)
         for pair in pairs:
             self._by_param[id(pair.model)] = pair
 
     def release(self, user: object) -> None:
         """Drops the pairs that ``user`` keeps alive."""
-        self._by_model.clear()
         self._by_user.pop(user, None)
 
     def pair_of(self, param: Tensor) -> MasterPair | None:
@@ -460,14 +454,9 @@ class MasterTable:
         """Returns every pair, in the order in which they were made."""
         return [*self._by_param.values()]
 
-    def update_model(self, model: nn.Module) -> None:
-        """Rounds the written masters of a model's parameters into them."""
-        pairs = self._by_model.get(model)
-        if pairs is None:
-            known = [self.pair_of(param) for _, param in named_parameters(model)]
-            pairs = [pair for pair in known if pair is not None]
-            self._by_model[model] = pairs
-        update_model_from_masters(pairs)
+    def update_models(self) -> None:
+        """Rounds written masters into the models."""
+        update_model_from_masters(self._by_param.values())
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

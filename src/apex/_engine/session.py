@@ -188,11 +188,12 @@ class Session:
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""
-        prepared = PreparedOptimizer(optimizer, self)
+        prepared = PreparedOptimizer(self, [], self.policy.master_weights)
+        prepared.attach(optimizer)
+        prepared.create_missing_masters()
         undo.callback(prepared.close)
         undo.callback(subclass.unprepare_class, optimizer)
         subclass.prepare_class(optimizer, prepared)
-        self.register(prepared)
 
     def register(self, prepared: PreparedOptimizer) -> None:
         """Adds the state of an optimizer to those of the session."""

@@ -29,10 +29,6 @@ class _Scale(DynamicLossScaler):
     def _loss_scale(self) -> float:
         return self.cur_scale
 
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        self.cur_scale = checked_static(value)
-
     @property
     def _unskipped(self) -> int:
         return self.growth_tracker

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from apex import _unavailable
 from apex._core import arguments, dtypes, tree
 from apex._core.flat import flatten, unflatten
-from apex._engine.masters import fp32_copies, make_master
+from apex._engine.masters import add_grads, fp32_copies, make_master
 from apex._torch import foreach
 from apex._torch.dynamo import untraced
 
@@ -146,7 +146,7 @@ def model_grads_to_master_grads(
     model_params, master_params = _fitting(model_params, master_params, flat_master)
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        master_params[0].grad = flatten(grads).to(torch.float32)
+        master_params[0].grad = flatten(grads).float()
         return
     grads = []
     receivers = []
@@ -155,8 +155,7 @@ def model_grads_to_master_grads(
         if param.grad is not None:
             grads.append(param.grad)
             receivers.append(master)
-    for master, grad in zip(receivers, fp32_copies(grads, receivers), strict=True):
-        master.grad = grad
+    add_grads(receivers, fp32_copies(grads, receivers))
 
 
 @untraced
@@ -175,8 +174,7 @@ def master_params_to_model_params(
     values: Sequence[Tensor] = master_params
     if flat_master:
         values = unflatten(master_params[0], model_params)
-    if model_params:
-        foreach.copy_(model_params, values)
+    foreach.copy_(model_params, values)
 
 
 def to_python_float(t: Any) -> Any:

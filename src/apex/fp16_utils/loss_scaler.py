@@ -10,9 +10,7 @@ from apex._core import arguments
 from apex._core.foreach.norms import any_non_finite
 from apex._core.scale import ScaleRule, ScaleState, checked_static, next_scale
 from apex._torch.dtensor import dense_values, summed_values
-from apex.fp16_utils.fp16util import to_python_float
-
-__all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
+from apex.fp16_utils.fp16util import to_python_float as to_python_float
 
 
 class LossScaler:

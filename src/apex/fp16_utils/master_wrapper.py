@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, ClassVar, NoReturn
@@ -30,13 +31,10 @@ _RULE = "last_overflow_iter", "scale_factor", "scale_window"
 def forwarded(part: str, name: str) -> Any:
     """Returns a property that reads and sets an attribute of a part of its object."""
 
-    def read(self: Any) -> Any:
-        return getattr(getattr(self, part), name)
-
     def write(self: Any, value: Any) -> None:
         setattr(getattr(self, part), name, value)
 
-    return property(read, write)
+    return property(operator.attrgetter(f"{part}.{name}"), write)
 
 
 class MasterWrapper:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from apex._core.flat import flatten
 from apex.fp16_utils.master_wrapper import MasterWrapper
 
 
@@ -17,29 +19,32 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     :class:`apex.fp16_utils.FP16_Optimizer` for these.
     """
 
+    _flats: Sequence[Tensor] = ()
+
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
         """What the optimizer steps, one flat tensor per group; writes to it reach the masters.
 
         The first read moves the masters and fp32 parameters of each group into one memory.
         """
-        return [_flat_memory(params) for params in self._stepped()]
+        groups = self._stepped()
+        addresses = [flat.data_ptr() for flat in self._flats]
+        if addresses != [params[0].data_ptr() for params in groups]:
+            self._flats = [_moved_together(params) for params in groups]
+        return [*self._flats]
 
     def _joined(self, params: list[nn.Parameter]) -> Any:
-        return torch.cat([param.detach().flatten() for param in params])
+        return flatten([param.detach() for param in params])
 
 
 @torch.no_grad()
-def _flat_memory(params: list[nn.Parameter]) -> Tensor:
-    """Returns the memory of ``params`` as one tensor; moves them together unless they are."""
-    sizes = [param.numel() for param in params]
-    starts = [param.data_ptr() - 4 * sum(sizes[:index]) for index, param in enumerate(params)]
-    storages = {param.untyped_storage().data_ptr() for param in params}
-    if len(storages) == 1 and len(set(starts)) == 1:
-        return params[0].detach().as_strided((sum(sizes),), (1,))
-    flat = torch.cat([param.flatten() for param in params])
-    for param, part in zip(params, torch.split(flat, sizes), strict=True):
+def _moved_together(params: list[nn.Parameter]) -> Tensor:
+    """Moves parameters into one memory, and returns it as one tensor."""
+    flat = flatten(params)
+    offset = 0
+    for param in params:
         # A fused step reads the state in the layout of its parameter.
         strides = torch.empty_like(param).stride()
-        param.data = part.as_strided(param.shape, strides, part.storage_offset()).copy_(param)
+        param.data = flat.as_strided(param.shape, strides, offset).copy_(param)
+        offset += param.numel()
     return flat

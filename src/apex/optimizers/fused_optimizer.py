@@ -146,11 +146,7 @@ class FusedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; drops them only if ``set_grad_none`` is also set."""
-        if not (set_to_none and self.set_grad_none):
-            super().zero_grad(set_to_none=False)
-            return
-        for param in params_of(self):  # unread: torch's own would compute what amp left in 16 bits
-            param.grad = None
+        super().zero_grad(set_to_none=set_to_none and self.set_grad_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
@@ -232,7 +228,7 @@ class FusedOptimizer(Optimizer):
                 counts.setdefault(device, []).append(group["step"])
         for device, steps in counts.items():
             skip = skip_on(device)
-            taken = 1 - (0 if skip is None else skip)
+            taken = 1 if skip is None else 1 - skip
             # With alpha, as torch otherwise takes the tensor for a number, and reads it.
             torch._foreach_add_(steps, _count_on(device, taken), alpha=1)
 
@@ -352,7 +348,7 @@ def adam_defaults(
             f"{name} does not support the AMSGrad variant. "
             "Use torch.optim.AdamW(params, amsgrad=True, fused=True)."
         )
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+    if not isinstance(betas, Sequence) or len(betas) != 2:
         raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
     in_range("betas[0]", betas[0], below=1.0)
     in_range("betas[1]", betas[1], below=1.0)

@@ -81,27 +81,27 @@ class BlockStep(TorchDispatchMode):
         """Starts as soon as the optimizer's own pre-hooks have run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = prepared.pairs
+        self._shown: dict[int, MasterPair] = {}  # by ``id`` of the stand-in
         self._divisor: Tensor | None = None  # of a clip, the same of all stand-ins
         self._hook = prepared.optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
     def _show_stand_ins(self, *_: object) -> None:
         """Shows stand-ins for pending gradients, until the operator takes them."""
-        shows_one = False
         for pair in self._pairs:
             grad = pair.pending_grad
             if grad is None:
                 continue
             divisor = masters.clip_divisor(grad)
-            if not shows_one:
+            if not self._shown:
                 self._divisor = divisor
             is_sum = parameters.grad_of(pair.master) is not None
             is_other = is_sum or grad.requires_grad or divisor is not self._divisor
             if is_other or not _alike(pair.master, grad, pair.model):
                 masters.move_grads_to_masters([pair])
                 continue
-            pair.show_stand_in()
-            shows_one = True
+            pair.stand_in = pair.master.detach()
+            self._shown[id(pair.stand_in)] = pair
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
@@ -130,50 +130,44 @@ class BlockStep(TorchDispatchMode):
             if self._divisor is not None:  # the kernel divides by it, as by a loss scale
                 divisor = moved(self._divisor, args[0][0].device, torch.float32)
                 options = {**kwargs, "grad_scale": divisor}
-            args = _run_by_blocks(func, args, options)
+            args = self._run_by_blocks(func, args, options)
             if not args[0]:
                 return None
         if func not in _METADATA:
-            args = tree.map_tensors(_real_gradient, args)
+            args = tree.map_tensors(self._real_gradient, args)
         return func(*args, **kwargs)
 
+    def _real_gradient(self, tensor: Tensor) -> Any:
+        """Returns the fp32 gradient in place of a stand-in, and other tensors as they are."""
+        pair = self._shown.get(id(tensor))
+        if pair is None:
+            return tensor
+        masters.move_grads_to_masters([pair])
+        return parameters.grad_of(pair.master)
 
-def _pair_shown(tensor: Tensor) -> MasterPair | None:
-    """Returns the pair that shows a tensor in place of its gradient, if one does."""
-    pair = masters.pair_of_master(tensor)
-    return pair if pair is not None and pair.stand_in is tensor else None
+    def _run_by_blocks(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Runs a fused operator on the tensors whose gradients have stand-ins.
 
-
-def _real_gradient(tensor: Tensor) -> Any:
-    """Returns the fp32 gradient in place of a stand-in, and other tensors as they are."""
-    pair = _pair_shown(tensor)
-    if pair is None:
-        return tensor
-    masters.move_grads_to_masters([pair])
-    return parameters.grad_of(pair.master)
-
-
-def _run_by_blocks(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Runs a fused operator on the tensors whose gradients have stand-ins.
-
-    Returns the arguments with the other tensors.
-    """
-    pairs: list[MasterPair] = []
-    taken: list[int] = []
-    rest: list[int] = []
-    count = dispatch_modes.operands(func)
-    operands = [tensors for tensors in args[:count] if tensors]
-    for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
-        pair = _pair_shown(grad)
-        if pair is not None and pair.pending_grad is not None and _alike(param, *states):
-            pairs.append(pair)
-            taken.append(index)
-        else:
-            rest.append(index)
-    if pairs:
-        lists = [_chosen(tensors, taken) for tensors in args]
-        _run_blocks(func, pairs, lists, kwargs)
-    return tuple(_chosen(tensors, rest) for tensors in args)
+        Returns the arguments with the other tensors.
+        """
+        pairs: list[MasterPair] = []
+        taken: list[int] = []
+        rest: list[int] = []
+        count = dispatch_modes.operands(func)
+        operands = [tensors for tensors in args[:count] if tensors]
+        for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
+            pair = self._shown.get(id(grad))
+            if pair is not None and pair.pending_grad is not None and _alike(param, *states):
+                pairs.append(pair)
+                taken.append(index)
+            else:
+                rest.append(index)
+        if pairs:
+            lists = [_chosen(tensors, taken) for tensors in args]
+            _run_blocks(func, pairs, lists, kwargs)
+        return tuple(_chosen(tensors, rest) for tensors in args)
 
 
 def _chosen(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
@@ -184,26 +178,25 @@ def _chosen(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
 def _run_blocks(
     func: Any, pairs: Sequence[MasterPair], lists: Sequence[list[Tensor]], kwargs: dict[str, Any]
 ) -> None:
-    """Runs a fused operator block by block, and rounds the masters into the model."""
-    params = lists[0]
+    """Runs a fused operator block by block, and rounds the masters into the model.
+
+    On a CPU, a block has a 64th of all elements, within the bounds.
+    """
     models = [pair.model.detach() for pair in pairs]
     grads = [cast(Tensor, pair.model.grad) for pair in pairs]
-    device = params[0].device
-    cuts = _cuts(tuple(param.numel() for param in params), device.type)
-    largest = 0
-    for block in cuts:
-        elements = sum(size for _, _, size in block)
-        largest = max(largest, elements)
-    buffer = torch.empty(largest, dtype=torch.float32, device=device)
-    count = dispatch_modes.operands(func)
+    operands = [lists[0], grads, *lists[2:]]
+    sizes = [model.numel() for model in models]
+    device = models[0].device
+    length = device_elements
+    if device.type == "cpu":
+        share = sum(sizes) // 64
+        length = max(_LEAST, min(_GREATEST, share // _LEAST * _LEAST))
+    buffer = torch.empty(min(length, sum(sizes)), dtype=torch.float32, device=device)
     kernel = dispatch_modes.function_of(func)
-    for block in cuts:
-        places = [place for place, _, _ in block]
-        operands = [_pieces(tensors, block) for tensors in lists[:count]]
-        operands[1] = _filled(buffer, _pieces(grads, block))
-        steps = [_chosen(tensors, places) for tensors in lists[count:]]
-        kernel(*operands, *steps, **kwargs)
-        foreach.copy_(_pieces(models, block), operands[0])
+    for block in _cuts(tuple(sizes), length):
+        params, low_grads, *states = [_pieces(tensors, block) for tensors in operands]
+        kernel(params, _filled(buffer, low_grads), *states, **kwargs)
+        foreach.copy_(_pieces(models, block), params)
     increment_version(models)
     masters.mark_synced(pairs)
     for pair in pairs:
@@ -218,15 +211,11 @@ _Block = Sequence[tuple[int, int, int]]
 
 
 @functools.lru_cache(maxsize=32)  # an optimizer cuts the same tensors in each step
-def _cuts(sizes: tuple[int, ...], device: str) -> list[_Block]:
-    """Returns blocks of a 64th of all elements on a CPU, within the bounds.
+def _cuts(sizes: tuple[int, ...], length: int) -> list[_Block]:
+    """Returns blocks of at most ``length`` elements.
 
     Each kernel ends in a barrier, so a piece is a whole tensor where that fits.
     """
-    length = device_elements
-    if device == "cpu":
-        share = sum(sizes) // 64
-        length = max(_LEAST, min(_GREATEST, share // _LEAST * _LEAST))
     blocks: list[list[tuple[int, int, int]]] = []
     left = 0
     for position, size in enumerate(sizes):
@@ -243,7 +232,8 @@ def _cuts(sizes: tuple[int, ...], device: str) -> list[_Block]:
 def _pieces(tensors: Sequence[Tensor], block: _Block) -> list[Tensor]:
     """Returns the pieces of dense tensors, in the order of memory: a whole one, or a 1-d view.
 
-    The list may be empty: a state that the optimizer does not keep.
+    A count of steps is a whole one. The list may be empty: a state that the optimizer does not
+    keep.
     """
     pieces: list[Tensor] = []
     if not tensors:

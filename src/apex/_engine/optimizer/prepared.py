@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from apex._core.param_groups import exchange, is_trained, move_state
 from apex._engine import masters
 from apex._engine.masters import MasterPair, MasterState, MasterTable
 from apex._engine.mistakes import Mistake
-from apex._pickle import empty
+from apex._pickle import rebuild
 from apex._torch import dtensor
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy, capturing, moved
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from apex._engine.session import Session
 
 Listener = Callable[["BackwardPass", "PreparedOptimizer"], None]
-
-_dtype = operator.attrgetter("dtype")
 
 PREPARED = "_apex_prepared"
 """Attribute of a prepared optimizer that holds its state."""
@@ -130,21 +127,27 @@ class PreparedOptimizer:
     """Gradients that each replay of a CUDA graph writes anew: those of its last block, of which no
     step was captured. ``None`` without such a graph."""
 
-    def __init__(self, optimizer: Optimizer, session: Session) -> None:
-        """Puts masters into the optimizer's groups and moves its state to them.
+    def __init__(
+        self, session: Session | None, pairs: list[MasterPair], master_weights: bool
+    ) -> None:
+        """Starts without an optimizer, which :meth:`attach` sets.
 
         Args:
-            optimizer: Any optimizer; its group dicts and lists keep their identity.
-            session: Has the masters.
+            session: Has the masters; ``None`` in an unpickled optimizer.
+            pairs: Those whose masters the optimizer's groups hold already.
+            master_weights: Whether low-precision parameters get fp32 masters.
         """
-        self.attach(optimizer)
-        self.pairs: list[MasterPair] = []
-        self.master_weights = session.policy.master_weights
-        self.session: Session | None = session
-        self.masters = session.masters
+        self.session = session
+        self.pairs = pairs
+        self.master_weights = master_weights
         self.overflow = OverflowFlag()
         self.listeners: list[Listener] = []
-        self.create_missing_masters()
+        if session is None:
+            self.masters = MasterTable(lazy=any(pair.lazy for pair in pairs))
+        else:
+            self.masters = session.masters
+            session.register(self)
+        self.masters.add(pairs, self)
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -210,14 +213,13 @@ class PreparedOptimizer:
         """
         if not self.master_weights:
             return
-        params = self.params()
-        with without_overrides():
-            if {*map(_dtype, params)}.isdisjoint(dtypes.LOW_PRECISION):
-                return
         created: dict[int, MasterPair] = {}
-        for param in params:
-            if dtypes.is_low_precision(param) and is_trained(param):
-                created[id(param)] = self.masters.create(param, self)
+        with without_overrides():
+            for param in self.params():
+                if param.dtype in dtypes.LOW_PRECISION and is_trained(param):
+                    created[id(param)] = self.masters.create(param, self)
+        if not created:
+            return
         known = {id(pair.model) for pair in self.pairs}
         self.pairs += [pair for key, pair in created.items() if key not in known]
         exchange(self.optimizer, {key: pair.master for key, pair in created.items()})
@@ -291,16 +293,18 @@ class PreparedOptimizer:
             return grad.clone()
         return grad
 
-    def clear_grads(self, *, set_to_none: bool) -> None:
-        """Clears all gradients; with zeros, those of stepped parameters are zeros already."""
+    def drop_grads(self) -> None:
+        """Drops all gradients.
+
+        As torch's ``zero_grad``, but without reading pending ones, and also for optimizers that
+        never called torch's constructor (timm's Lookahead).
+        """
         params = self.params()
-        if set_to_none:
-            # As torch's zero_grad, but 30 us faster, and also for optimizers that never called
-            # torch's constructor (timm's Lookahead).
+        with without_overrides():
             for param in params:
                 set_grad(param, None)
-        for pair in self.pairs:
-            pair.model.grad = None
+            for pair in self.pairs:
+                pair.model.grad = None
         if self.session is not None:
             self.session.drop_cleared(params)
 
@@ -344,12 +348,11 @@ class PreparedOptimizer:
 
     @untraced
     def end_step(self, *, failed: bool) -> None:
-        """Rounds the masters into the model and drops their gradients, which end with the step.
+        """Drops the masters' gradients, which end with the step.
 
         A step that failed leaves gradients and overflow for another try.
         """
         self.stepping = False
-        masters.update_model_from_masters(self.pairs)
         if failed:
             return
         shared = self.shared_pairs()
@@ -424,30 +427,11 @@ class PreparedOptimizer:
 
         An optimizer deep-copied together with its model steps the model's copy.
         """
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        if self.session is not None:
-            new.session = self.session
-            new.masters = self.session.masters
-            new.session.register(new)
-        new.masters.add(new.pairs, new)
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this process: the optimizer, the session, the gradients."""
         masters.update_model_from_masters(self.pairs)
-        return {"pairs": self.pairs, "master_weights": self.master_weights}
+        pairs = copy.deepcopy(self.pairs, memo)
+        return PreparedOptimizer(self.session, pairs, self.master_weights)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by its kind; see :mod:`apex._pickle`."""
-        return empty, ("prepared",), self.__getstate__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.pairs = state["pairs"]
-        self.master_weights = state["master_weights"]
-        self.session = None
-        self.masters = MasterTable(lazy=any(pair.lazy for pair in self.pairs))
-        self.masters.add(self.pairs, self)
-        self.overflow = OverflowFlag()
-        self.listeners = []
+        """Pickles the pairs, without gradients and what belongs to this process."""
+        masters.update_model_from_masters(self.pairs)
+        return rebuild, ("prepared", None, self.pairs, self.master_weights)

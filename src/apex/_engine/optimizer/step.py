@@ -91,7 +91,7 @@ def _run_without_closure(prepared: PreparedOptimizer, run: Run) -> Any:
             return _run_unless_overflow(prepared, run)
     finally:
         # Not only before the step: a hook may have run the model meanwhile.
-        masters.mark_written(prepared.pairs if blocks is None else blocks.end())
+        masters.round_masters(prepared.pairs if blocks is None else blocks.end())
 
 
 @untraced_frame
@@ -103,15 +103,11 @@ def _run_unless_overflow(prepared: PreparedOptimizer, run: Run) -> Any:
         result = run()
     elif _skips_in_kernel(optimizer, flag):
         skipped = flag
-        # A GradScaler around amp, of which amp warns, has set its own.
-        scalers_flag = vars(optimizer).get("found_inf")
-        if scalers_flag is not None:
-            flag = torch.maximum(flag, scalers_flag.to(flag.device))
         optimizer.found_inf = flag
         try:
             result = run()
         finally:
-            optimizer.found_inf = scalers_flag
+            optimizer.found_inf = None  # not deleted: a GradScaler around amp deletes its own
     else:
         skipped = prepared.must_skip()
         result = None if skipped else run()
@@ -203,7 +199,7 @@ def _run_with_closure(
 
     @untraced_frame
     def evaluate() -> Any:
-        masters.update_model_from_masters(prepared.pairs)
+        masters.round_masters(prepared.pairs)
         uncast.__exit__(None, None, None)
         try:
             losses.append(closure())
@@ -211,7 +207,6 @@ def _run_with_closure(
             uncast.__enter__()
         prepared.update_masters_with_grads()
         inspect_step(prepared, in_closure=True)
-        masters.mark_written(prepared.pairs)
         if undo is not None and prepared.must_skip():
             raise _SkipStep
         return losses[-1]
@@ -226,6 +221,8 @@ def _run_with_closure(
             raise
         skipped = True
         result = losses[0]
+    finally:
+        masters.round_masters(prepared.pairs)
     prepared.overflow.consume(skipped)
     return result
 
@@ -278,7 +275,8 @@ class _Hooks:
     def __init__(self) -> None:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        self._versions: Mapping[int, int] = {}  # before the step that began last
+        # Before the step of an optimizer, which may run others' steps.
+        self._versions = weakref.WeakKeyDictionary[Optimizer, Mapping[int, int]]()
 
     def add(self, session: Session) -> None:
         """Looks after others' steps over the weights or masters of ``session``, while it lives."""
@@ -292,7 +290,7 @@ class _Hooks:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if PREPARED in vars(optimizer):
             return None
-        self._versions = {id(param): param._version for param in params_of(optimizer)}
+        self._versions[optimizer] = {id(param): param._version for param in params_of(optimizer)}
         return ambient.begin_step(optimizer, args, kwargs)
 
     @untraced
@@ -300,12 +298,10 @@ class _Hooks:
         if PREPARED in vars(optimizer):
             return
         ambient.end_step(optimizer)
-        # Fused kernels do not count their writes to masters.
         stepped = [*filter(None, map(masters.pair_of_master, params_of(optimizer)))]
-        masters.mark_written(stepped)
-        masters.update_model_from_masters(stepped)
+        masters.round_masters(stepped)
         for session in [*self._sessions]:
-            _inspect(session, optimizer, self._versions)
+            _inspect(session, optimizer, self._versions.get(optimizer, {}))
 
     def _end(self) -> None:
         beside: list[Any] = [handle.hooks_dict_ref() for handle in self._handles]

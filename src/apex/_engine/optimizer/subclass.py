@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -19,7 +18,6 @@ from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
 from apex._engine.optimizer.step import run_step
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
-from apex._torch.parameters import without_overrides
 
 _SCALING = "_step_supports_amp_scaling"
 
@@ -44,10 +42,9 @@ class AmpOptimizer(Optimizer):
         """Steps unless a gradient overflowed, then rounds the masters into the model."""
         prepared = prepared_state(self)
         arguments = () if closure is None else (closure,)
-        if prepared is None:  # an LR scheduler from before amp.restore calls
+        if prepared is None:  # a method that a script has kept from before amp.restore
             return plain_class(type(self)).step(self, *arguments, **kwargs)
-        # LR schedulers read this to check that the optimizer stepped before them.
-        self._opt_called = True
+        self._opt_called = True  # LR schedulers read this
         run: Callable[..., Any] = super().step
         if prepared.inner_step is not None and prepared.optimizer is self:
             run = prepared.inner_step
@@ -59,6 +56,8 @@ class AmpOptimizer(Optimizer):
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
+    # LR schedulers wrap it to record that the optimizer stepped before them, which it does itself.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -75,15 +74,11 @@ class AmpOptimizer(Optimizer):
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
         own_method = super().zero_grad
-        prepared = self._apex_prepared
-        if getattr(own_method, "__func__", None) is not Optimizer.zero_grad:
-            prepared.clear_grads_by(functools.partial(own_method, *args, **kwargs))
-            return
-        set_to_none = _set_to_none(*args, **kwargs)
-        with without_overrides():
-            if not set_to_none:
-                own_method(set_to_none=False)
-            prepared.clear_grads(set_to_none=set_to_none)
+        is_torchs = getattr(own_method, "__func__", None) is Optimizer.zero_grad
+        if is_torchs and _set_to_none(*args, **kwargs):
+            self._apex_prepared.drop_grads()
+        else:
+            self._apex_prepared.clear_grads_by(functools.partial(own_method, *args, **kwargs))
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
@@ -113,17 +108,14 @@ class AmpOptimizer(Optimizer):
 
     # -- private names of apex that scripts use ---------------------------------------------------
 
-    def _lazy_init_maybe_master_weights(self) -> None:
-        """Does nothing: masters exist from ``initialize`` on."""
-
     def _amp_lazy_init(self) -> None:
         """Does nothing: masters exist from ``initialize`` on."""
-        self._amp_stash.lazy_init_called = True
+
+    _lazy_init_maybe_master_weights = _amp_lazy_init
 
     def _master_params_to_model_params(self) -> None:
         """Writes the rounded masters into the model."""
-        masters.mark_written(self._apex_prepared.pairs)
-        masters.update_model_from_masters(self._apex_prepared.pairs)
+        masters.round_masters(self._apex_prepared.pairs)
 
     def _prepare_amp_backward(self) -> None:
         """Stashes existing gradients before a backward pass with a loss scale."""
@@ -162,11 +154,8 @@ def prepare_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
 
     A ``step`` set on the instance (by an LR scheduler made earlier) becomes the inner step.
     """
-    inner = optimizer.__dict__.get("step")
     _set_class(optimizer, prepared)
-    if inner is not None:
-        prepared.inner_step = inner
-        optimizer.__dict__["step"] = _wrap_step(optimizer, inner)
+    prepared.inner_step = optimizer.__dict__.pop("step", None)
     for held in optimizers_in(optimizer):
         if PREPARED not in vars(held) and "step" not in vars(held):
             _set_class(held, prepared)
@@ -198,16 +187,3 @@ def rebuild_optimizer(function: Callable[..., Any], arguments: Any) -> Any:
     optimizer._patch_step_function()
     optimizer.__class__ = with_mixin(AmpOptimizer, type(optimizer))
     return optimizer
-
-
-def _wrap_step(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[..., Any]:
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(inner)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        target = reference()
-        if target is None:
-            raise RuntimeError("optimizer.step() was called after the optimizer was deleted.")
-        return AmpOptimizer.step(cast(AmpOptimizer, target), *args, **kwargs)
-
-    return step
