@@ -190,6 +190,9 @@ def test_the_stash_lists_pairs_in_one_order(level):
     assert ids(stash.all_fp16_params) == ids(low)
     direct = [p for p in stash.all_fp32_from_fp32_params if p.requires_grad]
     assert ids(direct) == ids([model.norm.weight, model.norm.bias])
+    assert [*map(ids, stash.fp16_groups)] == [ids(low[:1]), ids(low[1:])]
+    first, last = map(ids, stash.fp32_from_fp16_groups)
+    assert first + last == ids(stash.all_fp32_from_fp16_params)
     pairs = zip(low, stash.all_fp32_from_fp16_params, strict=True)
     assert all(torch.equal(p, master.to(p.dtype)) for p, master in pairs)
     stepped = {id(p) for p in amp.master_params(optimizer) if p.requires_grad}

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core.arguments import kind
+from apex._core.param_groups import is_from
 from apex._engine import masters
+from apex._engine.masters import MasterPair
 from apex._engine.mistakes import Mistake
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import AmpOptimizer, prepared_state
@@ -144,6 +146,27 @@ class AmpStash:
     def all_fp32_params(self) -> list[Tensor]:
         """All parameters that the optimizer steps."""
         return [*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Low-precision model parameters with masters, by group."""
+        return [[pair.model for pair in pairs] for pairs in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters, by group."""
+        return [[pair.master for pair in pairs] for pairs in self._groups()]
+
+    def _groups(self) -> list[list[MasterPair]]:
+        optimizer = self._prepared.optimizer
+        if is_from(optimizer, "apex.optimizers.fused_sgd"):
+            # NVIDIA's would step the groups that it finds here with kernels for fp16.
+            raise AttributeError("The _amp_stash of NVIDIA's FusedSGD has no groups.")
+        pairs = {id(pair.master): pair for pair in self._prepared.pairs}
+        return [
+            [pairs[id(param)] for param in group["params"] if id(param) in pairs]
+            for group in optimizer.param_groups
+        ]
 
     @property
     def params_have_scaled_gradients(self) -> bool:

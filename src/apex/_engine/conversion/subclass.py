@@ -141,11 +141,15 @@ class Rounded(Converted):
 
     @staticmethod
     def _apex_overrides(own: Any) -> dict[str, Any]:
-        names: dict[str, Any] = {}
+        # By the first two, DataParallel and others get the weights. torch's other methods leave
+        # masters alone: fairscale calls some while a master holds a difference, not a weight.
+        methods = ["parameters", "named_parameters"]
         for name in dir(own):
-            is_plain = isinstance(inspect.getattr_static(own, name), FunctionType)
-            if is_plain and not name.startswith("_") and name != "zero_grad":
-                names[name] = _Method(own, name)
+            function = inspect.getattr_static(own, name)
+            is_plain = isinstance(function, FunctionType) and not name.startswith("_")
+            if is_plain and function is not getattr(nn.Module, name, None):
+                methods.append(name)
+        names = {name: _Method(own, name) for name in methods if name != "zero_grad"}
         return names | Converted._apex_overrides(own)
 
 
