@@ -8,7 +8,7 @@ from tests.compiled.cases import (
     SAME_BITS,
     assert_close,
     compiled,
-    trained,
+    training_state,
 )
 from tests.support.loops import OPTIMIZERS, backward, batches, net, prepared, same
 
@@ -52,9 +52,9 @@ def test_compiled_step_equals_eager_and_skips_overflows(level, name):
         pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
         assert all(same(param.data, master.data.to(param.dtype)) for param, master in pairs)
     if name in ("fused AdamW", "fused SGD") or (name == "SGD" and SAME_BITS):
-        assert same(trained(optimizer), trained(plain))
-    assert_close(trained(optimizer)[0], trained(plain)[0], "O0")
-    assert trained(optimizer)[1] == 2.0**14
+        assert same(training_state(optimizer), training_state(plain))
+    assert_close(training_state(optimizer)[0], training_state(plain)[0], "O0")
+    assert training_state(optimizer)[1] == 2.0**14
 
 
 @pytest.mark.gpu(kernels="inductor writes and compiles them")
@@ -70,4 +70,4 @@ def test_compiled_capturable_step_equals_eager_on_a_gpu(level):
     for x, y in batches(5, {1}):
         take(model, optimizer, step, x.cuda(), y.cuda())
         take(reference, plain, plain.step, x.cuda(), y.cuda())
-    assert_close(trained(optimizer)[0], trained(plain)[0], "O0", 64)
+    assert_close(training_state(optimizer)[0], training_state(plain)[0], "O0", 64)

@@ -52,7 +52,7 @@ def test_a_skip_that_finds_the_scale_hides_no_fault_behind_it():
     assert (trace.first.op, trace.first.cause) == ("aten.div", "derivative")
     assert (
         trace.first.source
-        == "scaled_backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)"
+        == "loops.scaled_backward((net(torch.ones(1, 2)).float() * 0).sqrt().sum(), optimizer)"
     )
 
 

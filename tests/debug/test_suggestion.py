@@ -15,8 +15,8 @@ from tests.debug.rounding_cases import (
     Around,
     CancelsBackward,
     Shift,
-    batch,
     cross_entropy,
+    sample,
 )
 from tests.support.loops import live_sessions, same
 
@@ -24,7 +24,7 @@ PLANTED = ("shift", "rotary", "sum", "average", "backward")
 
 
 def suggested(model, length=24):
-    inputs, targets = batch(model, length)
+    inputs, targets = sample(model, length)
     return amp.debug.suggest_fp32(model, inputs, loss_fn=lambda out: cross_entropy(out, targets))
 
 

@@ -42,6 +42,7 @@ from apex._pickle import rebuild
 from apex._torch import dtensor, foreach, parameters, ranks
 from apex._torch.copies import has_values
 from apex._torch.dynamo import untraced
+from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
 
 _WRITTEN = -1
@@ -407,6 +408,8 @@ class MasterTable:
         self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # By the object that keeps the pairs alive: a model, or the state of an optimizer.
         self._by_user = weakref.WeakKeyDictionary[object, list[MasterPair]]()
+        # The pairs of a model's parameters, looked up once between changes of the table.
+        self._by_model = weakref.WeakKeyDictionary[nn.Module, list[MasterPair]]()
 
     def create(self, param: nn.Parameter, user: object, exact: Tensor | None = None) -> MasterPair:
         """Returns the pair of a low-precision parameter; a new one lives as long as ``user``.
@@ -430,12 +433,14 @@ class MasterTable:
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""
+        self._by_model.clear()
         self._by_user.setdefault(user, []).extend(pairs)
         for pair in pairs:
             self._by_param[id(pair.model)] = pair
 
     def release(self, user: object) -> None:
         """Drops the pairs that ``user`` keeps alive."""
+        self._by_model.clear()
         self._by_user.pop(user, None)
 
     def pair_of(self, param: Tensor) -> MasterPair | None:
@@ -454,9 +459,14 @@ class MasterTable:
         """Returns every pair, in the order in which they were made."""
         return [*self._by_param.values()]
 
-    def update_models(self) -> None:
-        """Rounds written masters into the models."""
-        update_model_from_masters(self._by_param.values())
+    def update_model(self, model: nn.Module) -> None:
+        """Rounds the written masters of a model's parameters into them."""
+        pairs = self._by_model.get(model)
+        if pairs is None:
+            known = [self.pair_of(param) for _, param in named_parameters(model)]
+            pairs = [pair for pair in known if pair is not None]
+            self._by_model[model] = pairs
+        update_model_from_masters(pairs)
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -72,7 +72,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
     if state is None:
         return
     if state.plan.casts_down:
-        state.link.masters.update_models()
+        state.link.masters.update_model(model)
         with ExitStack() as undo:
             for tensor in named_tensors(model).values():
                 if dtypes.is_low_precision(tensor):

@@ -69,7 +69,7 @@ class ModelState:
         if session is None:
             return
         if not traced and self.plan.casts_down:
-            session.masters.update_models()
+            session.masters.update_model(model)
             if session.masters.has_clipped and torch.is_grad_enabled():
                 session.masters.move_clipped_grads()
         wrapper = active_wrapper()

@@ -168,7 +168,7 @@ class _Method:
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         state = state_of(model)
         if state is not None and not _is_compiling():
-            state.link.masters.update_models()
+            state.link.masters.update_model(model)
         return MethodType(function, model)
 
 
@@ -276,7 +276,7 @@ def _as_plain(model: nn.Module) -> Iterator[None]:
     """Gives a model its own class for a while, with the values that its masters have."""
     state, converted = state_of(model), type(model)
     if state is not None:
-        state.link.masters.update_models()
+        state.link.masters.update_model(model)
     swap_class(model, plain_class(converted))
     try:
         yield
