@@ -89,8 +89,8 @@ def test_the_report_names_operator_module_line_values_cause_and_remedy(trace, tm
     assert lines[5].startswith("  cause  range: ")
     assert lines[6].startswith("  remedy 1. clamp the input")
     assert "logsumexp" in lines[7]
-    assert lines[9] == "  hit    the gradients of 0.bias, 0.weight"
-    assert lines[10].startswith("The script was stopped there; with --keep-going")
+    assert lines[8] == "  hit    the gradients of 0.bias, 0.weight"
+    assert lines[9].startswith("The script was stopped there; with --keep-going")
     assert re.fullmatch(r"Traced \d+ operators and 1 optimizer step\.", lines[-1])
     assert out.startswith("step 0\n\napex trace")  # the second step did not end
 
