@@ -204,12 +204,13 @@ def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) 
     """Begins a forward pass: returns its arguments, cast by the plan."""
     state.begin_forward(model)
     plan = state.plan
-    if plan.input_dtype is None:
+    dtype = plan.input_dtype
+    if dtype is None:
         return args, kwargs
     if plan.cast is not None:
-        return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
-    low, dtype = plan.casts_down, plan.input_dtype  # in fp32, objects stay as they are
-    return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=state.uncast)
+        return plan.cast(args, dtype), plan.cast(kwargs, dtype)
+    # In fp32, objects stay as they are.
+    return tree.cast_arguments(args, kwargs, dtype, objects=plan.casts_down, skip=state.uncast)
 
 
 def end_call(state: ModelState, output: Any) -> Any:
