@@ -220,7 +220,7 @@ class MasterLink:
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same session, which the copy does not keep alive."""
         session = self.session
-        new = memo[id(self)] = MasterLink(None, self._dtype)
+        new = MasterLink(None, self._dtype)
         new._session = None if session is None else weakref.ref(session)
         new.is_copy = True
         return new
