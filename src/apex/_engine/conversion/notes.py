@@ -55,8 +55,6 @@ _COMPUTES = (
     "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
 )
 
-_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-
 _FORWARDS = 256
 """Forward passes that are watched, of which one in training counts as 16: what a model writes in
 training, it writes from the start."""
@@ -263,7 +261,8 @@ class Writes:
                     )
                 if name in self._searched and exact.device.type != "cpu":
                     continue
-                if exact.dtype in WIDE and not _is_tracing():
+                is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+                if exact.dtype in WIDE and not is_tracing:
                     # Tensors of torch.func, sparse ones and empty ones have no values to search.
                     with contextlib.suppress(RuntimeError, IndexError):
                         self._whole_numbers.send(name, _lost(exact, copy.dtype))
