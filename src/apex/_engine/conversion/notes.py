@@ -120,7 +120,7 @@ def _loses_order(exact: Tensor, dtype: torch.dtype) -> bool:
     Ordered are values that strictly rise, or fall, along the last dimension, as positions do.
     """
     values = exact.squeeze()
-    if values.dim() == 0 or values.numel() < 3:
+    if values.numel() < 3:
         return False
     steps = values.diff()
     if not (steps > 0).all() and not (steps < 0).all():  # sync: before training begins
