@@ -60,7 +60,7 @@ class Converted(nn.Module):
         if after is before:
             return apply(lambda tensor: _unless_lower(tensor, fn(tensor)), *args, **kwargs)
         if state.plan.casts_down:
-            restore(self)
+            restore(self, {})
         if not state.link.is_copy:  # which are cast to be saved
             state.link.writes.tell(
                 "dtype",
