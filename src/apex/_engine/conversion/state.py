@@ -93,8 +93,8 @@ def rebuild_state(plan: ModelPlan, *parts: Any) -> ModelState:
 
 def state_of(model: nn.Module) -> ModelState | None:
     """Returns the conversion state of ``model``, or ``None`` for a plain one."""
-    state = model.__dict__.get(STATE)
-    return state if isinstance(state, ModelState) else None
+    state: ModelState | None = model.__dict__.get(STATE)
+    return state
 
 
 def is_converted(model: nn.Module) -> bool:
