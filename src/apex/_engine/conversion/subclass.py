@@ -112,8 +112,9 @@ class Converted(nn.Module):
         state = state_of(self)
         with _as_plain(self):
             new = copy.copy(self)
-        if state is not None and new is not self:
-            _continue(new, replace(state, handles=[]))  # its hooks are the original's
+        if state is not None and isinstance(new, nn.Module) and new is not self:
+            # Its hooks are the original's.
+            set_state(new, replace(state, handles=[]), ExitStack())
         return new
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -263,12 +264,7 @@ def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
     state, inner = saved
     if inner is not None:
         model.__setstate__(inner)
-    _continue(model, state)
-
-
-def _continue(model: object, state: ModelState) -> None:
-    """Gives a copy its state and converts what its own class rebuilt, if that is a module."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):  # what its own class rebuilt
         set_state(model, state, ExitStack())
 
 
