@@ -153,12 +153,12 @@ class Writes:
     def __init__(self) -> None:
         self.left = _FORWARDS
         self._versions: dict[str, tuple[int, int, int]] = {}
-        self._changed: set[str] = set()
+        self._changed = set[str]()
         self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
-        self._told: set[str] = set()
-        self._whole_numbers: Readback[str] = Readback()
+        self._told = set[str]()
+        self._whole_numbers = Readback[str]()
         # Arguments on a device are searched in one pass, as that takes some 20 launches.
-        self._searched: set[str] = set()
+        self._searched = set[str]()
 
     def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
