@@ -206,7 +206,7 @@ def _run_with_closure(
         finally:
             uncast.__enter__()
         prepared.update_masters_with_grads()
-        inspect_step(prepared, in_closure=True)
+        inspect_step(prepared)
         if undo is not None and prepared.must_skip():
             raise _SkipStep
         return losses[-1]
