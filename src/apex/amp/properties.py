@@ -151,16 +151,14 @@ opt_levels: Mapping[str, Level] = {
 """Levels by name, in apex's order."""
 
 
-def level_defaults(opt_level: object, **overrides: Any) -> Properties:
-    """Returns the defaults of a level, with ``overrides`` that need no check.
+def level_defaults(opt_level: object) -> Properties:
+    """Returns the defaults of a level.
 
     Raises:
         RuntimeError: If there is no such level; the message lists the levels.
     """
     if isinstance(opt_level, str) and opt_level in opt_levels:
-        properties = opt_levels[opt_level](Properties())
-        properties.options.update(overrides)
-        return properties
+        return opt_levels[opt_level](Properties())
     raise RuntimeError(
         f"Unexpected optimization level {opt_level!r}. The levels are "
         f"{', '.join(map(repr, sorted(opt_levels)))}. "
@@ -169,7 +167,7 @@ def level_defaults(opt_level: object, **overrides: Any) -> Properties:
 
 
 def resolve(
-    defaults: Properties, overrides: Mapping[str, Any], *, hard_override: bool = False
+    defaults: Properties, overrides: Mapping[str, Any], *, hard_override: bool
 ) -> Properties:
     """Returns the level's defaults with the caller's overrides; ``None`` keeps a default.
 

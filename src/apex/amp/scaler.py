@@ -124,10 +124,7 @@ class LossScaler:
         """Returns the current scale."""
         return self._scaler.read_scale()
 
-    _loss_scale = property(
-        lambda self: self._scaler.read_scale(),
-        lambda self, value: self._scaler.set_scale(value),
-    )
+    _loss_scale = property(loss_scale, lambda self, value: self._scaler.set_scale(value))
     _unskipped = property(
         lambda self: self._scaler.read_growth_tracker(),
         lambda self, value: self._scaler.set_growth_tracker(value),

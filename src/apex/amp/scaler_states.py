@@ -42,7 +42,7 @@ class State(NamedTuple):
     key: str
     loss_scale: float
     unskipped: int
-    static: bool = False
+    static: bool
 
 
 def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
