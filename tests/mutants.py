@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "masters from rounded weights",
         f"{ENGINE}/masters.py",
-        "source = param if exact is None else exact",
-        "source = param",
+        "make_master(exact, master_class)",
+        "make_master(param, master_class)",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
