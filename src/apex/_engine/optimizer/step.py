@@ -54,8 +54,7 @@ def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> 
     Returns its result; ``None`` for a skipped step, or with a closure its first result. After an
     exception, gradients and overflow are there for another try.
     """
-    session = prepared.session
-    if closure is None and session is not None and session.mistakes.blocks_left:
+    if closure is None:
         inspect_step(prepared)
     prepared.begin_step(has_closure=closure is not None)
     uncast = ambient.UncastBlock()
