@@ -311,6 +311,9 @@ def unscale_grads(
             masters.append(pair.master)
             grads.append(grad)
     copies = fp32_copies(grads, masters)
+    for pair in pairs:
+        if pair.lazy:  # the step would count the model's gradient once more
+            pair.model.grad = None
     # Masters have gradients of a loss that uses them itself.
     params = [*unique_params]
     scaler.unscale_([*dtensor.values_of(params), *dtensor.dense_values(copies)], scale)

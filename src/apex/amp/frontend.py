@@ -330,7 +330,6 @@ def _is_enabled(enabled: object, opt_level: str) -> bool:
         warnings.warn(
             f"amp.initialize got enabled={enabled!r}, its third positional argument, which counts "
             f"as True; the level is {opt_level!r}. Pass the level by name: opt_level={enabled!r}.",
-            UserWarning,
             stacklevel=4,
         )
     return True

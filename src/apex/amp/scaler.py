@@ -170,8 +170,7 @@ class LossScaler:
         """
         del unused_scale, models_are_masters
         for master, model in zip(master_grads, model_grads, strict=True):
-            if master is not model:
-                master.copy_(model)
+            master.copy_(model)
         scale = self._scaler.factor() if scale_override is None else scale_override
         self._scaler.unscale_(list(master_grads), scale)
 

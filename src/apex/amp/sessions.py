@@ -68,6 +68,5 @@ def warn_if_emulated(policy: Policy, models: Sequence[nn.Module] = ()) -> None:
         warnings.warn(
             "fp16 is emulated on this CPU: matrix products are far slower than in fp32. Use bf16 "
             "here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'.",
-            UserWarning,
             stacklevel=4,
         )

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._core.tree import Args, Call, Kwargs
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.state import STATE, ModelState, state_of
@@ -201,7 +200,9 @@ def _casting_forward(own: Any) -> Any:
     return forward
 
 
-def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) -> Call:
+def begin_call(
+    model: nn.Module, state: ModelState, args: tree.Args, kwargs: tree.Kwargs
+) -> tree.Call:
     """Begins a forward pass: returns its arguments, cast by the plan."""
     state.begin_forward(model)
     plan = state.plan
