@@ -5,16 +5,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from apex._engine.autocast.user_functions import UserRegistry
+from apex._engine.session import Session
 from apex._torch import ranks
 from apex.amp.optimizers import master_params as master_params  # scripts import it from here
 from apex.amp.properties import Properties
 from apex.amp.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from apex._engine.session import Session
 
 
 class AmpState:
@@ -45,8 +43,8 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.functions = UserRegistry()
-        self.options: weakref.WeakKeyDictionary[Session, Properties] = weakref.WeakKeyDictionary()
-        self._sessions: weakref.WeakKeyDictionary[Session, None] = weakref.WeakKeyDictionary()
+        self.options = weakref.WeakKeyDictionary[Session, Properties]()
+        self._sessions = weakref.WeakKeyDictionary[Session, None]()
         self._init_handle: Any = None
 
     # -- sessions ----------------------------------------------------------------------------
@@ -138,4 +136,4 @@ def warn_or_err(msg: str) -> None:
     """Raises RuntimeError, or warns if ``_amp_state.hard_override`` is set."""
     if not _amp_state.hard_override:
         raise RuntimeError(msg)
-    warnings.warn(msg, UserWarning, stacklevel=3)
+    warnings.warn(msg, stacklevel=3)

@@ -202,7 +202,7 @@ def initialize(
         fp32_buffers=inputs.rules("fp32_buffers", fp32_buffers),
     )
     model_list = inputs.model_list(models, to_16_bits=plan.casts_down)
-    inputs.check_models(model_list, plan, op_casts=policy.compute_dtype is not None)
+    inputs.check_models(model_list, plan)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     if policy.master_weights and optimizer_list:
@@ -330,7 +330,6 @@ def _is_enabled(enabled: object, opt_level: str) -> bool:
         warnings.warn(
             f"amp.initialize got enabled={enabled!r}, its third positional argument, which counts "
             f"as True; the level is {opt_level!r}. Pass the level by name: opt_level={enabled!r}.",
-            UserWarning,
             stacklevel=4,
         )
     return True

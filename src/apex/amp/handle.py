@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import Region, casts_off
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
+from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
@@ -25,9 +26,6 @@ from apex.amp.optimizers import unwrap, unwrapped
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
 from apex.amp.sessions import start_init_session
-
-if TYPE_CHECKING:
-    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 
 @untraced
@@ -310,11 +308,11 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
         if prepared is None or prepared.session is None:
             return None
         sessions.append(prepared.session)
-    newest: Session | None = None
+    newest = _amp_state.current()
     for session in Session.live:
         if session in sessions:
             newest = session
-    return newest or _amp_state.current()
+    return newest
 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:

@@ -91,11 +91,10 @@ def rules(name: str, given: object) -> tuple[Any, ...]:
     raise TypeError(f"{name} is {shown}; it accepts a sequence. Pass {name}=[{shown}].")
 
 
-def check_models(models: Sequence[nn.Module], plan: ModelPlan, *, op_casts: bool) -> None:
+def check_models(models: Sequence[nn.Module], plan: ModelPlan) -> None:
     """Raises the errors that :func:`apex.amp.initialize` documents for models."""
     _check_distinct(models)
-    wide = _amp_state.allow_incoming_model_not_fp32
-    checks.check(models, plan, refuse_float64=op_casts and not wide)
+    checks.check(models, plan)
 
 
 def _check_distinct(models: Sequence[nn.Module]) -> None:

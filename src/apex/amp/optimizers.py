@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -179,7 +178,7 @@ class AmpStash:
         self._scaled = value
 
 
-_stashes: WeakKeyDictionary[PreparedOptimizer, AmpStash] = WeakKeyDictionary()
+_stashes = weakref.WeakKeyDictionary[PreparedOptimizer, AmpStash]()
 
 
 def _stash_of(optimizer: Any) -> AmpStash:

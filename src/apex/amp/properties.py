@@ -61,14 +61,15 @@ class Level:
     """
 
     description = ""
+    patch_torch_functions = False
+    loss_scale: LossScale = 1.0
 
     def __call__(self, properties: Properties) -> Properties:
         """Sets every option to the level's default; returns ``properties``."""
-        level = type(self)
         for name in properties.options:
-            properties.options[name] = getattr(level, name, None)
+            properties.options[name] = getattr(self, name, None)
         properties.enabled = True
-        properties.opt_level = level.__name__
+        properties.opt_level = type(self).__name__
         return properties
 
     @property
@@ -84,9 +85,7 @@ class O0(Level):
 
     description = "the whole training in fp32."
     cast_model_type = torch.float32
-    patch_torch_functions = False
     master_weights = False
-    loss_scale = 1.0
 
 
 class O1(Level):
@@ -103,7 +102,6 @@ class O2(Level):
 
     description = "fp16 model, fp32 batch norm and fp32 master weights."
     cast_model_type = torch.float16
-    patch_torch_functions = False
     keep_batchnorm_fp32 = True
     master_weights = True
     loss_scale = "dynamic"
@@ -114,10 +112,8 @@ class O3(Level):
 
     description = "the whole training in fp16."
     cast_model_type = torch.float16
-    patch_torch_functions = False
     keep_batchnorm_fp32 = False
     master_weights = False
-    loss_scale = 1.0
 
 
 class O4(Level):
@@ -126,7 +122,6 @@ class O4(Level):
     description = "bf16 casts around operators, fp32 parameters."
     patch_torch_functions = True
     patch_torch_functions_type = torch.bfloat16
-    loss_scale = 1.0
 
 
 class O5(Level):
@@ -134,10 +129,8 @@ class O5(Level):
 
     description = "bf16 model, fp32 batch norm and fp32 master weights."
     cast_model_type = torch.bfloat16
-    patch_torch_functions = False
     keep_batchnorm_fp32 = True
     master_weights = True
-    loss_scale = 1.0
 
 
 opt_levels: Mapping[str, Level] = {
@@ -151,16 +144,14 @@ opt_levels: Mapping[str, Level] = {
 """Levels by name, in apex's order."""
 
 
-def level_defaults(opt_level: object, **overrides: Any) -> Properties:
-    """Returns the defaults of a level, with ``overrides`` that need no check.
+def level_defaults(opt_level: object) -> Properties:
+    """Returns the defaults of a level.
 
     Raises:
         RuntimeError: If there is no such level; the message lists the levels.
     """
     if isinstance(opt_level, str) and opt_level in opt_levels:
-        properties = opt_levels[opt_level](Properties())
-        properties.options.update(overrides)
-        return properties
+        return opt_levels[opt_level](Properties())
     raise RuntimeError(
         f"Unexpected optimization level {opt_level!r}. The levels are "
         f"{', '.join(map(repr, sorted(opt_levels)))}. "
@@ -169,7 +160,7 @@ def level_defaults(opt_level: object, **overrides: Any) -> Properties:
 
 
 def resolve(
-    defaults: Properties, overrides: Mapping[str, Any], *, hard_override: bool = False
+    defaults: Properties, overrides: Mapping[str, Any], *, hard_override: bool
 ) -> Properties:
     """Returns the level's defaults with the caller's overrides; ``None`` keeps a default.
 
@@ -188,7 +179,7 @@ def resolve(
     for name, problem in _meaningless(defaults, values).items():
         if not hard_override:
             raise RuntimeError(problem)
-        warnings.warn(problem, UserWarning, stacklevel=4)
+        warnings.warn(problem, stacklevel=4)
         del values[name]
     return Properties({**defaults.options, **values})
 

@@ -77,7 +77,6 @@ def overflow(ended: BackwardPass, update: ScaleUpdate) -> None:
             f"its scale is down to {update.loss_scale:g} and the model is not training. "
             f"{_summary(ended.session)} No scale mends a NaN; an inf exceeds the range at any "
             f"scale. {_TRACE}; a bf16 level ('O4', 'O5') has fp32's range.",
-            UserWarning,
             stacklevel=6,
         )
 

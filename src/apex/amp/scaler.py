@@ -124,10 +124,7 @@ class LossScaler:
         """Returns the current scale."""
         return self._scaler.read_scale()
 
-    _loss_scale = property(
-        lambda self: self._scaler.read_scale(),
-        lambda self, value: self._scaler.set_scale(value),
-    )
+    _loss_scale = property(loss_scale, lambda self, value: self._scaler.set_scale(value))
     _unskipped = property(
         lambda self: self._scaler.read_growth_tracker(),
         lambda self, value: self._scaler.set_growth_tracker(value),
@@ -173,8 +170,7 @@ class LossScaler:
         """
         del unused_scale, models_are_masters
         for master, model in zip(master_grads, model_grads, strict=True):
-            if master is not model:
-                master.copy_(model)
+            master.copy_(model)
         scale = self._scaler.factor() if scale_override is None else scale_override
         self._scaler.unscale_(list(master_grads), scale)
 

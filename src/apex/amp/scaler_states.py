@@ -42,7 +42,7 @@ class State(NamedTuple):
     key: str
     loss_scale: float
     unskipped: int
-    static: bool = False
+    static: bool
 
 
 def entries(scalers: Iterable[Scaler]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,7 +69,6 @@ def set_scalers(scalers: Sequence[Scaler], states: Sequence[State]) -> None:
             f"amp.load_state_dict got {len(states)} loss scalers, but amp has {len(scalers)}; "
             f"the first {min(len(states), len(scalers))} are loaded. Pass the same num_losses to "
             "amp.initialize to load all. (A state without any was saved with amp disabled.)",
-            UserWarning,
             stacklevel=3,
         )
     for scaler, state in zip(scalers, states, strict=False):

@@ -28,11 +28,10 @@ def new_session(
     table: OpTable | None = None,
 ) -> Session:
     """Returns a session that is not started; ``amp.lists`` gives its op table by default."""
-    types = device_types(models)
     dtype = policy.compute_dtype
     spec = None
     if dtype is not None:
-        spec = AutocastSpec(dtype, types, table or lists.op_table(dtype))
+        spec = AutocastSpec(dtype, device_types(models), table or lists.op_table(dtype))
         _amp_state.functions.listed = lists.python_functions()
     return Session(
         policy,
@@ -52,12 +51,10 @@ def start_init_session(
 
     As in the original, ``binary_cross_entropy`` also rejects bf16, and ``x.cpu()`` is fp32.
     """
-    scale = as_loss_scale("loss_scale", loss_scale)
-    level = "O1" if dtype is torch.float16 else "O4"
-    policy = to_policy(level_defaults(level, loss_scale=scale))
+    properties = level_defaults("O1" if dtype is torch.float16 else "O4")
+    properties.loss_scale = as_loss_scale("loss_scale", loss_scale)
     table = lists.op_table(dtype).with_bans("fp32" if allow_banned else "banned_16bit")
-    rule = ScaleRule(max_scale=2.0**24)
-    session = new_session(policy, rule, table=table)
+    session = new_session(to_policy(properties), ScaleRule(max_scale=2.0**24), table=table)
     _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
     session.start()
     _amp_state.add(session)
@@ -71,6 +68,5 @@ def warn_if_emulated(policy: Policy, models: Sequence[nn.Module] = ()) -> None:
         warnings.warn(
             "fp16 is emulated on this CPU: matrix products are far slower than in fp32. Use bf16 "
             "here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'.",
-            UserWarning,
             stacklevel=4,
         )

@@ -258,7 +258,7 @@ class _Trials:
     def _run(self, model: nn.Module, fp32: Sequence[str], *, trace: bool) -> float:
         """Prepares a model in a session of its own, which no other model notices, and runs it."""
         plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
-        inputs.check_models([model], plan, op_casts=False)
+        inputs.check_models([model], plan)
         session = new_session(self._policy, ScaleRule(), models=[model])
         try:
             with ExitStack() as undo:

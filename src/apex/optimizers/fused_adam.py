@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.norms import global_norm
 from apex._core.foreach.working import math_dtype, store
 from apex._torch.copies import as_tensor, moved
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 
 class FusedAdam(FusedOptimizer):
@@ -93,9 +92,7 @@ class FusedAdam(FusedOptimizer):
                 "FusedAdam supports master_weights=True only with capturable=True. Pass both, or "
                 'use the masters of amp.initialize(..., opt_level="O2").'
             )
-        defaults = adam_defaults(
-            "FusedAdam", lr, bias_correction, betas, eps, weight_decay, amsgrad
-        )
+        defaults = self.adam_defaults(lr, bias_correction, betas, eps, weight_decay, amsgrad)
         in_range("max_grad_norm", max_grad_norm)
         if amp_scale_adjustment != 1.0:
             raise ValueError(
@@ -148,7 +145,7 @@ class FusedAdam(FusedOptimizer):
             if not (of_group and largest):
                 continue
             if self._norms is None:
-                norm = global_norm([*chain(*[batch.grads for batch in of_group])])
+                norm = global_norm([grad for batch in of_group for grad in batch.grads])
             else:
                 norm = as_tensor(self._norms[index], of_group[0].device)
             divisor = ((norm + 1e-6) / largest).clamp(min=1.0)
@@ -159,10 +156,15 @@ class FusedAdam(FusedOptimizer):
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
         targets = self.masters(batch, LOW_PRECISION if self.master_weights else ())
-        exp_avgs = self.buffers(batch.params, "exp_avg")
-        exp_avg_sqs = self.buffers(batch.params, "exp_avg_sq")
-        rule = self.rule(batch)
-        adam_(batch.grads, targets, exp_avgs, exp_avg_sqs, rule, batch.step, batch.skip)
+        adam_(
+            batch.grads,
+            targets,
+            self.buffers(batch.params, "exp_avg"),
+            self.buffers(batch.params, "exp_avg_sq"),
+            self.rule(batch),
+            batch.step,
+            batch.skip,
+        )
         store(batch.params, targets)
 
     def rule(self, batch: Batch) -> AdamRule:

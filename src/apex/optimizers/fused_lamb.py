@@ -13,7 +13,7 @@ from apex._core.foreach.norms import global_norm
 from apex._core.foreach.scalars import Scalar
 from apex._core.foreach.working import store
 from apex._torch.copies import as_tensor
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 
 class FusedLAMB(FusedOptimizer):
@@ -66,8 +66,7 @@ class FusedLAMB(FusedOptimizer):
             RuntimeError: If ``amsgrad`` is set.
             ValueError: If a value is out of range.
         """
-        name = type(self).__name__
-        defaults = adam_defaults(name, lr, bias_correction, betas, eps, weight_decay, amsgrad)
+        defaults = self.adam_defaults(lr, bias_correction, betas, eps, weight_decay, amsgrad)
         in_range("max_grad_norm", max_grad_norm)
         defaults["grad_averaging"] = grad_averaging
         defaults["max_grad_norm"] = max_grad_norm

@@ -11,7 +11,7 @@ from apex._core.foreach.norms import stacked
 from apex._core.foreach.novograd import NORMS, NOT_STARTED, novograd_
 from apex._core.foreach.working import store
 from apex._torch.copies import as_tensor
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, adam_defaults
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 NORM = "exp_avg_sq"
 """The state key of a running norm, 0-d. The name is apex's, although it is not a square."""
@@ -65,8 +65,7 @@ class FusedNovoGrad(FusedOptimizer):
             RuntimeError: If ``amsgrad`` is set or ``norm_type`` is invalid.
             ValueError: If a value is out of range.
         """
-        name = "FusedNovoGrad"
-        defaults = adam_defaults(name, lr, bias_correction, betas, eps, weight_decay, amsgrad)
+        defaults = self.adam_defaults(lr, bias_correction, betas, eps, weight_decay, amsgrad)
         if norm_type not in NORMS:
             raise RuntimeError(
                 f"FusedNovoGrad got norm_type={norm_type!r}; it must be 2 (2-norm) or 0 "

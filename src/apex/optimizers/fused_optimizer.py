@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from apex._core import arguments
-from apex._core.arguments import flag, in_range
+from apex._core.arguments import flag, in_range, parameters
 from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.scalars import Scalar, skip_flag
@@ -119,9 +118,36 @@ class FusedOptimizer(Optimizer):
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], set_grad_none: bool = True
     ) -> None:
-        arguments.parameters(type(self).__name__, params)
+        parameters(type(self).__name__, params)
         super().__init__(params, defaults)
         self.set_grad_none = flag("set_grad_none", set_grad_none)
+
+    def adam_defaults(
+        self, lr: Any, bias_correction: bool, betas: Any, eps: float, decay: float, amsgrad: bool
+    ) -> dict[str, Any]:
+        """Returns the options that Adam, LAMB and NovoGrad share.
+
+        Raises for one out of range or of a wrong type; RuntimeError for AMSGrad.
+        """
+        if amsgrad:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support the AMSGrad variant. "
+                "Use torch.optim.AdamW(params, amsgrad=True, fused=True)."
+            )
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
+        in_range("betas[0]", betas[0], below=1.0)
+        in_range("betas[1]", betas[1], below=1.0)
+        in_range("lr", lr)
+        in_range("eps", eps)
+        in_range("weight_decay", decay)
+        return {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": decay,
+            "betas": betas,
+            "bias_correction": bias_correction,
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group."""
@@ -261,7 +287,7 @@ class FusedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns torch's state and the settings of the constructor, which torch omits."""
-        plain = bool | int | torch.dtype
+        plain = int | torch.dtype  # a bool is an int
         settings = {name: value for name, value in vars(self).items() if isinstance(value, plain)}
         return {**super().__getstate__(), **settings}
 
@@ -334,31 +360,3 @@ def _count_on(device: torch.device, count: Scalar) -> Tensor:
     if isinstance(count, Tensor):
         return moved(count, device, torch.int32)
     return torch.full((), int(count), dtype=torch.int32, device=device)
-
-
-def adam_defaults(
-    name: str, lr: Any, bias_correction: bool, betas: Any, eps: float, decay: float, amsgrad: bool
-) -> dict[str, Any]:
-    """Returns the options that Adam, LAMB and NovoGrad share.
-
-    Raises for one out of range or of a wrong type; RuntimeError for AMSGrad.
-    """
-    if amsgrad:
-        raise RuntimeError(
-            f"{name} does not support the AMSGrad variant. "
-            "Use torch.optim.AdamW(params, amsgrad=True, fused=True)."
-        )
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
-    in_range("betas[0]", betas[0], below=1.0)
-    in_range("betas[1]", betas[1], below=1.0)
-    in_range("lr", lr)
-    in_range("eps", eps)
-    in_range("weight_decay", decay)
-    return {
-        "lr": lr,
-        "eps": eps,
-        "weight_decay": decay,
-        "betas": betas,
-        "bias_correction": bias_correction,
-    }
