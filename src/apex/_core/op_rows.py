@@ -86,15 +86,6 @@ scatter.reduce scatter_reduce.two
 """
 """Operators that write one tensor into another, which torch wants of the same dtype."""
 
-IN_PLACE_WRITES = """
-index_add_ index_copy_ index_put_ index_reduce_ masked_scatter_ put_ scatter_add_ scatter_.src
-scatter_.reduce scatter_reduce_.two lerp_.Scalar lerp_.Tensor
-"""
-
-INTO_PRODUCTS = f"""
-addmm_ addmv_ addr_ addbmm_ baddbmm_ {" ".join(f"{name}.out" for name in PRODUCTS.split())}
-"""
-
 ROWS: Mapping[Category, str] = {
     "low_precision": f"""
 {PRODUCTS} prelu linear einsum tensordot scaled_dot_product_attention linalg_multi_dot chain_matmul
@@ -122,7 +113,12 @@ lerp.Scalar lerp.Tensor meshgrid meshgrid.indexing cartesian_prod
 embedding_bag embedding_bag.padding_idx
 """,
     "banned": "binary_cross_entropy",
-    "destination": f"{INTO_PRODUCTS} {WRITES} {IN_PLACE_WRITES} heaviside_ square_",
+    "destination": f"""
+addmm_ addmv_ addr_ addbmm_ baddbmm_ {" ".join(f"{name}.out" for name in PRODUCTS.split())}
+{WRITES}
+index_add_ index_copy_ index_put_ index_reduce_ masked_scatter_ put_ scatter_add_ scatter_.src
+scatter_.reduce scatter_reduce_.two lerp_.Scalar lerp_.Tensor heaviside_ square_
+""",
     "fp32_inplace": f"{' '.join(f'{name}_' for name in UNARY.split())} pow_.Scalar pow_.Tensor",
     "recurrent": """
 lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
@@ -195,11 +191,10 @@ COMPARISONS = ("equal", "isclose", "allclose")
 """Rows that torch calls with numbers for tensors, to compare the constants of a trace."""
 
 _WRITTEN = dict.fromkeys(("index_copy", "index_put", "scatter_add"), "promote")
+_ON_MPS = {**_WRITTEN, "grid_sampler": "promote", "tensordot": "promote"}
 _ON_ACCELERATORS: Mapping[str, str] = {
-    **_WRITTEN,
+    **_ON_MPS,
     "binary_cross_entropy": "raises",
-    "grid_sampler": "promote",
-    "tensordot": "promote",
     "linalg_matrix_norm": "refuses",
     "linalg_matrix_norm.str_ord": "refuses",
 }
@@ -218,7 +213,7 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
     },
     "cuda": _ON_ACCELERATORS,
     "xpu": _ON_ACCELERATORS,
-    "mps": {**_WRITTEN, "grid_sampler": "promote", "tensordot": "promote"},
+    "mps": _ON_MPS,
 }
 """Categories of torch's own autocast, by device type, where they differ from the table.
 

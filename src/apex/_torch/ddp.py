@@ -24,7 +24,7 @@ def active_wrapper() -> DistributedDataParallel | None:
 
 def sends(wrapper: DistributedDataParallel) -> bool:
     """Returns whether the wrapper sends the gradients of a forward pass that begins now."""
-    return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER, False))
+    return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER))
 
 
 def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:

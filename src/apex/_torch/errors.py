@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import re
-from types import TracebackType
 from typing import Literal
 
 _MIXED_INPUTS = re.compile(  # oneDNN says it of a state in another dtype
@@ -44,7 +43,7 @@ def fault_of_16_bits(error: RuntimeError) -> Literal["mixed", "no room", "no ker
 
 def _is_of_torch(error: BaseException) -> bool:
     """Returns whether torch raised an error, and not a ``raise`` in other Python code."""
-    trace: TracebackType | None = error.__traceback__
+    trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None:

@@ -48,7 +48,7 @@ def allow_foreach(kind: type[Tensor]) -> None:
     steps the parameters one by one.
     """
     supported = getattr(optimizer, "_foreach_supported_types", None)
-    if isinstance(supported, list) and kind not in supported:
+    if isinstance(supported, list):
         supported.append(kind)
 
 

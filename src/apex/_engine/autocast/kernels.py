@@ -28,7 +28,6 @@ from apex._core.op_table import AutocastSpec, OpTable
 from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
 from apex._torch.dispatcher import AUTOCAST_KEYS
-from apex._torch.dynamo import before_each_run, untraced
 
 _PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
 
@@ -144,12 +143,12 @@ def _build(op: str, device: str) -> Callable[..., Any]:
     takes_number = types[:2] == ["Tensor", "Tensor"]  # for the second one: x.add(1.0)
     has_cudnn = device == "cuda" and torch.version.hip is None
 
-    @untraced
+    @dynamo.untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype(device)
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
-            before_each_run(_guard(device, low, spec))
+            dynamo.before_each_run(_guard(device, low, spec))
         if op in op_rows.COMPARISONS:
             args = (*map(_as_tensor, args[:2]), *args[2:])
         tensors = tensors_in(args, kwargs)
