@@ -197,8 +197,8 @@ MUTANTS = [
     Mutant(
         "a failed block that takes back what a delayed one added",
         f"{ENGINE}/backward.py",
-        "if self._continued is None:\n            restore_grads",
-        "if True:\n            restore_grads",
+        "if self._continued is None:\n            self._restore_grads",
+        "if True:\n            self._restore_grads",
         "tests/loop/test_facts.py",
     ),
     Mutant(

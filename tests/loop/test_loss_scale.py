@@ -75,3 +75,15 @@ def test_a_static_scale_divides_by_what_it_multiplied_with():
         assert scaled_loss == model.weight.sum() * 48
         scaled_loss.backward()
     torch.testing.assert_close(model.weight.grad, torch.ones(1, 1), rtol=2**-23, atol=0.0)
+
+
+@pytest.mark.parametrize("level", loops.LEVELS)
+def test_a_scale_that_a_script_sets_counts_each_gradient_once(level):
+    model, optimizer = loops.one_weight(level)
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+    for expected in (0.75, 0.5):
+        for _ in range(2):
+            loops.scaled_backward(loops.slope(model, 1.0), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.weight.item() == expected

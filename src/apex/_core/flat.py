@@ -15,7 +15,7 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
         bucket: Dense tensors of one device; at least one. As in apex, those of several dtypes get
             the dtype that torch promotes them to.
     """
-    return torch.cat([tensor.contiguous().view(-1) for tensor in bucket])
+    return torch.cat([tensor.reshape(-1) for tensor in bucket])
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:

@@ -38,7 +38,6 @@ class Policy:
     @property
     def low_precision(self) -> torch.dtype | None:
         """The 16-bit dtype of the computation; ``None`` if there is none."""
-        for dtype in (self.compute_dtype, self.param_dtype):
-            if dtype in LOW_PRECISION:
-                return dtype
-        return None
+        if self.param_dtype in LOW_PRECISION:
+            return self.param_dtype
+        return self.compute_dtype

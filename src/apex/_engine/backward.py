@@ -235,7 +235,7 @@ class BackwardPass:
                 for prepared in self.prepared_optimizers:
                     prepared.keep_captured()
         except BaseException:
-            restore_grads(self.prepared_optimizers, scaled=self.scaled)
+            self._restore_grads()
             raise
         finally:
             for prepared in self.prepared_optimizers:
@@ -261,12 +261,22 @@ class BackwardPass:
             return
         self._state = _State.FAILED
         if self._continued is None:
-            restore_grads(self.prepared_optimizers, scaled=self.scaled)
+            self._restore_grads()
         for prepared in self.prepared_optimizers:
             prepared.open_pass = self._continued
         self._notify()
         if self._continued is not None and self.scaled:
             self.session.mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
+
+    def _restore_grads(self) -> None:
+        """Drops the gradients of a pass that failed, and returns those that were stashed."""
+        for prepared in self.prepared_optimizers:
+            for pair in prepared.pairs:
+                pair.model.grad = None
+            if self.scaled:
+                for param in prepared.params():
+                    set_grad(param, None)
+        _add_stashed(self.prepared_optimizers)
 
     def _notify(self) -> None:
         """Reports overflows, and calls the listeners of the optimizers."""
@@ -301,23 +311,15 @@ def unscale_grads(
             masters.append(pair.master)
             grads.append(grad)
     copies = fp32_copies(grads, masters)
+    for pair in pairs:
+        if pair.lazy:  # the step would count the model's gradient once more
+            pair.model.grad = None
     # Masters have gradients of a loss that uses them itself.
     params = [*unique_params]
     scaler.unscale_([*dtensor.values_of(params), *dtensor.dense_values(copies)], scale)
     if scaler.dynamic:  # all ranks that hold shards must step or skip together
         dtensor.share_flag_(scaler.found_inf, params)
     add_grads(masters, copies)
-    _add_stashed(prepared_optimizers)
-
-
-def restore_grads(prepared_optimizers: Sequence[PreparedOptimizer], *, scaled: bool) -> None:
-    """Drops the gradients of a pass that failed, and returns those that were stashed."""
-    for prepared in prepared_optimizers:
-        for pair in prepared.pairs:
-            pair.model.grad = None
-        if scaled:
-            for param in prepared.params():
-                set_grad(param, None)
     _add_stashed(prepared_optimizers)
 
 

@@ -169,23 +169,17 @@ class MasterPair:
         return self.model.grad if self.lazy else None
 
 
-def make_master(
-    param: nn.Parameter,
-    exact: Tensor | None = None,
-    master_class: type[nn.Parameter] = nn.Parameter,
-) -> nn.Parameter:
-    """Returns an fp32 parameter with the value of ``param``.
+def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
+    """Returns an fp32 parameter with a value.
 
     Args:
-        param: A low-precision parameter.
-        exact: Its value before rounding, if known; used without a copy if it is fp32 and has no
-            gaps in memory, over which torch's fused kernels on a CPU would write.
+        exact: The value; used without a copy if it is fp32 and has no gaps in memory, over which
+            torch's fused kernels on a CPU would write.
         master_class: Class of the result.
     """
     # Not detach(), which shares autograd's version counter: a write to the master would count as a
-    # write to the model's parameter.
-    source = param if exact is None else exact
-    value = source.data.to(torch.float32)
+    # write to this tensor.
+    value = exact.data.to(torch.float32)
     if torch.empty_like(value).stride() != value.stride():
         value = value.clone()
     return master_class(value)
@@ -422,7 +416,7 @@ class MasterTable:
         if exact is None:
             exact = rounding.exact_value(param, [self.exact.get(param)])
         master_class = LazyMaster if self.lazy else Master
-        pair = MasterPair(param, cast(Master, make_master(param, exact, master_class)))
+        pair = MasterPair(param, cast(Master, make_master(exact, master_class)))
         self.add([pair], user)
         return pair
 

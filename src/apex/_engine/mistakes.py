@@ -376,7 +376,7 @@ def _scratch_origins(prepared: PreparedOptimizer) -> set[_Origin]:
 
 
 @untraced
-def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> None:
+def inspect_step(prepared: PreparedOptimizer) -> None:
     """Warns of gradients that are not the step's, and of a first step without gradients."""
     session = prepared.session
     if session is None or not session.mistakes.blocks_left:
@@ -384,22 +384,20 @@ def inspect_step(prepared: PreparedOptimizer, *, in_closure: bool = False) -> No
     if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
     mistake = _find_mistake(prepared, at_step=True)
-    is_first = not (in_closure or prepared.steps)
-    if mistake is None and (is_first or not prepared.had_block):
-        mistake = _find_mistake_without_block(prepared, session, is_first=is_first)
+    if mistake is None and not (prepared.steps and prepared.had_block):
+        mistake = _find_mistake_without_block(prepared, session)
     session.mistakes.warn(mistake)
 
 
-def _find_mistake_without_block(
-    prepared: PreparedOptimizer, session: Session, *, is_first: bool
-) -> Mistake | None:
+def _find_mistake_without_block(prepared: PreparedOptimizer, session: Session) -> Mistake | None:
     # Of several optimizers that a block names, one may have no gradient yet.
     stepped = session.prepared_optimizers if prepared.had_block else [prepared]
     params: list[Tensor] = []
     for other in stepped:
         params += [*other.trained_params(), *other.params()]
     if all(param.grad is None for param in params):
-        return Mistake.STEP_BEFORE_BACKWARD if is_first else None
+        # In a closure, the first step counts already.
+        return None if prepared.steps else Mistake.STEP_BEFORE_BACKWARD
     needs_scale = not session.masters.lazy and session.policy.low_precision is torch.float16
     is_without_blocks = not (prepared.had_block or session.mistakes.has_blocks)
     learns = any(map(_is_learning, prepared.optimizer.param_groups))

@@ -87,9 +87,6 @@ class Scaler:
     """
 
     dynamic: ClassVar[bool] = False
-    is_identity: bool
-    loss_scale: Tensor
-    found_inf: Tensor
 
     def __init__(self, loss_scale: float, rule: ScaleRule) -> None:
         """Starts at ``loss_scale`` (multiplier), on the CPU.

@@ -94,7 +94,7 @@ def rules(name: str, given: object) -> tuple[Any, ...]:
 def check_models(models: Sequence[nn.Module], plan: ModelPlan) -> None:
     """Raises the errors that :func:`apex.amp.initialize` documents for models."""
     _check_distinct(models)
-    checks.check(models, plan, refuse_float64=plan.widen_low)
+    checks.check(models, plan)
 
 
 def _check_distinct(models: Sequence[nn.Module]) -> None:

@@ -118,7 +118,7 @@ def prep_param_lists(
     arguments.module("prep_param_lists", model)
     params = [param for param in model.parameters() if param.requires_grad]
     if not arguments.flag("flat_master", flat_master):
-        return params, [make_master(param, exact=param.detach().clone()) for param in params]
+        return params, [make_master(param.detach().clone()) for param in params]
     kinds = {(param.dtype, param.device) for param in params}
     if len(kinds) != 1:
         shown = sorted(f"{dtypes.name(dtype)} on {device}" for dtype, device in kinds)

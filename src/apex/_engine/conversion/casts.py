@@ -58,7 +58,7 @@ def floating_tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 # -- the way back --------------------------------------------------------------------------------
 
 
-def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> None:
+def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
     """Turns a converted model back into a plain fp32 model, in place.
 
     A parameter takes its master's exact value if that rounds to the parameter's value.
@@ -76,7 +76,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> No
         with ExitStack() as undo:
             for tensor in named_tensors(model).values():
                 if dtypes.is_low_precision(tensor):
-                    known = state.link.masters.exact_value(tensor), (masters or {}).get(id(tensor))
+                    known = state.link.masters.exact_value(tensor), masters.get(id(tensor))
                     set_in_place(tensor, exact_value(tensor, known), undo)
             undo.pop_all()
     undo_convert(model)

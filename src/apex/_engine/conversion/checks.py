@@ -21,13 +21,12 @@ from apex._torch import dtensor, fsdp
 from apex._torch.modules import named_tensors
 
 
-def check(models: Sequence[nn.Module], plan: ModelPlan, *, refuse_float64: bool) -> None:
+def check(models: Sequence[nn.Module], plan: ModelPlan) -> None:
     """Raises if a model cannot be converted by ``plan``; changes nothing.
 
     Args:
         models: The models to convert; a name or type in ``plan`` needs to match in one of them.
         plan: The conversion.
-        refuse_float64: Whether operators cast their inputs, which excludes float64 weights.
 
     Raises:
         RuntimeError: Under ``torch.inference_mode()``; if the model is converted and either plan
@@ -47,7 +46,7 @@ def check(models: Sequence[nn.Module], plan: ModelPlan, *, refuse_float64: bool)
         for name, tensor in named_tensors(model).items():
             is_param = isinstance(tensor, nn.Parameter)
             kind = "parameter" if is_param else "buffer"
-            fault = _fault(tensor, planned.get(id(tensor)), refuse_float64 and is_param)
+            fault = _fault(tensor, planned.get(id(tensor)), plan.widen_low and is_param)
             if fault is not None:
                 raise RuntimeError(f"amp.initialize got a model whose {kind} {name} is {fault}")
     _check_names(plan, models)

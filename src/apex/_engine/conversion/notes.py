@@ -55,8 +55,6 @@ _COMPUTES = (
     "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
 )
 
-_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-
 _FORWARDS = 256
 """Forward passes that are watched, of which one in training counts as 16: what a model writes in
 training, it writes from the start."""
@@ -122,7 +120,7 @@ def _loses_order(exact: Tensor, dtype: torch.dtype) -> bool:
     Ordered are values that strictly rise, or fall, along the last dimension, as positions do.
     """
     values = exact.squeeze()
-    if values.dim() == 0 or values.numel() < 3:
+    if values.numel() < 3:
         return False
     steps = values.diff()
     if not (steps > 0).all() and not (steps < 0).all():  # sync: before training begins
@@ -155,12 +153,12 @@ class Writes:
     def __init__(self) -> None:
         self.left = _FORWARDS
         self._versions: dict[str, tuple[int, int, int]] = {}
-        self._changed: set[str] = set()
+        self._changed = set[str]()
         self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
-        self._told: set[str] = set()
-        self._whole_numbers: Readback[str] = Readback()
+        self._told = set[str]()
+        self._whole_numbers = Readback[str]()
         # Arguments on a device are searched in one pass, as that takes some 20 launches.
-        self._searched: set[str] = set()
+        self._searched = set[str]()
 
     def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
@@ -263,7 +261,8 @@ class Writes:
                     )
                 if name in self._searched and exact.device.type != "cpu":
                     continue
-                if exact.dtype in WIDE and not _is_tracing():
+                is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+                if exact.dtype in WIDE and not is_tracing:
                     # Tensors of torch.func, sparse ones and empty ones have no values to search.
                     with contextlib.suppress(RuntimeError, IndexError):
                         self._whole_numbers.send(name, _lost(exact, copy.dtype))

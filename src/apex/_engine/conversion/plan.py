@@ -41,7 +41,8 @@ class ModelPlan:
             and their submodules stay and compute in fp32: their inputs are cast to fp32, their
             outputs back to ``param_dtype``.
         cast: Replaces amp's own cast of inputs and outputs; ``None`` for that.
-        widen_low: Whether 16-bit parameters and buffers become fp32 if ``param_dtype`` is ``None``.
+        widen_low: Whether 16-bit parameters and buffers become fp32 if ``param_dtype`` is ``None``,
+            as operators cast; float64 parameters are refused then.
         fp32_inputs: Names of arguments of ``forward`` that are not cast.
         fp32_buffers: Patterns over qualified names of buffers that stay in fp32, in addition to
             :data:`FP32_BUFFERS`.

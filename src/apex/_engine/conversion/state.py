@@ -93,8 +93,8 @@ def rebuild_state(plan: ModelPlan, *parts: Any) -> ModelState:
 
 def state_of(model: nn.Module) -> ModelState | None:
     """Returns the conversion state of ``model``, or ``None`` for a plain one."""
-    state = model.__dict__.get(STATE)
-    return state if isinstance(state, ModelState) else None
+    state: ModelState | None = model.__dict__.get(STATE)
+    return state
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -220,7 +220,7 @@ class MasterLink:
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same session, which the copy does not keep alive."""
         session = self.session
-        new = memo[id(self)] = MasterLink(None, self._dtype)
+        new = MasterLink(None, self._dtype)
         new._session = None if session is None else weakref.ref(session)
         new.is_copy = True
         return new

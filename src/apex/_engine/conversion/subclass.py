@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._core.tree import Args, Call, Kwargs
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.state import STATE, ModelState, state_of
@@ -60,7 +59,7 @@ class Converted(nn.Module):
         if after is before:
             return apply(lambda tensor: _unless_lower(tensor, fn(tensor)), *args, **kwargs)
         if state.plan.casts_down:
-            restore(self)
+            restore(self, {})
         if not state.link.is_copy:  # which are cast to be saved
             state.link.writes.tell(
                 "dtype",
@@ -112,8 +111,9 @@ class Converted(nn.Module):
         state = state_of(self)
         with _as_plain(self):
             new = copy.copy(self)
-        if state is not None and new is not self:
-            _continue(new, replace(state, handles=[]))  # its hooks are the original's
+        if state is not None and isinstance(new, nn.Module) and new is not self:
+            # Its hooks are the original's.
+            set_state(new, replace(state, handles=[]), ExitStack())
         return new
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -200,16 +200,19 @@ def _casting_forward(own: Any) -> Any:
     return forward
 
 
-def begin_call(model: nn.Module, state: ModelState, args: Args, kwargs: Kwargs) -> Call:
+def begin_call(
+    model: nn.Module, state: ModelState, args: tree.Args, kwargs: tree.Kwargs
+) -> tree.Call:
     """Begins a forward pass: returns its arguments, cast by the plan."""
     state.begin_forward(model)
     plan = state.plan
-    if plan.input_dtype is None:
+    dtype = plan.input_dtype
+    if dtype is None:
         return args, kwargs
     if plan.cast is not None:
-        return plan.cast(args, plan.input_dtype), plan.cast(kwargs, plan.input_dtype)
-    low, dtype = plan.casts_down, plan.input_dtype  # in fp32, objects stay as they are
-    return tree.cast_arguments(args, kwargs, dtype, objects=low, skip=state.uncast)
+        return plan.cast(args, dtype), plan.cast(kwargs, dtype)
+    # In fp32, objects stay as they are.
+    return tree.cast_arguments(args, kwargs, dtype, objects=plan.casts_down, skip=state.uncast)
 
 
 def end_call(state: ModelState, output: Any) -> Any:
@@ -262,12 +265,7 @@ def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
     state, inner = saved
     if inner is not None:
         model.__setstate__(inner)
-    _continue(model, state)
-
-
-def _continue(model: object, state: ModelState) -> None:
-    """Gives a copy its state and converts what its own class rebuilt, if that is a module."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):  # what its own class rebuilt
         set_state(model, state, ExitStack())
 
 

@@ -27,7 +27,6 @@ from apex._engine.masters import MasterPair
 from apex._torch import dispatch_modes, foreach, parameters
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
-from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -62,7 +61,7 @@ def begin(prepared: PreparedOptimizer) -> BlockStep | None:
     Expects an optimizer whose fused kernels alone read gradients.
     """
     elements = 0
-    with without_overrides():
+    with parameters.without_overrides():
         for pair in prepared.pairs:
             if pair.model.grad is not None:
                 elements += pair.model.numel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import exchange, is_trained, move_state
+from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import masters
 from apex._engine.masters import MasterPair, MasterState, MasterTable
 from apex._engine.mistakes import Mistake
@@ -171,10 +171,7 @@ class PreparedOptimizer:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        params: list[nn.Parameter] = []
-        for group in self.optimizer.param_groups:
-            params += group["params"]
-        return params
+        return params_of(self.optimizer)
 
     def direct_params(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
@@ -185,9 +182,8 @@ class PreparedOptimizer:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         return [*(pair.model for pair in self.pairs), *self.direct_params()]
 
-    def check_new_params(self, params: Iterable[nn.Parameter]) -> None:
+    def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
         """Raises ValueError unless the optimizer can take these parameters of models now."""
-        new = list(params)
         stepped = {*map(id, self.params())}
         for pair in self.pairs:
             if id(pair.master) in stepped and any(param is pair.model for param in new):
@@ -272,8 +268,7 @@ class PreparedOptimizer:
 
     def make_room(self, *, scaled: bool) -> None:
         """Moves pending gradients to the masters; before a scaled pass, stashes all gradients."""
-        if self.masters.lazy:
-            masters.move_grads_to_masters(self.pairs)
+        masters.move_grads_to_masters(self.pairs)
         if not scaled:
             return
         for param in self.params():

@@ -54,8 +54,7 @@ def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> 
     Returns its result; ``None`` for a skipped step, or with a closure its first result. After an
     exception, gradients and overflow are there for another try.
     """
-    session = prepared.session
-    if closure is None and session is not None and session.mistakes.blocks_left:
+    if closure is None:
         inspect_step(prepared)
     prepared.begin_step(has_closure=closure is not None)
     uncast = ambient.UncastBlock()
@@ -206,7 +205,7 @@ def _run_with_closure(
         finally:
             uncast.__enter__()
         prepared.update_masters_with_grads()
-        inspect_step(prepared, in_closure=True)
+        inspect_step(prepared)
         if undo is not None and prepared.must_skip():
             raise _SkipStep
         return losses[-1]

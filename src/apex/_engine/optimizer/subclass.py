@@ -168,15 +168,15 @@ def _set_class(optimizer: Optimizer, prepared: PreparedOptimizer) -> None:
 
 
 def unprepare_class(optimizer: Optimizer) -> None:
-    """Removes both, as far as they are there, and restores the instance's own ``step``."""
-    prepared = optimizer.__dict__.get(PREPARED)
-    for each in optimizers_in(optimizer):
-        if each.__dict__.get(PREPARED) is prepared:
-            each.__dict__.pop(PREPARED, None)
-            own = plain_class(type(each))
-            if type(each) is not own:
-                swap_class(each, own)
-    if prepared is not None and prepared.inner_step is not None:
+    """Removes both, if they are there, and restores the instance's own ``step``."""
+    prepared = prepared_state(optimizer)
+    if prepared is None:
+        return
+    for part in optimizers_in(optimizer):
+        if prepared_state(part) is prepared:
+            del part.__dict__[PREPARED]
+            swap_class(part, plain_class(type(part)))
+    if prepared.inner_step is not None:
         optimizer.__dict__["step"] = prepared.inner_step
 
 
