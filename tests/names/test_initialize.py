@@ -183,7 +183,6 @@ def test_an_unknown_level_lists_the_levels_and_tells_of_the_letter_o(level):
 @pytest.mark.parametrize(
     ("level", "given", "shown"),
     [
-        ("O0", {"cast_model_type": FP16}, FP16),
         ("O0", {"master_weights": True}, True),
         ("O1", {"cast_model_type": FP32}, FP32),
         ("O1", {"patch_torch_functions": False}, False),

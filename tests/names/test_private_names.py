@@ -92,8 +92,6 @@ def test_the_handle_is_active_where_functions_cast_until_it_is_deactivated(level
     model, _ = prepared(level, model=Net())
     own, casts = _amp_state.handle, level in ("O1", "O4")
     assert own.is_active() is own._is_active is casts
-    own._clear_cache()
-    own._deactivate()
     own._deactivate()
     assert (own.is_active(), own._is_active) == (False, False)
     x = torch.ones(2, 2)

@@ -26,8 +26,6 @@ __getattr__ = _unavailable.names_instead(
     },
 )
 
-Applier = Callable[[Any, Callable[[Any], Any]], Any]
-
 
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
     """Returns ``value`` with ``fn`` applied to every tensor and every object with a ``to`` method.
@@ -48,7 +46,7 @@ _applier = applier
 class AppliedCast:
     """Casts inputs and outputs through the ``applier`` of a script."""
 
-    def __init__(self, own_applier: Applier, *_: object) -> None:
+    def __init__(self, own_applier: Callable[[Any, Callable[[Any], Any]], Any], *_: object) -> None:
         self._apply = own_applier
 
     def __call__(self, value: Any, dtype: torch.dtype) -> Any:

@@ -94,6 +94,7 @@ class FusedAdam(FusedOptimizer):
             )
         defaults = self.adam_defaults(lr, bias_correction, betas, eps, weight_decay, amsgrad)
         in_range("max_grad_norm", max_grad_norm)
+        defaults["max_grad_norm"] = max_grad_norm
         if amp_scale_adjustment != 1.0:
             raise ValueError(
                 f"amp_scale_adjustment is {amp_scale_adjustment!r}; it must be 1, because amp "
@@ -101,7 +102,7 @@ class FusedAdam(FusedOptimizer):
             )
         # The base's constructor calls add_param_group, which reads it.
         self.capturable = flag("capturable", capturable)
-        super().__init__(params, {**defaults, "max_grad_norm": max_grad_norm}, set_grad_none)
+        super().__init__(params, defaults, set_grad_none)
         self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
         self.eps_mode = int(not flag("eps_inside_sqrt", eps_inside_sqrt))
         self.master_weights = flag("master_weights", master_weights)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,7 +154,6 @@ class FusedOptimizer(Optimizer):
         if self.capturable:
             put_on_device(self.param_groups[-1])
 
-    @abstractmethod
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
 
@@ -195,7 +193,7 @@ class FusedOptimizer(Optimizer):
             return loss
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
-        skip_on: SkipOn = functools.cache(functools.partial(skip_flag, found_inf))
+        skip_on = functools.cache(functools.partial(skip_flag, found_inf))
         batches: list[Batch] = []
         for group in self.param_groups:
             batches += self._batches(group, skip_on)

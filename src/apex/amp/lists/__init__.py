@@ -19,8 +19,6 @@ from apex._core.op_table import OpTable, operators
 from apex._engine.autocast.user_functions import Kind
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
-__all__ = ["functional_overrides", "op_table", "tensor_overrides", "torch_overrides"]
-
 _MODULES: dict[str, ModuleType] = {
     "torch.nn.functional": functional_overrides,
     "torch": torch_overrides,
