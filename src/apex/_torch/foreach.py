@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch.optim import Optimizer
 
 from apex._torch.copies import moved
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel
+
+_has_graph = operator.attrgetter("requires_grad")
+_dtype = operator.attrgetter("dtype")
 
 
 def group(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -57,8 +61,7 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
 
     The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
     """
-    # The kernel does not record the product.
-    if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
+    if torch.is_grad_enabled() and any(map(_has_graph, grads)):  # which the kernel does not record
         values = [grad.detach() for grad in grads]
         _unscale_and_check_(values, torch.ones_like(inverse_scale), found_inf)
         torch._foreach_mul_(grads, inverse_scale)
@@ -90,6 +93,9 @@ def _by_dtype(
     In torch 2.6 to 2.10, CUDA's copy writes past targets of several
     (https://github.com/pytorch/pytorch/pull/173531).
     """
+    if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
+        kernel(list(targets), list(sources))
+        return
     by_dtypes: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         dtypes = target.dtype, source.dtype
