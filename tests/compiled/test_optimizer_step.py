@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from apex import amp
-from tests.compiled.cases import (
-    SAME_BITS,
-    assert_close,
-    compiled,
-    training_state,
-)
+from tests.compiled.cases import SAME_BITS, assert_close, compiled, training_state
 from tests.support.loops import OPTIMIZERS, backward, batches, net, prepared, same
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's own making

@@ -87,6 +87,19 @@ def test_opt_properties_read_as_attributes_and_as_options():
     del keep
 
 
+def test_models_of_a_deactivated_handle_cast_as_a_later_call_says():
+    """As do scales."""
+    first, optimizer = prepared("O1")
+    _amp_state.handle._deactivate()
+    x = torch.ones(2, 4)
+    assert first(x).dtype is torch.float32
+    second, _ = prepared("O1", loss_scale=4.0)
+    assert first(x).dtype is second(x).dtype is torch.float16
+    with amp.scale_loss(first(x).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert scaled_loss == 4.0 * first(x).float().sum()
+
+
 @every_level
 def test_the_handle_is_active_where_functions_cast_until_it_is_deactivated(level):
     model, _ = prepared(level, model=Net())

@@ -16,7 +16,7 @@ from apex._core.param_groups import is_trained
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.ambient import end_stale_casts
-from apex._engine.autocast.region import AutocastRegion, LowPrecisionRegion, Region
+from apex._engine.autocast.region import AmbientRegion, AutocastRegion, LowPrecisionRegion, Region
 from apex._engine.autocast.user_functions import UserRegistry
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion import casts, notes, state
@@ -179,12 +179,20 @@ class Session:
             self._end.atexit = False
 
     def close(self) -> None:
-        """Turns op casts off, in this thread and in the models' forward passes; idempotent."""
+        """Turns op casts off, in this thread and in the models' forward passes; idempotent.
+
+        As in apex, the models run under the casts of a later session.
+        """
         self.spec = None
         if self._end is not None and self._end.alive:
             self._end()
             for model in self._models:
-                state.set_region(model, Region())
+                state.set_region(model, AmbientRegion())
+
+    @property
+    def deactivated(self) -> bool:
+        """Whether the session's op casts have ended before it."""
+        return self._end is not None and not self._end.alive
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""

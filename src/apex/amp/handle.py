@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
-from apex._engine.autocast.region import Region, casts_off
+from apex._engine.autocast.region import AmbientRegion, casts_off
 from apex._engine.backward import BackwardPass
 from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -204,7 +204,7 @@ class AmpHandle:
             return
         self._session.close()
         for model in self._models:
-            set_region(model, Region())
+            set_region(model, AmbientRegion())
         self._models = ()
         if self._session not in _amp_state.options:
             _amp_state.discard(self._session)
@@ -308,10 +308,12 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
         if prepared is None or prepared.session is None:
             return None
         sessions.append(prepared.session)
-    newest = _amp_state.current()
+    newest: Session | None = None
     for session in Session.live:
         if session in sessions:
             newest = session
+    if newest is None or newest.deactivated:  # as in apex, whose scalers are the latest call's
+        newest = _amp_state.current() or newest
     return newest
 
 

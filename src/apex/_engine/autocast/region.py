@@ -120,6 +120,13 @@ class Region:
         return devices, None
 
 
+class AmbientRegion(Region):
+    """Runs functions under the casts that are on around them, as a later session's."""
+
+    def switch(self, args: Args, kwargs: Kwargs) -> Switch:
+        return (), None
+
+
 class AutocastRegion(Region):
     """Runs functions with op casts on; while it lives, its rows apply to autocast of its dtype.
 
