@@ -87,8 +87,7 @@ def test_opt_properties_read_as_attributes_and_as_options():
     del keep
 
 
-def test_models_of_a_deactivated_handle_cast_as_a_later_call_says():
-    """As do scales."""
+def test_models_of_a_deactivated_handle_cast_and_scale_as_a_later_call_says():
     first, optimizer = prepared("O1")
     _amp_state.handle._deactivate()
     x = torch.ones(2, 4)
