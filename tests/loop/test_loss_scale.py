@@ -81,9 +81,7 @@ def test_a_static_scale_divides_by_what_it_multiplied_with():
 def test_a_scale_that_a_script_sets_counts_each_gradient_once(level):
     model, optimizer = loops.one_weight(level)
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0
-    for expected in (0.75, 0.5):
-        for _ in range(2):
-            loops.scaled_backward(loops.slope(model, 1.0), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert model.weight.item() == expected
+    for _ in range(2):
+        loops.scaled_backward(loops.slope(model, 1.0), optimizer)
+    optimizer.step()
+    assert model.weight.item() == 0.75
