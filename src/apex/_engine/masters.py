@@ -207,8 +207,7 @@ def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
     with without_overrides():
         written = [pair for pair in pairs if pair.master._version != pair._master_version]
-        if written:
-            round_masters(written)
+    round_masters(written)
 
 
 @untraced
@@ -221,8 +220,12 @@ def round_masters(pairs: Sequence[MasterPair]) -> None:
     if not pairs:
         return
     with without_overrides():
-        models = [pair.model for pair in pairs]
-        foreach.copy_(models, [pair.master for pair in pairs])
+        models: list[Tensor] = []
+        masters: list[Tensor] = []
+        for pair in pairs:
+            models.append(pair.model)
+            masters.append(pair.master)
+        foreach.copy_(models, masters)
         mark_synced(pairs)
 
 

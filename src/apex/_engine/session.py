@@ -51,6 +51,7 @@ class Session:
         report_overflow: Called for each overflow, at the end of the pass that reads it on the host.
         losses: Copies to the host of losses with a static scale, which are checked for inf and NaN.
             ``None`` once one was found: the warning is logged once.
+        deactivated: Whether the session's op casts have ended before it.
         losses_given: Number of such losses so far; only a sample is copied.
     """
 
@@ -100,6 +101,7 @@ class Session:
         self._shards: list[weakref.ref[object]] = []
         # Ends the op casts; None before they start.
         self._end: weakref.finalize[..., Session] | None = None
+        self.deactivated = False
         self.mistakes = Mistakes()
         self.losses: Readback[int] | None = Readback()
         self.losses_given = 0
@@ -186,13 +188,9 @@ class Session:
         self.spec = None
         if self._end is not None and self._end.alive:
             self._end()
+            self.deactivated = True
             for model in self._models:
                 state.set_region(model, AmbientRegion())
-
-    @property
-    def deactivated(self) -> bool:
-        """Whether the session's op casts have ended before it."""
-        return self._end is not None and not self._end.alive
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""

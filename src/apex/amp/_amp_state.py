@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from apex._engine.autocast.user_functions import UserRegistry
@@ -30,11 +30,9 @@ class AmpState:
         max_loss_scale: Argument of the latest ``initialize``; each scaler has its own.
         functions: Functions that the user registered for casting.
         options: The options of each session of ``initialize``.
-        handle_of: Makes apex's handle of a session; :mod:`.handle` sets it.
     """
 
     opt_properties: Properties
-    handle_of: Callable[[Session | None], Any]
 
     def __init__(self) -> None:
         self.verbosity = 1
@@ -120,7 +118,9 @@ class AmpState:
     @property
     def handle(self) -> Any:
         """apex's handle: the one of ``amp.init``, or a view of the current session."""
-        return self._init_handle or self.handle_of(self.current())
+        from apex.amp.handle import handle_of
+
+        return self._init_handle or handle_of(self.current())
 
 
 _amp_state = AmpState()

@@ -21,7 +21,7 @@ from apex._engine.scaler import Scaler, scaler_for
 from apex._engine.session import Session
 from apex._torch.dynamo import untraced, untraced_frame
 from apex.amp import report
-from apex.amp._amp_state import AmpState, _amp_state
+from apex.amp._amp_state import _amp_state
 from apex.amp.optimizers import unwrap, unwrapped
 from apex.amp.scaler import LossScaler as LossScaler  # scripts import it from here
 from apex.amp.scaler import own_update
@@ -279,9 +279,6 @@ def handle_of(session: Session | None) -> AmpHandle:
     if session is None or session.policy.compute_dtype is None:
         return NoOpHandle()
     return AmpHandle(session=session)
-
-
-AmpState.handle_of = staticmethod(handle_of)
 
 
 def session_of(
