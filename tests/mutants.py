@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         "masters not written back",
         f"{ENGINE}/masters.py",
-        "        foreach.copy_(models, [pair.master for pair in pairs])\n",
+        "        foreach.copy_(models, masters)\n",
         "        pass\n",
         "tests/loop/test_masters.py tests/parity",
     ),
