@@ -75,9 +75,10 @@ _BANNED = {"banned": {torch.float16}, "banned_16bit": {*LOW_PRECISION}}
 
 
 def _refuse(op: str, refused: frozenset[torch.dtype]) -> None:
-    for dtype in map(name, refused):
+    if refused:
+        dtype = " and ".join(map(name, refused))
         raise NotImplementedError(
-            f"{op} got a {dtype} tensor under amp: {dtype} cannot resolve probabilities near 0 "
+            f"{op} got a {dtype} tensor under amp. It cannot resolve probabilities near 0 "
             f"and 1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
             "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in "
             "any precision; pass fp32 tensors (.float()); or run it in fp32 through "

@@ -310,10 +310,9 @@ def unscale_grads(
         if grad is not None:
             masters.append(pair.master)
             grads.append(grad)
-    copies = fp32_copies(grads, masters)
-    for pair in pairs:
         if pair.lazy:  # the step would count the model's gradient once more
             pair.model.grad = None
+    copies = fp32_copies(grads, masters)
     # Masters have gradients of a loss that uses them itself.
     params = [*unique_params]
     scaler.unscale_([*dtensor.values_of(params), *dtensor.dense_values(copies)], scale)

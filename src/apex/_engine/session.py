@@ -44,14 +44,14 @@ class Session:
         policy: What the level means: dtypes, op casts, masters and loss scale.
         scalers: One per loss.
         spec: The op casts, until they end.
-        region: Turns op casts on in forward passes; off at levels without op casts.
+        region: Turns op casts on in forward passes; off at levels without op casts. After
+            :meth:`close`, it leaves them as they are.
         mistakes: The mistakes found in the training loop.
         ddp_tracker: Knows the DistributedDataParallel wrappers of the models.
         masters: The fp32 masters of the models' parameters.
         report_overflow: Called for each overflow, at the end of the pass that reads it on the host.
         losses: Copies to the host of losses with a static scale, which are checked for inf and NaN.
             ``None`` once one was found: the warning is logged once.
-        deactivated: Whether the session's op casts have ended before it.
         losses_given: Number of such losses so far; only a sample is copied.
     """
 
@@ -101,7 +101,6 @@ class Session:
         self._shards: list[weakref.ref[object]] = []
         # Ends the op casts; None before they start.
         self._end: weakref.finalize[..., Session] | None = None
-        self.deactivated = False
         self.mistakes = Mistakes()
         self.losses: Readback[int] | None = Readback()
         self.losses_given = 0
@@ -188,9 +187,9 @@ class Session:
         self.spec = None
         if self._end is not None and self._end.alive:
             self._end()
-            self.deactivated = True
+            self.region = AmbientRegion()
             for model in self._models:
-                state.set_region(model, AmbientRegion())
+                state.set_region(model, self.region)
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""

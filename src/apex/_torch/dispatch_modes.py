@@ -55,14 +55,6 @@ def operands(func: Any) -> int:
     return _OPERANDS.get(func.overloadpacket.__name__, 0)
 
 
-def function_of(func: Any) -> Any:
-    """Returns torch's own function for a fused operator.
-
-    It parses some hundred tensors in a third of the time.
-    """
-    return getattr(torch, func.overloadpacket.__name__)
-
-
 def receives(func: Any) -> bool:
     """Returns whether an operator is a collective that writes to its first argument, when it can.
 

@@ -309,7 +309,8 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
     for session in Session.live:
         if session in sessions:
             newest = session
-    if newest is None or newest.deactivated:  # as in apex, whose scalers are the latest call's
+    # Of a deactivated one as in apex, whose scalers are the latest call's.
+    if newest is None or isinstance(newest.region, AmbientRegion):
         newest = _amp_state.current() or newest
     return newest
 

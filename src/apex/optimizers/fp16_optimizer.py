@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,27 +18,25 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     :class:`apex.fp16_utils.FP16_Optimizer` for these.
     """
 
-    _flats: Sequence[Tensor] = ()
-
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
         """What the optimizer steps, one flat tensor per group; writes to it reach the masters.
 
         The first read moves the masters and fp32 parameters of each group into one memory.
         """
-        groups = self._stepped()
-        addresses = [flat.data_ptr() for flat in self._flats]
-        if addresses != [params[0].data_ptr() for params in groups]:
-            self._flats = [_moved_together(params) for params in groups]
-        return [*self._flats]
+        return [_flat_memory(params) for params in self._stepped()]
 
     def _joined(self, params: list[nn.Parameter]) -> Any:
         return flatten([param.detach() for param in params])
 
 
 @torch.no_grad()
-def _moved_together(params: list[nn.Parameter]) -> Tensor:
-    """Moves parameters into one memory, and returns it as one tensor."""
+def _flat_memory(params: list[nn.Parameter]) -> Tensor:
+    """Returns a memory of these fp32 parameters alone as one tensor; moves them into one first."""
+    size = sum(map(Tensor.numel, params))
+    storages = {param.untyped_storage().data_ptr() for param in params}
+    if len(storages) == 1 and params[0].untyped_storage().nbytes() == 4 * size:
+        return params[0].detach().as_strided((size,), (1,), 0)
     flat = flatten(params)
     offset = 0
     for param in params:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from apex._engine.backward import BackwardPass
     from apex._engine.session import Session
 
-Listener = Callable[["BackwardPass", "PreparedOptimizer"], None]
-
 PREPARED = "_apex_prepared"
 """Attribute of a prepared optimizer that holds its state."""
 
@@ -141,7 +139,7 @@ class PreparedOptimizer:
         self.pairs = pairs
         self.master_weights = master_weights
         self.overflow = OverflowFlag()
-        self.listeners: list[Listener] = []
+        self.listeners: list[Callable[[BackwardPass, PreparedOptimizer], None]] = []
         if session is None:
             self.masters = MasterTable(lazy=any(pair.lazy for pair in pairs))
         else:
