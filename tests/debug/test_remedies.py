@@ -119,7 +119,7 @@ def changes_of(remedy, section):
     for name in (section, *SHARED):
         for line in data()[name].get("remedies", "").split("\n")[1:]:
             text, *changes = line.split(" | ")
-            text = re.sub("^(plain|autocast|O[0-5])(, (autocast|O[0-5]))*: ", "", text)
+            text = text.rpartition(" :: ")[2]
             if re.fullmatch(".*".join(map(re.escape, re.split(r"\{.*?\}", text))), remedy):
                 return changes
     raise AssertionError(remedy)
@@ -174,6 +174,9 @@ ONE = LOOP.replace("x = batch()", "x = batch() * torch.eye(4)[0]")
 STATIC = ", loss_scale=2.0**24"
 HIGH = script("autocast, scaler").replace("256.0", "2.0**30")
 PENALTY = "torch.autograd.grad(scaler.scale(output.float().sum()), x, create_graph=True)[0].norm()"
+PENALIZED = HIGH.replace("batch()\n    with", "batch().requires_grad_()\n    with").replace(
+    "= criterion(output)", f"= criterion(output) + {PENALTY}"
+)
 MANY = """\
 for step in range(150):
     x = batch()
@@ -220,14 +223,17 @@ LOOPS = {
         way: script(way, optimizer=sgd("1e9"), loop=LONG)
         for way in ("fp32", "autocast", "O1", "O5")
     },
+    "weights that are much too large": {
+        way: script(way).replace("eye_(model[0].weight)", "constant_(model[0].weight, 6e4)")
+        for way in ("half", "autocast", "O1", "O2", "O3")
+    },
+    "a penalty of scaled gradients": {
+        "autocast, scaler": PENALIZED.replace("2.0**30", "4.0").replace("].norm()", "].norm() - 1")
+    },
     "skipped step": {
         "autocast, scaler": HIGH.replace("scaler.update()", "scaler.update(); optimizer.step()")
     },
-    "a scaled gradient in the loss": {
-        "autocast, scaler": HIGH.replace(
-            "batch()\n    with", "batch().requires_grad_()\n    with"
-        ).replace("= criterion(output)", f"= criterion(output) + {PENALTY}")
-    },
+    "a scaled gradient in the loss": {"autocast, scaler": PENALIZED},
     "update": {"fp32": script("fp32", optimizer=sgd("1e30"), loop=STEEP)},
     "an update in fp16": {
         way: script(way, optimizer=sgd("6e4"), loop=STEEP16) for way in ("half", "O3")
@@ -254,6 +260,10 @@ MEASURED = {
         },
     ),
     "chain of gradients": ("digits", {"bfloat16": script("bfloat16", loop=MANY)}),
+    "an average that cannot fall": (
+        "updates",
+        {"bfloat16": script("bfloat16", optimizer=adam("1e-1"))},
+    ),
     "frozen": (
         "updates",
         {way: script(way, optimizer=sgd("1e-5")) for way in ("bfloat16", "O3")},

@@ -235,10 +235,10 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{plural * (count != 1)}"
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    """Returns the first ``most`` names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str]) -> str:
+    """Returns the first three names, and how many more there are."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[str]]:
@@ -258,7 +258,7 @@ def to_json(value: Any) -> str:
 def json_types(value: Any) -> Any:
     """Returns nested data in JSON types: None for NaN and infinity, dtypes by name."""
     if isinstance(value, Finding):
-        value = value.as_dict()
+        value = {**vars(value), "source": value.source}
     elif is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):

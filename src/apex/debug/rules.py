@@ -198,8 +198,7 @@ def distance(values: Tensor, shadow: Tensor) -> Distance:
         rest = torch.where(masked, 0.0, shadow)
         if 50.0 * float(rest.abs().amax()) < -least and not bool(masked.all()):
             shadow, difference = rest, torch.where(masked, 0.0, difference)
-    norms = torch.stack([torch.linalg.vector_norm(each) for each in (difference, shadow)])
-    return Distance(*norms.tolist())
+    return Distance(norm(difference), norm(shadow))
 
 
 def distance_of_probabilities(
@@ -213,7 +212,7 @@ def distance_of_probabilities(
     values, shadow = values.double(), shadow.double()
     if is_log:
         values, shadow = values.exp(), shadow.exp()
-    open_rows = shadow.amax(dim, keepdim=True) < _DECIDED if shadow.dim() else shadow < _DECIDED
+    open_rows = shadow.amax(dim, keepdim=True) < _DECIDED
     return distance(torch.where(open_rows, values, 0.0), torch.where(open_rows, shadow, 0.0))
 
 
@@ -255,7 +254,7 @@ def is_residual(name: str, *, inside: bool) -> bool:
 
 def without_masked_rows(low: Tensor, high: Tensor, logits: Tensor, dim: int) -> Tensor:
     """Returns the shadow of a softmax, with the run's own values in rows that are all masked."""
-    masked = logits.amax(dim, keepdim=True) < _MASK if logits.dim() else logits < _MASK
+    masked = logits.amax(dim, keepdim=True) < _MASK
     return torch.where(masked, low, high)
 
 

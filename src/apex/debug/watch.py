@@ -199,7 +199,7 @@ class History:
                 "amp.debug.History.plot needs matplotlib: pip install 'apex-amp[plot]'. "
                 "history.to_json() has the same data."
             ) from error
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        figure = Figure(layout="constrained")
         scales, norms = cast(Any, figure.subplots(2, 1, sharex=True))
         for loss_id, own in _by_loss(self.passes).items():
             index = [item.index for item in own]
