@@ -245,7 +245,7 @@ LOOPS = {
     "an undefined update": {"fp32": script("fp32", optimizer=adam(eps=", eps=0.0"), loop=ONE)},
 }
 
-
+ADAM = script("bfloat16", optimizer=adam("1e-1"))
 TINY = LOOP.replace("criterion(output)", "(output.float() * 1e-9).mean()")
 COUNT = LOOP.replace(
     "for step", "count = torch.full((), 512.0, dtype=torch.bfloat16)\nfor step"
@@ -260,10 +260,7 @@ MEASURED = {
         },
     ),
     "chain of gradients": ("digits", {"bfloat16": script("bfloat16", loop=MANY)}),
-    "an average that cannot fall": (
-        "updates",
-        {"bfloat16": script("bfloat16", optimizer=adam("1e-1"))},
-    ),
+    "an average that cannot fall": ("updates", {"bfloat16": ADAM}),
     "frozen": (
         "updates",
         {way: script(way, optimizer=sgd("1e-5")) for way in ("bfloat16", "O3")},

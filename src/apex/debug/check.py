@@ -227,7 +227,7 @@ class FrozenUpdates:
         beta = group.get("betas", [0.0])[-1]
         for param in group["params"]:
             average = optimizer.state[param].get("exp_avg_sq")
-            if isinstance(average, Tensor) and 1.0 - beta < torch.finfo(average.dtype).eps / 4:
+            if average is not None and 1.0 - beta < torch.finfo(average.dtype).eps / 4:
                 self._beta = beta
                 self._stayed.add(dtypes.name(average.dtype))
 
