@@ -87,10 +87,3 @@ def test_a_parameter_that_nothing_initialized_is_named():
     assert trace.first.cause == "weights"
     assert "(weight) was made by torch.empty" in trace.first.why
     assert "nn.init" in trace.first.remedy
-
-
-@pytest.mark.parametrize("function", [torch.log, torch.sqrt])
-def test_a_mask_that_does_not_help_says_why(function):
-    first = first_of(lambda x: torch.where(x > 9, function(x - x.detach()), 0.0), X)
-    assert "0 * inf is NaN" in first.why
-    assert first.remedies[0].startswith("mask the input, before the function")

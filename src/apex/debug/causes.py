@@ -162,7 +162,6 @@ def _what(birth: Birth) -> str:
     return f"{birth.op} {place}, returned {sign}{birth.kind} in {name}{largest}"
 
 
-_INFINITE_SLOPES = {"Sqrt", "Rsqrt", "Pow", "Log", "Div", "Reciprocal", "Acos", "Asin"}
 _LARGE = 1e7
 """Numbers beyond it are those of a mask, not of a computation."""
 
@@ -180,7 +179,6 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "operands": len(birth.inputs),
         "grown": _has_grown(birth),
         "exceeds_fp16": _exceeds_fp16(birth),
-        "masks_slope": _masks_slope(birth),
         "limit": f"{torch.finfo(birth.dtype).max:g}",
         "true": f"{birth.true:.5g}" if birth.true and math.isfinite(birth.true) else "more",
         "names": birth.names and f" ({birth.names})",
@@ -191,12 +189,6 @@ def _facts(birth: Birth) -> dict[str, Any]:
     if len(birth.inputs) > 1:
         facts["divisor"] = birth.inputs[1].smallest
     return facts
-
-
-def _masks_slope(birth: Birth) -> bool:
-    """Returns whether a mask's 0 met an infinite derivative."""
-    met = birth.cause == "derivative" and birth.kind == "nan"
-    return birth.masked_again or (met and birth.node in _INFINITE_SLOPES)
 
 
 def _has_grown(birth: Birth) -> bool:
