@@ -275,12 +275,16 @@ class Births:
         With ``healing``, an overflow from which a dynamic loss scale backs off counts as one, if
         there is no other.
         """
-        lost = [birth for birth in self._lost.values() if birth.is_lost]
-        certain = [*(birth for birth in self._reached if not birth.heals), *lost]
+        certain = [birth for birth in self._reached if not birth.heals]
+        certain += [birth for birth in self._lost.values() if birth.is_lost]
         if certain:
             return min(certain, key=Birth.rank)
         if healing and self._reached:
             return min(self._reached, key=Birth.rank)
-        unjudged = [b for b in self._pending if not b.masked and b.site not in self._harmless]
-        pending = [birth for birth in unjudged if healing or not birth.heals]
+        pending = []
+        for birth in self._pending:
+            is_harmless = birth.masked or birth.site in self._harmless
+            counts = healing or not birth.heals
+            if counts and not is_harmless:
+                pending.append(birth)
         return min(pending, key=Birth.rank, default=None)

@@ -245,7 +245,8 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
     """Returns the rows of a table with each cell padded, in ``left`` columns at its right."""
     columns = []
     for column, is_left in zip(zip(*table, strict=True), left, strict=True):
-        width, pad = max(map(len, column)), str.ljust if is_left else str.rjust
+        width = max(map(len, column))
+        pad = str.ljust if is_left else str.rjust
         columns.append([pad(cell, width) for cell in column])
     return [list(row) for row in zip(*columns, strict=True)]
 

@@ -304,7 +304,8 @@ class Tracker:
         if self.accumulating is not None:
             name = self.parameters.get(self.accumulating)
             return None if name is None else Site(Place(owner_of(name), True, "backward", ""))
-        number, thread = node._sequence_nr(), threading.get_ident()
+        number = node._sequence_nr()
+        thread = threading.get_ident()
         site = self._sites.get((thread, number))
         if site is not None and (thread == self._thread or site.task != backward_id()):
             return site

@@ -301,20 +301,22 @@ class RoundingTrace(Trace):
 
     def _compare(self, call: _ShadowCall, result: Any) -> str | None:
         """Computes the shadows of a call's results and judges them; returns as ``_follow``."""
-        pairs = call.run(call.shadows, result)
-        if any(low.shape != high.shape for low, high in pairs):
-            return "its result has another shape in fp32"
-        made = any(tracing.kind_of(low) and not tracing.kind_of(high) for low, high in pairs)
-        if made and not any(map(tracing.kind_of, floating(call.own.arguments))):
+        pairs = []
+        overflows = False
+        for low, high in call.run(call.shadows, result):
+            if low.shape != high.shape:
+                return "its result has another shape in fp32"
+            if tracing.kind_of(low) and not tracing.kind_of(high):
+                overflows = True
+            pairs.append((low, rules.within_range(low, high)))
+        if overflows and not any(map(tracing.kind_of, floating(call.own.arguments))):
             self._skip(call.name, _OVERFLOW)
-        pairs = [(low, rules.within_range(low, high)) for low, high in pairs]
         if call.base in rules.SOFTMAXES:
             low, high = pairs[0]
             pairs[0] = low, rules.without_masked_rows(low, high, *call.own.args[:2])
-        if call.base not in rules.MOVES:
-            first = call.base.startswith(_FIRST_RESULT)
-            if not self._judge(call, result, pairs[:1] if first else pairs):
-                return _NO_DIGITS
+        judged = pairs[:1] if call.base.startswith(_FIRST_RESULT) else pairs
+        if call.base not in rules.MOVES and not self._judge(call, result, judged):
+            return _NO_DIGITS
         entry = call.inherited if call.base in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))

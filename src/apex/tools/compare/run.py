@@ -89,7 +89,9 @@ class _Run:
         """Draws the batches and checks which dtypes the machine emulates."""
         self.notes: list[str] = []
         self.load = current_load()
-        self._options, self._build, self._stage = options, build, stage
+        self._options = options
+        self._build = build
+        self._stage = stage
         self.batches = self._draw(build())
         self.results = {
             level.name: Result(level, _why_skipped(level, options.device))
