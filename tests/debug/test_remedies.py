@@ -173,9 +173,12 @@ ONE = LOOP.replace("x = batch()", "x = batch() * torch.eye(4)[0]")
 """With one input alone, so that most gradients are 0."""
 STATIC = ", loss_scale=2.0**24"
 HIGH = script("autocast, scaler").replace("256.0", "2.0**30")
-PENALTY = "torch.autograd.grad(scaler.scale(output.float().sum()), x, create_graph=True)[0].norm()"
-PENALIZED = HIGH.replace("batch()\n    with", "batch().requires_grad_()\n    with").replace(
-    "= criterion(output)", f"= criterion(output) + {PENALTY}"
+TWICE = script("autocast, scaler").replace("scaler.scale(loss)", "scaler.scale(scaler.scale(loss))")
+GRADIENT = "torch.autograd.grad(scaler.scale(output.float().sum()), x, create_graph=True)[0]"
+PENALIZED = (
+    script("autocast, scaler")
+    .replace("batch()\n    with", "batch().requires_grad_()\n    with")
+    .replace("= criterion(output)", f"= criterion(output) + {GRADIENT}.norm() - 1")
 )
 MANY = """\
 for step in range(150):
@@ -202,6 +205,7 @@ def adam(lr="1e-3", eps=""):
     return f"torch.optim.Adam(model.parameters(), lr={lr}{eps})"
 
 
+FLAT = script("fp32", optimizer=adam(eps=", eps=0.0"), loop=STEEP.replace("1e20", "1e-30"))
 SCALERS = ("autocast, scaler", "O1", "O2", "O3")
 LOOPS = {
     "a clip of scaled gradients": {way: scaled(way, CLIP) for way in SCALERS},
@@ -227,13 +231,11 @@ LOOPS = {
         way: script(way).replace("eye_(model[0].weight)", "constant_(model[0].weight, 6e4)")
         for way in ("half", "autocast", "O1", "O2", "O3")
     },
-    "a penalty of scaled gradients": {
-        "autocast, scaler": PENALIZED.replace("2.0**30", "4.0").replace("].norm()", "].norm() - 1")
-    },
+    "a loss that is scaled twice": {"autocast, scaler": TWICE},
+    "a penalty of scaled gradients": {"autocast, scaler": PENALIZED},
     "skipped step": {
         "autocast, scaler": HIGH.replace("scaler.update()", "scaler.update(); optimizer.step()")
     },
-    "a scaled gradient in the loss": {"autocast, scaler": PENALIZED},
     "update": {"fp32": script("fp32", optimizer=sgd("1e30"), loop=STEEP)},
     "an update in fp16": {
         way: script(way, optimizer=sgd("6e4"), loop=STEEP16) for way in ("half", "O3")
@@ -242,6 +244,7 @@ LOOPS = {
         way: script(way, optimizer=adam(), loop=ONE) for way in ("half", "O3")
     },
     "a learning rate": {"fp32": script("fp32", optimizer=adam('float("inf")'))},
+    "a division by 0 in an update": {"fp32": FLAT},
     "an undefined update": {"fp32": script("fp32", optimizer=adam(eps=", eps=0.0"), loop=ONE)},
 }
 

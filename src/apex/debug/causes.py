@@ -151,6 +151,8 @@ def _module_around(birth: Birth) -> str:
 def _what(birth: Birth) -> str:
     if birth.number is not None:
         return f"the constant float('{birth.number}') at {birth.place.location}"
+    if birth.misuse == "twice":
+        return f"{birth.op} {birth.place.where} scales a loss that is scaled already"
     if birth.kind == "scaled":
         return f"{birth.op} {birth.place.where} got gradients times {birth.scale:g}"
     place = f"{birth.place.where}, {birth.place.direction}"

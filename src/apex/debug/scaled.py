@@ -60,14 +60,14 @@ class ScaledGradients:
     def misuse(self, call: Call, result: Any) -> str:
         """Follows a call; returns what is wrong with it.
 
-        That is ``"change"``, ``"reading"``, ``"penalty"``, or ``""`` in a backward pass or if all
-        is right.
+        That is ``"change"``, ``"reading"``, ``"penalty"``, ``"twice"`` (a loss is scaled), or
+        ``""`` in a backward pass or if all is right.
         """
         if backward_id() != -1:
             self._follow_graph(call, result)
             return ""
-        if isinstance(result, Tensor) and result.numel() == 1:
-            self._follow_loss(call, result)
+        if isinstance(result, Tensor) and result.numel() == 1 and self._follow_loss(call, result):
+            return "twice"
         scale = self.scale_of(call.arguments)
         if scale == 1.0:
             return ""
@@ -93,8 +93,12 @@ class ScaledGradients:
             for tensor in floating(result):
                 self.arrive(tensor)
 
-    def _follow_loss(self, call: Call, result: Tensor) -> None:
-        """Records the scale of a loss that a scaler multiplies, and of what is computed from it."""
+    def _follow_loss(self, call: Call, result: Tensor) -> bool:
+        """Records the scale of a loss that a scaler multiplies, and of what is computed from it.
+
+        Returns whether it had a scale before.
+        """
+        is_twice = False
         scale = None
         for tensor in floating(call.arguments):
             scale = scale or self._losses.of(tensor)
@@ -102,9 +106,11 @@ class ScaledGradients:
             self.loss_scale = scale or self._unseen
         elif call.name == "aten.mul" and runs_in_scaler():
             factor = call.args[1]
+            is_twice = scale is not None
             scale = float(factor), isinstance(factor, Tensor)  # sync: tracing is a diagnosis
         if scale is not None and scale[0] != 1.0:
             self._losses.note(result, scale)
+        return is_twice
 
     def _unscales(self, call: Call, scale: float) -> bool:
         """Returns whether a call unscales, or multiplies by the inverse of the scale."""
