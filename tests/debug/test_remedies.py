@@ -227,7 +227,7 @@ LOOPS = {
         way: script(way, optimizer=sgd("1e9"), loop=LONG)
         for way in ("fp32", "autocast", "O1", "O5")
     },
-    "weights that are much too large": {
+    "a product with weights that are much too large": {
         way: script(way).replace("eye_(model[0].weight)", "constant_(model[0].weight, 6e4)")
         for way in ("half", "autocast", "O1", "O2", "O3")
     },
