@@ -169,10 +169,12 @@ def features(width: int) -> Batch:
 
 def networks(tiny: bool) -> Checks:
     """Yields networks, memory formats and ways to train, torch's own first."""
-    for mode in ("fp32", "fp16", "bf16", *LEVELS):
-        for layout in ("contiguous_format", "channels_last"):
-            yield f"ResNet-50, {mode}, {layout}", partial(train_resnet, mode, layout, tiny=tiny)
+    modes = ("fp32", "fp16", "bf16", *LEVELS)
+    for mode in modes:
         yield f"BERT-base, {mode}", partial(train_bert, mode, tiny=tiny)
+    for layout in ("channels_last", "contiguous_format"):
+        for mode in modes:
+            yield f"ResNet-50, {layout}, {mode}", partial(train_resnet, mode, layout, tiny=tiny)
 
 
 def train_resnet(mode: str, layout: str, *, tiny: bool) -> dict[str, object]:

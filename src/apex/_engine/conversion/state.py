@@ -58,22 +58,29 @@ class ModelState:
     handles: list[RemovableHandle] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
 
-    @at_tracing
     def begin_forward(self, model: nn.Module) -> None:
         """Rounds written masters into the model, and records the active DDP wrapper.
 
         While the pass is traced, only the latter: compiled code does neither.
         """
-        traced = torch.compiler.is_compiling() or is_tracing()
+        if torch.compiler.is_compiling() or is_tracing():
+            self.record_wrapper(traced=True)
+            return
         session = self.link.session
         if session is None:
             return
-        if not traced and self.plan.casts_down:
+        if self.plan.casts_down:
             session.masters.update_model(model)
             if session.masters.has_clipped and torch.is_grad_enabled():
                 session.masters.move_clipped_grads()
+        self.record_wrapper(traced=False)
+
+    @at_tracing  # before torch 2.12, not for a function that gets a module
+    def record_wrapper(self, *, traced: bool) -> None:
+        """Records the active DDP wrapper."""
+        session = self.link.session
         wrapper = active_wrapper()
-        if wrapper is not None:
+        if session is not None and wrapper is not None:
             session.ddp_tracker.mark_forward(wrapper, session, traced=traced)
 
     def __reduce__(self) -> tuple[Any, ...]:
