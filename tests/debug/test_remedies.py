@@ -1,7 +1,6 @@
 """Every remedy that a report prints is applied as written to a failing script, and cures it."""
 
 import gc
-import itertools
 import os
 import re
 
@@ -85,11 +84,10 @@ WAYS = ("fp32", "half", "bfloat16", "autocast", "autocast, scaler", *LEVELS)
 @pytest.fixture
 def first_of(tmp_path):
     """Traces a script, and returns the first fault; of digits or updates, the worst."""
-    count = itertools.count()
 
     def run(text, look="nan"):
         gc.collect()  # ends the session of the script before
-        path = tmp_path / f"train{next(count)}.py"
+        path = tmp_path / f"train{len(list(tmp_path.iterdir()))}.py"
         path.write_text(text)
         tools = {"digits": RoundingTrace, "updates": FrozenUpdates}
         tool = ScriptTrace(on_fault=stop) if look == "nan" else tools[look]()
