@@ -5,12 +5,13 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 CONSTRAINTS := packaging/constraints.txt
-PIP := $(RUN) -m pip install --disable-pip-version-check -qq -c $(CONSTRAINTS)
+# Python compiles what is imported; pip would compile everything, which takes a minute.
+PIP := $(RUN) -m pip install --disable-pip-version-check -qq --no-compile
 NOX := $(RUN) -m nox --stop-on-first-error
 BENCH_JSON ?= benchmarks.json
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo quick test stress mutants lint types docs clients bench gpu
+.PHONY: help dev demo quick test stress mutants lint types docs wheel clients bench gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,7 +22,7 @@ demo: $(VENV)/.demo ## Train on handwritten digits at every level; print the tab
 	$(RUN) -m apex compare examples/digits/experiment.py --steps 138
 
 test: $(VENV)/.dev ## The whole check: lint, types, docs, then every test on the installed wheel
-	@$(NOX) -s lint types docs wheel
+	@$(MAKE) --no-print-directory -j 2 types docs lint wheel
 	@$(NOX) -s tests
 
 quick: $(VENV)/.dev ## Lint, and the tests of parity and casts; under a minute
@@ -43,6 +44,9 @@ types: $(VENV)/.dev ## mypy --strict
 docs: $(VENV)/.dev ## Build docs/_build/html; any warning is an error
 	@$(NOX) -s docs
 
+wheel: $(VENV)/.dev ## Build the wheel and the sdist into dist/
+	@$(NOX) -s wheel
+
 clients: $(VENV)/.dev ## Train through the libraries that call apex, of today and of 2020 to 2025
 	@$(NOX) -s clients programs
 
@@ -60,15 +64,10 @@ $(VENV)/.torch: $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
 	@echo "Installing torch into $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install --disable-pip-version-check -qq -r $(CONSTRAINTS)
+	@$(PIP) -r $(CONSTRAINTS)
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.torch pyproject.toml
-	@echo "Installing apex-amp into $(VENV) ..."
-	@$(PIP) -e .
-	@touch $@
-
-$(VENV)/.%: $(VENV)/.package
+$(VENV)/.%: $(VENV)/.torch pyproject.toml
 	@echo "Installing apex-amp[$*] into $(VENV) ..."
-	@$(PIP) -e '.[$*]'
+	@$(PIP) -c $(CONSTRAINTS) -e '.[$*]'
 	@touch $@

@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import functools
 import gc
 import random
+import re
 import time
 
 import hypothesis
@@ -47,10 +49,34 @@ def write_shared_caches():
         import yapf  # noqa: F401
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``--dist loadfile``: files share imports and fixtures, some also a pool of processes."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Pools(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return pool_of(config.rootpath, super()._split_scope(nodeid))
+
+    return Pools(config, log)
+
+
+@functools.cache
+def pool_of(root, file):
+    """Returns the pool of processes that a file's tests use, or the file, which has none.
+
+    The first pool has two ranks, the second the emulated device, which g++ compiles for it.
+    """
+    text = (root / file).read_text("utf-8")
+    if "on_two_ranks" in text:
+        return "ranks"
+    return "emulated" if re.search(r"mark\.(gpu|emulated)|emulated_cuda", text) else file
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "on_two_ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))  # one pool of processes
         skipped = Place(item).skipped
         if skipped is not None:
             item.add_marker(pytest.mark.skip(reason=skipped))
@@ -58,6 +84,15 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Hides torch's objects and the tests from collections, which then take no time."""
+    import torch._dynamo  # noqa: F401 - the first optimizer would import its 100,000 objects
+
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Hides what earlier files have imported, too: each test may collect several times."""
     gc.collect()
     gc.freeze()
 
@@ -98,7 +133,9 @@ def pytest_runtest_makereport(item, call):
 def seed():
     """The same random numbers in every test, whatever ran before it."""
     random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)  # and with none, torch keeps the traceback of every such call
 
 
 @pytest.fixture(autouse=True)

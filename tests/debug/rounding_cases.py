@@ -95,7 +95,7 @@ FAULTS = {
     "sum": (lambda: RunningSum(False), 300, "aten.add", "forward"),
     "sum in place": (lambda: RunningSum(True), 300, "aten.add_", "forward"),
     "softmax": (LargeLogits, 16, "aten._softmax", "forward"),
-    "average": (Average, 60, "aten.mul aten.add", "forward"),
+    "average": (Average, 30, "aten.mul aten.add", "forward"),
     "backward": (CancelsBackward, 16, "aten.sub", "backward"),
 }
 """Each module, the length of the sequence, the operators that lose digits first, the direction."""
@@ -229,7 +229,7 @@ def runs(name, mode):
 # -- iterations ----------------------------------------------------------------------------------
 
 
-def sample(model, length=24):
+def sample(model, length=12):
     """Returns inputs and targets that fit the model."""
     first = next(m for m in model.modules() if isinstance(m, nn.Embedding | nn.Conv2d | nn.Linear))
     if isinstance(first, nn.Embedding):

@@ -18,7 +18,7 @@ KERNELS = {"aten.mkldnn_rnn_layer_backward"}
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_planted_operator_is_named(fault):
     faulty, length, ops, direction = FAULTS[fault]
-    for mode in MODES:
+    for mode in MODES if length < 300 else ("O4", "bf16"):
         torch.manual_seed(0)
         training = Training(Around(faulty()), mode)
         with amp.debug.trace_rounding(training.model) as trace:

@@ -4,9 +4,9 @@ import ast
 import os
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 NVIDIA = Path(__file__).parent / "nvidia"
@@ -20,7 +20,7 @@ class Environment:
         self.python = folder / "bin" / "python"
         (self.site,) = folder.glob("lib/python*/site-packages")
         # A path line: the .pth files over there are not read, so its apex-amp is not found.
-        (self.site / "zz_torch.pth").write_text(sysconfig.get_path("purelib"))
+        (self.site / "zz_torch.pth").write_text(str(Path(find_spec("torch").origin).parents[1]))
 
     def pip(self, *arguments):
         line = ["-m", "pip", "--python", str(self.python), "--disable-pip-version-check", "-q"]

@@ -91,7 +91,7 @@ def fake_group(rank, world_size):
 
 
 def serve(rank, world_size, backend, pipe):
-    import torch
+    import torch._dynamo  # the first optimizer would import it
 
     torch.set_num_threads(1)
     if backend == "nccl":

@@ -5,14 +5,20 @@
 // memory stands there only when an event recorded behind it on its device has been waited for or has
 // passed, and a copy from pinned memory reads its source when the device next computes.
 
-#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/Operators.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/RNN.h>
+#include <ATen/ops/clone_ops.h>
+#include <ATen/ops/copy_ops.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/gru.h>
+#include <ATen/ops/lstm.h>
 #include <ATen/ops/resize_native.h>
+#include <ATen/ops/rnn_relu.h>
+#include <ATen/ops/rnn_tanh.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
