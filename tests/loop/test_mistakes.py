@@ -327,8 +327,8 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
             first.zero_grad()
             second.zero_grad()
 
-    found = messages(train)
-    assert sum(FORGOTTEN in message for message in found) == (way in ("forgotten", "beside", "late"))
+    named = sum(FORGOTTEN in message for message in messages(train))
+    assert named == (way in ("forgotten", "beside", "late"))
 
 
 @pytest.mark.parametrize("clears", [False, True])

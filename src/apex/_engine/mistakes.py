@@ -235,8 +235,9 @@ class BlockInspection:
             self._params += _sample(params)
         self._observe(self._params, self._reach_own)
         own = {*map(id, trained)}
-        others = [leaf for leaf in leaves_of(scaled_loss) if id(leaf) not in own]
-        self._observe(others, self._reach_other)
+        for leaf in leaves_of(scaled_loss):
+            if id(leaf) not in own:
+                self._observe([leaf], self._reach_other)
 
     def _observe(self, params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
         """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters."""

@@ -179,6 +179,12 @@ class Session:
             step.hooks.add(self)
             weakref.finalize(self, self._casts.close).atexit = False
 
+    def cast_in(self, models: Iterable[nn.Module]) -> None:
+        """Turns op casts on in the forward passes of models of other sessions, too."""
+        self._models.update(models)
+        for model in models:
+            state.set_region(model, self.region)
+
     def close(self) -> None:
         """Turns op casts off, in this thread and in the models' forward passes; idempotent.
 
@@ -238,17 +244,15 @@ class Session:
         sharing = list(prepared_optimizers)
         others: list[PreparedOptimizer] = []
         for session in cls.live:
-            for other in session._prepared_optimizers:
-                if other in sharing:
-                    continue
-                if other.is_live:
-                    others.append(other)
-        if not others:
+            others += session._prepared_optimizers
+        if others == sharing:
             return sharing
         for prepared in sharing:  # which grows meanwhile
             trained = {*map(id, prepared.trained_params())}
             for other in others:
-                if other not in sharing and not trained.isdisjoint(map(id, other.trained_params())):
+                if other in sharing or not other.is_live:
+                    continue
+                if not trained.isdisjoint(map(id, other.trained_params())):
                     sharing.append(other)
         return sharing
 

@@ -59,7 +59,8 @@ def leaves_of(output: Tensor) -> list[Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
+        for following, _ in node.next_functions:
+            nodes.append(following)
         if type(node).__name__ == "AccumulateGrad":
             leaves.append(node.variable)
     return leaves

@@ -117,14 +117,7 @@ class AmpStash:
     _scaled = False
 
     def __init__(self, prepared: PreparedOptimizer) -> None:
-        self._reference = weakref.ref(prepared)
-
-    @property
-    def _prepared(self) -> PreparedOptimizer:
-        prepared = self._reference()
-        if prepared is None:
-            raise RuntimeError("The optimizer of this _amp_stash has been deleted or restored.")
-        return prepared
+        self._prepared: PreparedOptimizer = weakref.proxy(prepared)
 
     @property
     def all_fp16_params(self) -> list[Tensor]:

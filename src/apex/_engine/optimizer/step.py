@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import (
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 Closure = Callable[[], Any]
-
-_OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master, masters.LazyMaster})
-"""Classes of parameters that change nothing about torch's functions."""
 
 _FUSED_CLASSES = (SGD, Adagrad, AdamW, Adam)
 
@@ -83,7 +80,9 @@ def _run_without_closure(prepared: PreparedOptimizer, run: Run) -> Any:
                 blocks = block_step.begin(prepared)
             if blocks is None:
                 masters.move_grads_to_masters(prepared.pairs)
-        if not compiled and _sees_only_parameters(prepared):
+        module = prepared.optimizer.__class__.__module__
+        # Others may keep state in subclasses of tensors.
+        if not compiled and module.startswith(("torch.optim.", "apex.optimizers.")):
             overrides = without_overrides()
     try:
         with overrides:
@@ -112,13 +111,6 @@ def _run_unless_overflow(prepared: PreparedOptimizer, run: Run) -> Any:
         result = None if skipped else run()
     prepared.overflow.consume(skipped)
     return result
-
-
-def _sees_only_parameters(prepared: PreparedOptimizer) -> bool:
-    """Returns whether an optimizer of torch or apex steps masters and plain parameters only."""
-    module = prepared.optimizer.__class__.__module__
-    known = module.startswith(("torch.optim.", "apex.optimizers."))
-    return known and _OVERRIDE_NOTHING.issuperset(map(type, prepared.params()))
 
 
 # -- fused kernels -------------------------------------------------------------------------------
