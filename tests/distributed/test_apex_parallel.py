@@ -341,11 +341,10 @@ def passed(kind, tensors, device="cpu", **options):
     bn.to(device, torch.float64 if x.dtype is torch.float64 else torch.float32)
     output = bn(x.requires_grad_())
     output.backward(pull)
-    if x.grad is None:  # what torch's function gives an empty batch on a GPU
-        x.grad = torch.zeros_like(x)
-    params = [p.grad for p in bn.parameters()]
+    # On a GPU, torch's function gives an empty batch no gradients.
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, *bn.parameters())]
     stats = [t for t in (bn.running_mean, bn.running_var) if t is not None]
-    return [t.detach().cpu() for t in (output, x.grad, *params, *stats)]
+    return [t.detach().cpu() for t in (output, *grads, *stats)]
 
 
 def pass_of_rank(rank, shape, dtype, cut, options, device="cpu"):
