@@ -4,8 +4,8 @@ Note [Generated class]
     A generated class puts methods of ours before the methods of an object's own class, so that they
     run with the right object in copies, replicas and threads. Nobody else needs to know. The object
     says that its ``__class__`` is its own one, so ``super(self.__class__, self)`` works, and it can
-    be given another. ``type(self)`` equals its own class, but is another. What is called, read or
-    set there reaches the own class, so that a method patched there calls the own one, and not ours.
+    be given another. What is called, read or set on ``type(self)`` reaches the own class, so that a
+    method patched there calls the own one, and not ours.
 """
 
 from __future__ import annotations
@@ -46,18 +46,6 @@ class _Generated(type):
         if mixin_of(cls) is None or name in _SHOWN or is_tracing():
             return super().__getattribute__(name)
         return getattr(plain_class(cls), name)
-
-    def __eq__(cls, other: object) -> bool:
-        """Returns whether both are the own class, or generated from it: also as keys of a dict."""
-        return isinstance(other, type) and plain_class(cls) is plain_class(other)
-
-    def __hash__(cls) -> int:
-        return type.__hash__(plain_class(cls))
-
-    def __instancecheck__(cls, obj: object) -> bool:
-        """Returns whether ``obj`` is of the own class."""
-        own = plain_class(cls)
-        return super().__instancecheck__(obj) if own is cls else isinstance(obj, own)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         """Sets an attribute of the own class."""
