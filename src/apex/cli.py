@@ -202,7 +202,7 @@ def _compare(args: argparse.Namespace) -> int:
     )
     check_file(args.output)
     check_json(args.json)
-    comparison = compare(args.target, options, _show_stage, _warn)
+    comparison = compare(args.target, options, _show_stage)
     # Written before printing, because printing to a closed pipe raises.
     write(args.output, report(comparison))
     write_json(args.json, to_json(comparison))
@@ -214,10 +214,6 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _show_stage(stage: str) -> None:
     print(f"[{stage}]", file=sys.stderr)
-
-
-def _warn(text: str) -> None:
-    print(f"apex compare: {text}", file=sys.stderr)
 
 
 # -- apex migrate ----------------------------------------------------------------------------------

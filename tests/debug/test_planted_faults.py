@@ -76,9 +76,6 @@ for name, formula in FORMULAS.items():
     CASES[name] = functools.partial(through_net, formula), fault
 
 
-# -- fp16 ----------------------------------------------------------------------------------------
-
-
 @planted("add_", "inf", "range", direction="backward", dtype="float16")
 def accumulation_of_fp16_gradients():
     net = BodyNet(
@@ -90,9 +87,6 @@ def accumulation_of_fp16_gradients():
     return trace
 
 
-# -- infinities that were put there --------------------------------------------------------------
-
-
 @planted("div", "nan", "division by zero", module="layers.0", direction="backward")
 def hook_that_normalizes_a_zero_gradient():
     def watched(self, x):
@@ -100,9 +94,6 @@ def hook_that_normalizes_a_zero_gradient():
         return x * 0
 
     return through_net(watched)
-
-
-# -- loss ----------------------------------------------------------------------------------------
 
 
 @planted("nll_loss_forward", "nan", "division by zero", module="")
@@ -113,15 +104,9 @@ def cross_entropy_with_all_targets_ignored():
     return trace
 
 
-# -- from outside --------------------------------------------------------------------------------
-
-
 @planted("addmm", "nan", "data", module="layers.0")
 def batch_with_nan():
     return through_net(lambda self, x: x, torch.tensor([[1.0, NAN, 1.0]]))
-
-
-# -- state that breaks ---------------------------------------------------------------------------
 
 
 def step_of(make_optimizer, gradient=1.0, before=None):

@@ -119,7 +119,7 @@ def changes_of(remedy, section):
     for name in (section, *SHARED):
         for line in data()[name].get("remedies", "").split("\n")[1:]:
             text, *changes = line.split(" | ")
-            text = re.sub("^(plain|autocast|O[0-5])(, (autocast|O[0-5]))*: ", "", text)
+            text = text.rpartition(" :: ")[2]
             if re.fullmatch(".*".join(map(re.escape, re.split(r"\{.*?\}", text))), remedy):
                 return changes
     raise AssertionError(remedy)
@@ -173,7 +173,13 @@ ONE = LOOP.replace("x = batch()", "x = batch() * torch.eye(4)[0]")
 """With one input alone, so that most gradients are 0."""
 STATIC = ", loss_scale=2.0**24"
 HIGH = script("autocast, scaler").replace("256.0", "2.0**30")
-PENALTY = "torch.autograd.grad(scaler.scale(output.float().sum()), x, create_graph=True)[0].norm()"
+TWICE = script("autocast, scaler").replace("scaler.scale(loss)", "scaler.scale(scaler.scale(loss))")
+GRADIENT = "torch.autograd.grad(scaler.scale(output.float().sum()), x, create_graph=True)[0]"
+PENALIZED = (
+    script("autocast, scaler")
+    .replace("batch()\n    with", "batch().requires_grad_()\n    with")
+    .replace("= criterion(output)", f"= criterion(output) + {GRADIENT}.norm() - 1")
+)
 MANY = """\
 for step in range(150):
     x = batch()
@@ -199,6 +205,7 @@ def adam(lr="1e-3", eps=""):
     return f"torch.optim.Adam(model.parameters(), lr={lr}{eps})"
 
 
+FLAT = script("fp32", optimizer=adam(eps=", eps=0.0"), loop=STEEP.replace("1e20", "1e-30"))
 SCALERS = ("autocast, scaler", "O1", "O2", "O3")
 LOOPS = {
     "a clip of scaled gradients": {way: scaled(way, CLIP) for way in SCALERS},
@@ -220,13 +227,14 @@ LOOPS = {
         way: script(way, optimizer=sgd("1e9"), loop=LONG)
         for way in ("fp32", "autocast", "O1", "O5")
     },
+    "a product with weights that are much too large": {
+        way: script(way).replace("eye_(model[0].weight)", "constant_(model[0].weight, 6e4)")
+        for way in ("half", "autocast", "O1", "O2", "O3")
+    },
+    "a loss that is scaled twice": {"autocast, scaler": TWICE},
+    "a penalty of scaled gradients": {"autocast, scaler": PENALIZED},
     "skipped step": {
         "autocast, scaler": HIGH.replace("scaler.update()", "scaler.update(); optimizer.step()")
-    },
-    "a scaled gradient in the loss": {
-        "autocast, scaler": HIGH.replace(
-            "batch()\n    with", "batch().requires_grad_()\n    with"
-        ).replace("= criterion(output)", f"= criterion(output) + {PENALTY}")
     },
     "update": {"fp32": script("fp32", optimizer=sgd("1e30"), loop=STEEP)},
     "an update in fp16": {
@@ -236,10 +244,11 @@ LOOPS = {
         way: script(way, optimizer=adam(), loop=ONE) for way in ("half", "O3")
     },
     "a learning rate": {"fp32": script("fp32", optimizer=adam('float("inf")'))},
+    "a division by 0 in an update": {"fp32": FLAT},
     "an undefined update": {"fp32": script("fp32", optimizer=adam(eps=", eps=0.0"), loop=ONE)},
 }
 
-
+ADAM = script("bfloat16", optimizer=adam("1e-1"))
 TINY = LOOP.replace("criterion(output)", "(output.float() * 1e-9).mean()")
 COUNT = LOOP.replace(
     "for step", "count = torch.full((), 512.0, dtype=torch.bfloat16)\nfor step"
@@ -254,6 +263,7 @@ MEASURED = {
         },
     ),
     "chain of gradients": ("digits", {"bfloat16": script("bfloat16", loop=MANY)}),
+    "an average that cannot fall": ("updates", {"bfloat16": ADAM}),
     "frozen": (
         "updates",
         {way: script(way, optimizer=sgd("1e-5")) for way in ("bfloat16", "O3")},

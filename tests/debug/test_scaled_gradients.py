@@ -17,6 +17,7 @@ UNSCALED_FIRST = {
     ],
     "a mean over ranks": lambda scaler, optimizer, grads: [grad.div_(2) for _, grad in grads],
     "a sum": lambda scaler, optimizer, grads: [grad.add_(grad.clone()) for _, grad in grads],
+    "signs": lambda scaler, optimizer, grads: [(grad > 0).sum().item() for _, grad in grads],
     "by the inverse scale": lambda scaler, optimizer, grads: [
         (grad / scaler.get_scale()).norm().item() for _, grad in grads
     ],
@@ -54,6 +55,7 @@ WRONG = {
     "noise": lambda _, optimizer, grads: grads[0][1].add_(torch.ones(2, 4)),
     "a clip by hand": lambda _, optimizer, grads: grads[0][1].mul_(1.0 / grads[0][1].norm()),
     "a log": lambda _, optimizer, grads: float(grads[0][1].abs().mean()),
+    "a comparison": lambda _, optimizer, grads: bool(grads[0][1].norm() < 5.0),
     "a step": lambda _, optimizer, grads: optimizer.step(),
 }
 

@@ -29,7 +29,7 @@ LOST = {
     "one step": torch.tensor(999.0),
     "a batch of one": torch.tensor([[999.0]]),
     "some steps between": torch.tensor([987.2, 937.0, 833.0, 625.0, 301.5, 998.4, 750.0, 513.0]),
-    "float64": STEPS.double(),
+    "seconds since 1970, in float64": STEPS.double() + 1.7e9,
     "a matrix with a column of codes": CODES,
     "in a list": [torch.ones(2), {"t": STEPS}],
 }

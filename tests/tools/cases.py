@@ -43,7 +43,7 @@ def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, stages=None):
     """Compares on the CPU; notes each stage."""
     given = parse_levels(levels)
     options = Options(given, steps, rounds, seed, torch.device("cpu"))
-    return compare(target, options, ([] if stages is None else stages).append, warn=str)
+    return compare(target, options, ([] if stages is None else stages).append)
 
 
 def by_name(comparison):

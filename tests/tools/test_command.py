@@ -82,7 +82,7 @@ def test_a_busy_machine_is_said_before_the_work_and_training_is_judged(apex, tmp
     code, out, err = apex("compare", written(tmp_path), *few)
     assert code == OK
     first, *stages = err.splitlines()
-    assert first.startswith("apex compare: this machine is busy (")
+    assert first.startswith("[this machine is busy (")
     assert stages == ["[train O0]", "[train O4]"]
     assert "O4: unclear, trains as well as fp32; not timed." in out
 

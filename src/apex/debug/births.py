@@ -33,9 +33,9 @@ class Birth:
 
     Attributes:
         place, op, kind, dtype: As of its finding.
-        time: Number of operators traced before it, set when it is added.
+        time, steps: Numbers of operators traced and of optimizer steps before it, set when it is
+            added.
         way: How the model trains: ``"plain"``, ``"autocast"``, or amp's level.
-        device: Type of the device.
         given: The cause, where it is no matter of the values: where they came from.
         deliberate: Whether the value is intended, as a constant or a mask.
         number: The inf or NaN that the script wrote there; None if it computed it.
@@ -47,10 +47,12 @@ class Birth:
         formula: Whether autograd's own formula of a derivative ran, not user code.
         names: The parameters or buffers that held the values.
         unwritten: Whether nothing has written them since ``torch.empty``.
-        eps: The optimizer's eps, in its step; None without one.
-        weighs: Whether an input is a parameter, or its cast.
+        eps: The optimizer's eps, in its step; inf without one.
+        misuse: What is wrong with scaled gradients: ``"step"``, or as of ``ScaledGradients``.
+        heaviest: Largest absolute value of the inputs that are parameters, or their casts.
         grown: Whether the weights have grown manifold since the first step.
         reader: The operator that read the values first, and passed them on.
+        reader_module: The module in which it ran; None before.
         feeds_softmax: Whether a softmax has read the values.
         negative: Whether all infinities are negative.
         scale: Multiplier on the loss; None while unknown.
@@ -67,8 +69,8 @@ class Birth:
     kind: str
     dtype: torch.dtype
     time: int = 0
+    steps: int = 0
     way: str = "plain"
-    device: str = "cpu"
     given: str = ""
     deliberate: bool = False
     number: float | None = None
@@ -79,10 +81,12 @@ class Birth:
     formula: bool = False
     names: str = ""
     unwritten: bool = False
-    eps: float | None = None
-    weighs: bool = False
+    eps: float = math.inf
+    misuse: str = ""
+    heaviest: float = 0.0
     grown: bool = False
     reader: str = ""
+    reader_module: str | None = None
     feeds_softmax: bool = False
     negative: bool = False
     scale: float | None = None
@@ -113,9 +117,10 @@ class Birth:
         """The largest finite absolute value of the inputs."""
         return max((values.largest for values in self.inputs), default=0.0)
 
-    def reads(self, dtype: str) -> bool:
-        """Returns whether the first input has the named dtype."""
-        return bool(self.inputs) and self.inputs[0].dtype == dtype
+    @property
+    def casts(self) -> bool:
+        """Whether it is a cast."""
+        return self.name in ("to_copy", "copy")
 
     @property
     def fits_fp32(self) -> bool:
@@ -200,6 +205,7 @@ class Births:
 
     Attributes:
         time: Number of operators traced.
+        steps: Number of optimizer steps.
         passes: Number of backward passes that reached a gradient.
         gradients: Names of parameters that a fault reached.
         healed: Backward passes after which a dynamic loss scale backed off.
@@ -208,6 +214,7 @@ class Births:
 
     def __init__(self) -> None:
         self.time = 0
+        self.steps = 0
         self.passes = 0
         self.gradients: list[str] = []
         self.certain = False
@@ -223,6 +230,7 @@ class Births:
     def add(self, birth: Birth) -> Birth:
         """Adds a birth at the current operator, and returns it."""
         birth.time = self.time
+        birth.steps = self.steps
         if not birth.deliberate:
             self._pending.append(birth)
             if birth.is_lost:
@@ -267,12 +275,16 @@ class Births:
         With ``healing``, an overflow from which a dynamic loss scale backs off counts as one, if
         there is no other.
         """
-        lost = [birth for birth in self._lost.values() if birth.is_lost]
-        certain = [*(birth for birth in self._reached if not birth.heals), *lost]
+        certain = [birth for birth in self._reached if not birth.heals]
+        certain += [birth for birth in self._lost.values() if birth.is_lost]
         if certain:
             return min(certain, key=Birth.rank)
         if healing and self._reached:
             return min(self._reached, key=Birth.rank)
-        unjudged = [b for b in self._pending if not b.masked and b.site not in self._harmless]
-        pending = [birth for birth in unjudged if healing or not birth.heals]
+        pending = []
+        for birth in self._pending:
+            is_harmless = birth.masked or birth.site in self._harmless
+            counts = healing or not birth.heals
+            if counts and not is_harmless:
+                pending.append(birth)
         return min(pending, key=Birth.rank, default=None)

@@ -143,7 +143,7 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
             ``GradScaler`` may step it.
 
     Raises:
-        Exception: After the step, what the copy of the optimizer raised.
+        Exception: Before the step, what the copy of the optimizer raised.
 
     Example:
         >>> import torch
@@ -156,11 +156,7 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
         >>> updates.frozen, updates.wanted
         (1, 2)
     """
-    own = inner(optimizer)
-    prepared = prepared_state(own)
-    if prepared is not None:
-        prepared.update_masters_with_grads()
-    return FrozenUpdates(own)
+    return FrozenUpdates(inner(optimizer))
 
 
 _MAY_STAY = 0.2
@@ -173,7 +169,7 @@ class FrozenUpdates:
     Attributes:
         wanted: Number of weights whose intended update was not zero.
         frozen: How many of these kept their value.
-        errors: What the copies of optimizers raised, by the optimizers' classes.
+        errors: What the copies of optimizers raised, by the optimizers' classes; of all optimizers.
         busy: Whether the copy of an optimizer steps.
     """
 
@@ -186,6 +182,7 @@ class FrozenUpdates:
         self._level = "plain"
         self._line = ""
         self._stayed: set[str] = set()
+        self._beta = 0.0  # of an average in 16 bits that it cannot lower
         self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks = ExitStack()
 
@@ -194,11 +191,8 @@ class FrozenUpdates:
         self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hooks.close()
-        if kind is None and self._only is not None:
-            for error in self.errors.values():
-                raise error
 
     @property
     def share(self) -> float:
@@ -217,12 +211,25 @@ class FrozenUpdates:
         self.busy = True
         try:
             wanted = _wanted_values(optimizer)
-        except Exception as error:  # noqa: BLE001 - kept: the step itself goes on
+        except Exception as error:
+            if self._only is not None:
+                raise
             self.errors[type(optimizer).__name__] = error
             return
         finally:
             self.busy = False
+        for group in optimizer.param_groups:
+            self._look_at_average(optimizer, group)
         self._wanted = [(param, param.detach().clone(), value) for param, value in wanted.items()]
+
+    def _look_at_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Notes a beta that rounds to 1 in the dtype of the squared gradients' average."""
+        beta = group.get("betas", [0.0])[-1]
+        for param in group["params"]:
+            average = optimizer.state[param].get("exp_avg_sq")
+            if average is not None and 1.0 - beta < torch.finfo(average.dtype).eps / 4:
+                self._beta = beta
+                self._stayed.add(dtypes.name(average.dtype))
 
     def _after(self, *_: object) -> None:
         """Counts, after the step."""
@@ -238,10 +245,17 @@ class FrozenUpdates:
 
     @property
     def worst(self) -> Finding | None:
-        """That too many weights stay; None if few do."""
-        if self.share <= _MAY_STAY:
+        """That too many weights stay, or the optimizer's averages; None if few do."""
+        if self.share > _MAY_STAY:
+            section = "frozen"
+            what = self._counts
+        elif self._beta:
+            section = "an average that cannot fall"
+            what = f"the optimizer's exp_avg_sq cannot fall: a decay of {self._beta:g} rounds to 1"
+        else:
             return None
         stayed = ", ".join(sorted(self._stayed))
+        ways = remedies(section, self._level)
         return Finding(
             module="",
             inside=False,
@@ -249,8 +263,8 @@ class FrozenUpdates:
             location=self._line,
             op="step",
             kind="frozen",
-            what=f"{self._counts} ({stayed})",
-            **explained("frozen", remedies("frozen", self._level), cause="frozen", dtype=stayed),
+            what=f"{what} ({stayed})",
+            **explained(section, ways, cause="frozen", dtype=stayed, facts={}),
         )
 
     @property

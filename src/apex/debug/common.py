@@ -235,17 +235,18 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{plural * (count != 1)}"
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    """Returns the first ``most`` names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str]) -> str:
+    """Returns the first three names, and how many more there are."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[str]]:
     """Returns the rows of a table with each cell padded, in ``left`` columns at its right."""
     columns = []
     for column, is_left in zip(zip(*table, strict=True), left, strict=True):
-        width, pad = max(map(len, column)), str.ljust if is_left else str.rjust
+        width = max(map(len, column))
+        pad = str.ljust if is_left else str.rjust
         columns.append([pad(cell, width) for cell in column])
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -258,7 +259,7 @@ def to_json(value: Any) -> str:
 def json_types(value: Any) -> Any:
     """Returns nested data in JSON types: None for NaN and infinity, dtypes by name."""
     if isinstance(value, Finding):
-        value = value.as_dict()
+        value = {**vars(value), "source": value.source}
     elif is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):

@@ -181,7 +181,7 @@ class OverflowTrace(Trace):
         scale = self._scaled.scale_of(gradients)
         if not runs_in_scaler():
             if scale != 1.0:
-                self._add_misuse("step", scale)
+                self._add_misuse("step", scale, "step")
             elif prepared_state(optimizer) is None:  # amp's skips what has overflowed
                 self._check_overflowed(gradients)
         super()._enter_step(optimizer)
@@ -191,7 +191,8 @@ class OverflowTrace(Trace):
         for gradient in floating(gradients):
             overflow = self._born.of(gradient)
             if overflow is not None and overflow.heals:
-                self._add_misuse("step", overflow.scale or 1.0, kind="inf", cause="skipped step")
+                scale = overflow.scale or 1.0
+                self._add_misuse("step", scale, "step", kind="inf", cause="skipped step")
                 return
 
     @property
@@ -220,9 +221,9 @@ class OverflowTrace(Trace):
             self._check(call, before, result)
         if not self._in_step:
             misuse = self._scaled.misuse(call, result)
-            if misuse is not None:
+            if misuse:
                 scale = self._scaled.scale_of(call.arguments)
-                self._add_misuse(call.name, scale, reads=misuse == "reading")
+                self._add_misuse(call.name, scale, misuse)
         target = self._tracker.accumulating
         if target is None:
             return
@@ -288,8 +289,8 @@ class OverflowTrace(Trace):
         self,
         op: str,
         scale: float,
+        misuse: str,
         *,
-        reads: bool = False,
         kind: str = "scaled",
         cause: str = "scaled gradients",
     ) -> None:
@@ -301,12 +302,13 @@ class OverflowTrace(Trace):
             torch.float32,
             way=self._way,
             given=cause,
+            misuse=misuse,
             scale=scale,
-            masked=reads,
+            masked=misuse == "reading",
         )
         if birth.site not in self._misused:
             self._misused.add(birth.site)
-            self._births.reach(self._births.add(birth), certain=not reads)
+            self._births.reach(self._births.add(birth), certain=not birth.masked)
 
     # -- where values come from --------------------------------------------------------------------
 
@@ -320,7 +322,9 @@ class OverflowTrace(Trace):
         if not births:
             return self._first_birth(call, before, bad, kind)
         worst = min(births, key=Birth.rank)
-        worst.reader = worst.reader or call.base
+        if not worst.reader:
+            worst.reader = call.base
+            worst.reader_module = self._tracker.module[0]
         is_new_nan = kind == "nan" and all(read.kind != "nan" for read in before.inputs)
         if worst.deliberate and worst.cause == "constant" and is_new_nan:
             return self._birth(call, before, kind, bad, "constant")
@@ -401,7 +405,6 @@ class OverflowTrace(Trace):
             kind,
             bad[0].dtype,
             way=self._way,
-            device=bad[0].device.type,
             given=cause,
             deliberate=deliberate,
             number=_number(call) if cause in ("constant", "update") else None,
@@ -410,9 +413,9 @@ class OverflowTrace(Trace):
             true=tracing.largest_in_double(before.call) if not cause and is_small else None,
             node="" if node is None else node_name(node),
             formula=self._tracker.runs_formula,
-            eps=None if self._stepping is None else self._stepping.param_groups[0].get("eps"),
+            eps=self._eps,
             grown=self._has_grown(),
-            weighs=self._weighs(call),
+            heaviest=self._heaviest_weight(call),
             negative=kind == "inf" and bool(tracing.real(tracing.dense(bad[0])).amax() < math.inf),
             scale=scale,
             dynamic=dynamic,
@@ -421,6 +424,12 @@ class OverflowTrace(Trace):
         )
         self._name_weights(birth, bad)
         return self._births.add(birth)
+
+    @property
+    def _eps(self) -> float:
+        """The eps of the optimizer that steps; inf without one."""
+        group = {} if self._stepping is None else self._stepping.param_groups[0]
+        return float(group.get("eps", math.inf))
 
     def _has_grown(self) -> bool:
         """Returns whether the largest weight has grown manifold since the first step."""
@@ -436,7 +445,7 @@ class OverflowTrace(Trace):
             return
         unwritten = []
         for name, role, value in held_by(self._tracker.models, self._optimizers):
-            is_own = role in _PARAMETERS and owner_of(name) == birth.place.module
+            is_own = role in (*_PARAMETERS, "buffer") and owner_of(name) == birth.place.module
             if is_own and self._unwritten.of(value):
                 unwritten.append(name)
         if unwritten:
@@ -461,13 +470,14 @@ class OverflowTrace(Trace):
         held = self._held()
         return self._in_step or any(_is_weight(held, tensor) for tensor in call.written)
 
-    def _weighs(self, call: Call) -> bool:
-        """Returns whether an argument of a call is a parameter, or its cast."""
+    def _heaviest_weight(self, call: Call) -> float:
+        """Returns the largest absolute value of the parameters, or their casts, that a call got."""
         held = self._held()
+        heaviest = 0.0
         for tensor in floating(call.arguments):
             if self._casts.of(tensor) or _role(held, tensor) in _PARAMETERS:
-                return True
-        return False
+                heaviest = max(heaviest, tracing.values_of(tensor).largest)
+        return heaviest
 
 
 # -- reports ---------------------------------------------------------------------------------------
@@ -486,7 +496,7 @@ def hit_lines(finding: Finding, gradients: Sequence[str]) -> list[str]:
     """Returns the report's line on the parameters whose gradients were hit; none without any."""
     if finding.kind == "scaled" or not gradients:
         return []
-    return [f"  hit    the gradients of {listed(gradients, 3)}"]
+    return [f"  hit    the gradients of {listed(gradients)}"]
 
 
 def _role(held: ByMemory[Held], tensor: Tensor) -> str:

@@ -111,10 +111,6 @@ class Finding(Place):
             return self.remedies[0]
         return "\n".join(f"{number}. {each}" for number, each in enumerate(self.remedies, 1))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns all data, with the line of code."""
-        return {**vars(self), "source": self.source}
-
     def __str__(self) -> str:
         known = f" This is {self.pattern}." if self.pattern else ""
         parts = (
@@ -178,7 +174,6 @@ class Tracker:
         self._discovers = not models
         own = {unwrapped(model): None for model in models}
         self._models: MutableMapping[nn.Module, None] = weakref.WeakKeyDictionary(own)
-        self._nameless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state = _ThreadState()
         self._thread = 0
         self.autocasts = False
@@ -309,7 +304,8 @@ class Tracker:
         if self.accumulating is not None:
             name = self.parameters.get(self.accumulating)
             return None if name is None else Site(Place(owner_of(name), True, "backward", ""))
-        number, thread = node._sequence_nr(), threading.get_ident()
+        number = node._sequence_nr()
+        thread = threading.get_ident()
         site = self._sites.get((thread, number))
         if site is not None and (thread == self._thread or site.task != backward_id()):
             return site
@@ -318,7 +314,7 @@ class Tracker:
     # -- hooks -----------------------------------------------------------------------------------
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
-        if self._discovers and module not in self.names and module not in self._nameless:
+        if self._discovers and module not in self.names:
             self._discover(module)
         name = self.names.get(module)
         if name is not None:  # a copy, or a replica of DataParallel, has none
@@ -339,8 +335,6 @@ class Tracker:
             self.names.clear()
             self.parameters.clear()
         self._add_names()
-        if module not in self.names:  # a loss, without parameters: of the code that calls it
-            self._nameless.add(module)
 
 
 # torch's own, which the hooks would cause. A compiled model runs uncompiled in a trace.
@@ -398,7 +392,7 @@ _SCALERS.add(os.path.join(_TORCH, "amp", "grad_scaler.py"))
 
 def innermost_line() -> str:
     """Returns ``"file:line"`` of the innermost user frame, or ``""`` if there is none."""
-    return next((line for kind, line in _frames() if kind == "user"), "")
+    return _innermost("user")[1]
 
 
 def _line_within_backward() -> str:
@@ -407,15 +401,13 @@ def _line_within_backward() -> str:
     The search ends at the frames of autograd's Python entry point, which threads of the engine do
     not have.
     """
-    kinds = ("user", "engine")
-    kind, line = next((frame for frame in _frames() if frame[0] in kinds), ("", ""))
+    kind, line = _innermost("user", "engine")
     return line if kind == "user" else ""
 
 
 def runs_in_scaler() -> bool:
     """Returns whether a loss scaler runs the operator, and not the script."""
-    kinds = (kind for kind, _ in _frames())
-    return next((kind for kind in kinds if kind in ("user", "scaler")), "user") == "scaler"
+    return _innermost("user", "scaler")[0] == "scaler"
 
 
 def is_user_file(filename: str) -> bool:
@@ -423,17 +415,20 @@ def is_user_file(filename: str) -> bool:
     return _kind(filename) == "user"
 
 
-def _frames() -> Iterator[tuple[str, str]]:
-    """Yields the kind of code of each running frame, and its line; the innermost first."""
+def _innermost(*kinds: str) -> tuple[str, str]:
+    """Returns the kind and the line of the innermost running frame of these kinds; "" without."""
     for frame, number in traceback.walk_stack(inspect.currentframe()):
         code = frame.f_code
+        kind = _kind(code.co_filename)
         # A dispatch mode observes the operator; the call itself is further out.
-        if code.co_name != "__torch_dispatch__":
-            yield _kind(code.co_filename), f"{code.co_filename}:{number}"
+        if kind in kinds and code.co_name != "__torch_dispatch__":
+            return kind, f"{code.co_filename}:{number}"
+    return "", ""
 
 
 @functools.cache
-def _kind(filename: str) -> Literal["engine", "scaler", "library", "user"]:
+def _kind(filename: str) -> str:
+    """Returns whose code a file is: ``"engine"``, ``"scaler"``, ``"library"`` or ``"user"``."""
     if filename in _ENGINE:
         return "engine"
     if filename in _SCALERS:

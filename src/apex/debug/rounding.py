@@ -17,7 +17,7 @@ from apex._torch.dispatch_modes import suspend_modes
 from apex._torch.parameters import without_functions
 from apex._torch.sparse import with_memory
 from apex.debug import rules, tracing
-from apex.debug.causes import explained, in_fp32, module_in_fp32, remedies
+from apex.debug.causes import explained, in_fp32, module_in_fp32, remedies, section_of
 from apex.debug.common import held_by, listed, to_json
 from apex.debug.place import Finding, Place
 from apex.debug.tracing import ByMemory, Call, Trace, floating
@@ -176,7 +176,7 @@ class RoundingTrace(Trace):
         self._skipped: dict[Skipped, None] = {}
         self._shadows = _Shadows()
         # Of the gradients in fp16: see _count_underflow, and where the first underflows.
-        self._underflow = [0.0, 0.0, 0.0, 0.0]
+        self._underflow = torch.zeros(4, dtype=torch.float64)
         self._underflow_at: Place | None = None
 
     def __exit__(self, *exc_info: object) -> None:
@@ -208,7 +208,7 @@ class RoundingTrace(Trace):
         skips = (
             f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
         )
-        after = [f"later  {listed(later, 5)}"] if later else []
+        after = [f"later  {listed(later)}"] if later else []
         return "\n".join([self._verdict, *after, *skips])
 
     @property
@@ -301,20 +301,22 @@ class RoundingTrace(Trace):
 
     def _compare(self, call: _ShadowCall, result: Any) -> str | None:
         """Computes the shadows of a call's results and judges them; returns as ``_follow``."""
-        pairs = call.run(call.shadows, result)
-        if any(low.shape != high.shape for low, high in pairs):
-            return "its result has another shape in fp32"
-        made = any(tracing.kind_of(low) and not tracing.kind_of(high) for low, high in pairs)
-        if made and not any(map(tracing.kind_of, floating(call.own.arguments))):
+        pairs = []
+        overflows = False
+        for low, high in call.run(call.shadows, result):
+            if low.shape != high.shape:
+                return "its result has another shape in fp32"
+            if tracing.kind_of(low) and not tracing.kind_of(high):
+                overflows = True
+            pairs.append((low, rules.within_range(low, high)))
+        if overflows and not any(map(tracing.kind_of, floating(call.own.arguments))):
             self._skip(call.name, _OVERFLOW)
-        pairs = [(low, rules.within_range(low, high)) for low, high in pairs]
         if call.base in rules.SOFTMAXES:
             low, high = pairs[0]
             pairs[0] = low, rules.without_masked_rows(low, high, *call.own.args[:2])
-        if call.base not in rules.MOVES:
-            first = call.base.startswith(_FIRST_RESULT)
-            if not self._judge(call, result, pairs[:1] if first else pairs):
-                return _NO_DIGITS
+        judged = pairs[:1] if call.base.startswith(_FIRST_RESULT) else pairs
+        if call.base not in rules.MOVES and not self._judge(call, result, judged):
+            return _NO_DIGITS
         entry = call.inherited if call.base in rules.LINEAR else None
         for low, high in pairs:
             unit = max(call.unit, rules.roundoff(low.dtype))
@@ -356,31 +358,30 @@ class RoundingTrace(Trace):
         if known is not None and error / tolerance <= known.error / known.tolerance:
             return
         origin = call.origin if kind == "cancellation" else None
-        section = kind
+        accumulates = self._tracker.accumulating is not None
+        facts: dict[str, Any] = {"dtype": dtype, "accumulates": accumulates}
         notes = []
         entered = ""
         if origin is not None:
             entered = origin.place.location
-            if origin.op in _ROUND and _CASTS.search(origin.place.source):
-                section = "an early rounding"
+            facts["casts"] = origin.op in _ROUND and _CASTS.search(origin.place.source)
             if entered != place.location:
                 text = f"{origin.op}, where the error enters ({origin.error:.2g})"
                 notes.append(("from", f"{text}\n{origin.place.shown}"))
-        if kind == "chain" and self._tracker.accumulating is not None:
-            section = "chain of gradients"
+        section = section_of(kind, {call.base}, place, facts)
         ways = remedies(section, self._way, origin=entered)
         if section == "rounding":
-            ways = in_fp32(place, self._way)
+            ways = in_fp32(place, self._way, module=place.module)
         if section == "cancellation":
-            ways = [*module_in_fp32(place, self._way), *ways]
-        times = f"{error / inherited:.0f} times" if inherited else "from none"
+            ways = [*module_in_fp32(place.module, self._way), *ways]
+        facts["times"] = f"{error / inherited:.0f} times" if inherited else "from none"
         self._lost[key] = RoundingRow(
             **vars(place),
             op=call.name,
             kind=kind,
             what=f"{call.name} {place.where}, {place.direction}, in {dtype}: error {error:.2g}, "
             f"explained {tolerance:.2g}, inherited {inherited:.2g}",
-            **explained(section, ways, cause=kind, dtype=dtype, times=times),
+            **explained(section, ways, cause=kind, dtype=dtype, facts=facts),
             notes=tuple(notes),
             error=error,
             tolerance=tolerance,
@@ -438,13 +439,13 @@ class RoundingTrace(Trace):
         exact = torch.where(grad.isfinite(), shadow.view(grad), 0.0)
         lost = exact[grad == 0.0]
         sums = [*_sums(lost), *_sums(exact)]
-        self._underflow = [old + new for old, new in zip(self._underflow, sums, strict=True)]
+        self._underflow += torch.tensor(sums, dtype=torch.float64)
         if self._underflow_at is None and lost.any():
             self._underflow_at = self._tracker.place
 
     def _judge_underflow(self) -> None:
         """Logs, as the first, that many gradients are 0."""
-        zeros, lost, elements, total = self._underflow
+        zeros, lost, elements, total = self._underflow.tolist()
         if self._underflow_at is None or lost <= rules.LOST_GRADIENT**2 * total:
             return
         share = 100 * zeros / elements
@@ -454,7 +455,7 @@ class RoundingTrace(Trace):
             op="aten.add",
             kind="underflow",
             what=f"{share:.0f} % of the fp16 gradients are 0 where those in fp32 are not",
-            **explained("underflow", ways, cause="underflow", dtype="float16"),
+            **explained("underflow", ways, cause="underflow", dtype="float16", facts={}),
             error=math.sqrt(lost / total),
             tolerance=rules.LOST_GRADIENT,
         )

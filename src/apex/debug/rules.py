@@ -185,10 +185,12 @@ def distance(values: Tensor, shadow: Tensor) -> Distance:
     Masked are elements that are infinite or NaN on either side and, where a mask was added, those
     far below all others: their size would hide the error of the rest.
     """
-    values, shadow = tracing.real(values), tracing.real(shadow)
+    values = tracing.real(values)
+    shadow = tracing.real(shadow)
     if not values.numel():
         return Distance(0.0, 0.0)
-    wide, shadow = values.double(), shadow.double()
+    wide = values.double()
+    shadow = shadow.double()
     known = torch.isfinite(wide) & torch.isfinite(shadow)
     shadow = torch.where(known, shadow, 0.0)
     difference = torch.where(known, wide, 0.0) - shadow
@@ -197,9 +199,9 @@ def distance(values: Tensor, shadow: Tensor) -> Distance:
         masked = shadow < least / 2
         rest = torch.where(masked, 0.0, shadow)
         if 50.0 * float(rest.abs().amax()) < -least and not bool(masked.all()):
-            shadow, difference = rest, torch.where(masked, 0.0, difference)
-    norms = torch.stack([torch.linalg.vector_norm(each) for each in (difference, shadow)])
-    return Distance(*norms.tolist())
+            shadow = rest
+            difference = torch.where(masked, 0.0, difference)
+    return Distance(norm(difference), norm(shadow))
 
 
 def distance_of_probabilities(
@@ -210,10 +212,12 @@ def distance_of_probabilities(
     Rows in which one probability is almost 1 are exact whatever the logits' errors are, and would
     hide those of the others.
     """
-    values, shadow = values.double(), shadow.double()
+    values = values.double()
+    shadow = shadow.double()
     if is_log:
-        values, shadow = values.exp(), shadow.exp()
-    open_rows = shadow.amax(dim, keepdim=True) < _DECIDED if shadow.dim() else shadow < _DECIDED
+        values = values.exp()
+        shadow = shadow.exp()
+    open_rows = shadow.amax(dim, keepdim=True) < _DECIDED
     return distance(torch.where(open_rows, values, 0.0), torch.where(open_rows, shadow, 0.0))
 
 
@@ -224,7 +228,8 @@ def changed_a_little(call: Call) -> int | None:
     """
     args = call.args
     if call.base == "native_batch_norm":
-        training, momentum = args[5], args[6]
+        training = args[5]
+        momentum = args[6]
         return 3 if training and 0.0 < momentum < SMALL else None  # its running mean
     if not args or not isinstance(first_of(args[0]), Tensor):
         return None
@@ -255,7 +260,7 @@ def is_residual(name: str, *, inside: bool) -> bool:
 
 def without_masked_rows(low: Tensor, high: Tensor, logits: Tensor, dim: int) -> Tensor:
     """Returns the shadow of a softmax, with the run's own values in rows that are all masked."""
-    masked = logits.amax(dim, keepdim=True) < _MASK if logits.dim() else logits < _MASK
+    masked = logits.amax(dim, keepdim=True) < _MASK
     return torch.where(masked, low, high)
 
 

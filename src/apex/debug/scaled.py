@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from apex._torch.autograd import backward_id
@@ -12,9 +13,12 @@ from apex.debug import tracing
 from apex.debug.place import runs_in_scaler
 from apex.debug.tracing import ByMemory, Call, floating
 
-Misuse = Literal["change", "reading"]
-
 _CLAMPS = ("clamp", "minimum", "maximum")
+_COMPARISONS = {"lt", "le", "gt", "ge"}
+_ADDITIONS = {"add", "sub", "rsub"}
+
+_LEAST_NUMBER = 1e-3
+"""Smaller numbers are an epsilon."""
 
 
 class ScaledGradients:
@@ -25,7 +29,9 @@ class ScaledGradients:
         arrive in it are scaled. They are so until the scaler writes them, or the script itself
         multiplies them by the inverse of the scale. Until then, whatever is linear is right: a
         mean over ranks, an accumulation, a check for inf. Wrong are a threshold (a clip), a number
-        that the script reads (a norm to log), and an optimizer's step.
+        that the script reads (a norm to log) or compares, and an optimizer's step. Gradients of
+        gradients may enter a loss, as those of a gradient penalty do: then it is wrong to add what
+        carries no scale.
 
     Attributes:
         loss_scale: The scale of the last backward pass, None without one, and whether it adapts.
@@ -51,31 +57,48 @@ class ScaledGradients:
         if scale is not None:
             self._scales.note(gradient, scale)
 
-    def misuse(self, call: Call, result: Any) -> Misuse | None:
-        """Follows a call outside of backward passes; returns what is wrong with it, if anything."""
+    def misuse(self, call: Call, result: Any) -> str:
+        """Follows a call; returns what is wrong with it.
+
+        That is ``"change"``, ``"reading"``, ``"penalty"``, ``"twice"`` (a loss is scaled), or
+        ``""`` in a backward pass or if all is right.
+        """
         if backward_id() != -1:
-            return None
-        if isinstance(result, Tensor) and result.numel() == 1:
-            self._follow_loss(call, result)
+            self._follow_graph(call, result)
+            return ""
+        if isinstance(result, Tensor) and result.numel() == 1 and self._follow_loss(call, result):
+            return "twice"
         scale = self.scale_of(call.arguments)
         if scale == 1.0:
-            return None
-        if "unscale" in call.name or self._unscales(call, scale) or runs_in_scaler():
-            self._forget(call.written)
-            return None
-        if call.base == "local_scalar_dense":
-            return "reading"
+            return ""
         changed = [tensor for tensor in call.written if self.scale_of([tensor]) != 1.0]
-        if changed and not call.traits.reads_written:  # such as zero_
-            self._forget(changed)
-            return None
+        overwrites = changed and not call.traits.reads_written  # such as zero_
+        if overwrites or self._unscales(call, scale) or runs_in_scaler():
+            for tensor in call.written:
+                self._scales.discard(tensor)
+            return ""
+        compares = call.base in _COMPARISONS and self._meets_unscaled(call)
+        if compares or call.base == "local_scalar_dense":
+            return "reading"
         if not changed:
             for tensor in floating(result):
                 self._scales.note(tensor, scale)
-        return "change" if self._mixes(call, changed) else None
+        if not self._mixes(call, changed):
+            return ""
+        return "penalty" if call.base in _ADDITIONS and not changed else "change"
 
-    def _follow_loss(self, call: Call, result: Tensor) -> None:
-        """Records the scale of a loss that a scaler multiplies, and of what is computed from it."""
+    def _follow_graph(self, call: Call, result: Any) -> None:
+        """Records the gradients of a scaled pass that have a graph of their own."""
+        if torch.is_grad_enabled() and not call.traits.view:  # a view may be of a weight
+            for tensor in floating(result):
+                self.arrive(tensor)
+
+    def _follow_loss(self, call: Call, result: Tensor) -> bool:
+        """Records the scale of a loss that a scaler multiplies, and of what is computed from it.
+
+        Returns whether it had a scale before.
+        """
+        is_twice = False
         scale = None
         for tensor in floating(call.arguments):
             scale = scale or self._losses.of(tensor)
@@ -83,26 +106,23 @@ class ScaledGradients:
             self.loss_scale = scale or self._unseen
         elif call.name == "aten.mul" and runs_in_scaler():
             factor = call.args[1]
+            is_twice = scale is not None
             scale = float(factor), isinstance(factor, Tensor)  # sync: tracing is a diagnosis
         if scale is not None and scale[0] != 1.0:
             self._losses.note(result, scale)
-
-    def _forget(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._scales.discard(tensor)
+        return is_twice
 
     def _unscales(self, call: Call, scale: float) -> bool:
-        """Returns whether a call multiplies by the inverse of the scale."""
+        """Returns whether a call unscales, or multiplies by the inverse of the scale."""
         if call.base not in ("mul", "div"):
-            return False
+            return "unscale" in call.name
         for value in tracing.leaves(call.arguments):
             is_tensor = isinstance(value, Tensor)
             if isinstance(value, int | float) or (is_tensor and value.numel() == 1):
                 number = float(value)  # sync: as above
-                if math.isclose(number, scale, rel_tol=1e-3):
-                    return True
-                if math.isclose(number, 1.0 / scale, rel_tol=1e-3):
-                    return True
+                for factor in (scale, 1.0 / scale):
+                    if math.isclose(number, factor, rel_tol=1e-3):
+                        return True
         return False
 
     def _mixes(self, call: Call, changed: list[Tensor]) -> bool:
@@ -115,4 +135,19 @@ class ScaledGradients:
         if call.base in ("mul", "div"):  # a factor that was computed from their norm
             sizes = {tensor.numel() for tensor in scaled}
             return bool(scaled) if changed else len(sizes) > 1 and 1 in sizes
-        return call.base in ("add", "sub") and bool(changed) and not scaled
+        if call.base not in _ADDITIONS:
+            return False
+        if changed:
+            return not scaled
+        in_loss = any(tensor.requires_grad for tensor in scaled)
+        return in_loss and self._meets_unscaled(call)
+
+    def _meets_unscaled(self, call: Call) -> bool:
+        """Returns whether one of two operands carries no scale, and is no 0, epsilon or inf."""
+        for value in call.args[:2]:
+            is_number = isinstance(value, int | float)
+            if is_number and not _LEAST_NUMBER < abs(value) < math.inf:
+                continue
+            if self.scale_of([value]) == 1.0:
+                return True
+        return False

@@ -227,7 +227,9 @@ class _Trials:
 
     def __init__(self, model: nn.Module, arguments: Any, loss_fn: Any) -> None:
         """Runs the model twice in fp32; raises ValueError if the gradients tell nothing."""
-        self._model, self._arguments, self._loss_fn = model, arguments, loss_fn
+        self._model = model
+        self._arguments = arguments
+        self._loss_fn = loss_fn
         self._policy: Policy = to_policy(level_defaults("O5"))
         self.trace = RoundingTrace(model)
         self.required: list[str] = []

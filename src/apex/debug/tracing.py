@@ -449,7 +449,8 @@ def is_mask(tensor: Tensor) -> bool:
     values = dense(tensor)
     if values.is_complex() or kind_of(tensor) == "nan":
         return False
-    infinite, finite = values[torch.isinf(values)], values[torch.isfinite(values)]
+    infinite = values[torch.isinf(values)]
+    finite = values[torch.isfinite(values)]
     # sync: tracing is a diagnosis
     return len(torch.unique(infinite)) == 1 and bool((finite == finite[:1]).all())
 

@@ -199,11 +199,12 @@ class History:
                 "amp.debug.History.plot needs matplotlib: pip install 'apex-amp[plot]'. "
                 "history.to_json() has the same data."
             ) from error
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        figure = Figure(layout="constrained")
         scales, norms = cast(Any, figure.subplots(2, 1, sharex=True))
         for loss_id, own in _by_loss(self.passes).items():
             index = [item.index for item in own]
-            name, skipped = f"loss {loss_id}", [item for item in own if item.overflow]
+            name = f"loss {loss_id}"
+            skipped = [item for item in own if item.overflow]
             scales.step(index, [item.loss_scale for item in own], where="post", label=name)
             overflows = [item.index for item in skipped], [item.loss_scale for item in skipped]
             scales.plot(*overflows, "v", label=f"{name}: overflow, step skipped ({len(skipped)})")
@@ -327,7 +328,9 @@ class AutoTrace:
         trace = OverflowTrace(*session.models)
         with suspend_modes():
             trace.__enter__()
-        self.trace, self._traced_loss, self._thread = trace, loss_id, threading.get_ident()
+        self.trace = trace
+        self._traced_loss = loss_id
+        self._thread = threading.get_ident()
 
     def _stop(self) -> None:
         own_thread = threading.get_ident() == self._thread  # modes are per thread

@@ -65,7 +65,7 @@ class Script:
 
     def _run(self, stop: type[BaseException]) -> Ending:
         try:
-            with self._as_python():
+            with self.as_python():
                 if self.is_module:
                     runpy.run_module(self.name, run_name="__main__", alter_sys=True)
                 else:
@@ -93,7 +93,7 @@ class Script:
         return f"\n  {hint}" if hint else ""
 
     @contextmanager
-    def _as_python(self) -> Iterator[None]:
+    def as_python(self) -> Iterator[None]:
         """Sets ``sys.argv`` and the script's entry of ``sys.path``; undoes changes of ``sys``."""
         argv = sys.argv
         path = list(sys.path)

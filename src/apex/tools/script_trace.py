@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import importlib
 import sys
 import threading
@@ -55,7 +54,6 @@ class ScriptTrace(OverflowTrace):
     def __init__(self, *, on_fault: Callable[[], None]) -> None:
         super().__init__()
         self._on_fault: Callable[[], None] | None = on_fault
-        self._steps: list[int] = []  # operators traced until each step of an optimizer
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
@@ -78,21 +76,20 @@ class ScriptTrace(OverflowTrace):
         """Returns what the trace has seen so far."""
         births = self._births
         first = births.first(healing=False)
-        steps = self._steps
         return Seen(
             first=self.first,
-            steps_before=bisect.bisect_left(steps, first.time) if first else len(steps),
+            steps_before=births.steps if first is None else first.steps,
             certain=births.certain,
             gradients=tuple(births.gradients),
             operators=births.time,
-            steps=len(steps),
+            steps=births.steps,
             passes=births.passes,
             healed=len(births.healed),
         )
 
     def _leave_step(self, optimizer: Optimizer, *_: Any) -> None:
         super()._leave_step(optimizer)
-        self._steps.append(self._births.time)
+        self._births.steps += 1
 
     def _before(self, call: Call) -> Any:
         on_fault = self._on_fault

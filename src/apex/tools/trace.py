@@ -137,8 +137,9 @@ def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
         return [f"apex trace: {script} failed before any inf or NaN reached its training."]
     if first is None:
         return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
+    before = counted(seen.steps_before, "optimizer step")
     lines = [
-        f"apex trace: {script} {_MADE[first.kind]}, after {_steps(seen.steps_before)}.",
+        f"apex trace: {script} {_MADE[first.kind]}, after {before}.",
         headed(first),
         *hit_lines(first, seen.gradients),
     ]
@@ -166,7 +167,7 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
             f"{script}` names operators that lose digits, `--updates` weights that stay."
         )
     operators = counted(seen.operators, "operator")
-    return [*lines, f"Traced {operators} and {_steps(seen.steps)}."]
+    return [*lines, f"Traced {operators} and {counted(seen.steps, 'optimizer step')}."]
 
 
 def _ended(ending: Ending) -> list[str]:
@@ -178,7 +179,3 @@ def _ended(ending: Ending) -> list[str]:
     if ending.error:
         return [f"The script failed: {ending.error}"]
     return [f"The script exited with status {ending.status}."] if ending.status else []
-
-
-def _steps(count: int) -> str:
-    return counted(count, "optimizer step")

@@ -61,9 +61,6 @@ training, it writes from the start."""
 
 _COPIED = " of a deep copy"
 
-_LARGEST = 2.0**23
-"""From here on, every fp32 value is a whole number."""
-
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
     """Adds the remedy to the text of an error that torch raised for the plan's dtypes."""
@@ -325,7 +322,8 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
     if columns.shape[0] == 1:
         columns = columns.T
     changed = columns.to(dtype) != columns
-    whole = changed & (columns == columns.round()) & (columns > 0.0) & (columns < _LARGEST)
+    largest = 1.0 / torch.finfo(columns.dtype).eps  # from here on, every value is whole
+    whole = changed & (columns == columns.round()) & (columns > 0.0) & (columns < largest)
     are_codes = 2 * whole.sum(0) >= changed.sum(0)
     codes = torch.where(whole & are_codes, columns, 0.0)
     return codes.amax().reshape(1)

@@ -48,7 +48,7 @@ Tell = Callable[[str], object]
 """Shows a line of text."""
 
 
-def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Comparison:
+def compare(target: str, options: Options, stage: Tell) -> Comparison:
     """Trains ``target`` at each level and returns the results.
 
     A failure at one level is recorded in its result; the others continue.
@@ -56,8 +56,7 @@ def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Compariso
     Args:
         target: As on the command line.
         options: What to compare, and how long.
-        stage: Told each activity.
-        warn: Told before the work if the machine is busy.
+        stage: Told each activity, and before the work if the machine is busy.
 
     Raises:
         InputError: If the target cannot be used at any level.
@@ -65,7 +64,7 @@ def compare(target: str, options: Options, stage: Tell, warn: Tell) -> Compariso
     with open_target(target, seed=options.seed) as build:
         run = _Run(build, options, stage)
         if run.load.busy:
-            warn(
+            stage(
                 f"this machine is busy ({run.load}). The verdicts on training hold all the same; a "
                 "verdict on speed needs an idle machine."
             )
@@ -90,7 +89,9 @@ class _Run:
         """Draws the batches and checks which dtypes the machine emulates."""
         self.notes: list[str] = []
         self.load = current_load()
-        self._options, self._build, self._stage = options, build, stage
+        self._options = options
+        self._build = build
+        self._stage = stage
         self.batches = self._draw(build())
         self.results = {
             level.name: Result(level, _why_skipped(level, options.device))

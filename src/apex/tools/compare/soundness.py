@@ -115,14 +115,16 @@ def fault(result: Result, baseline: Result) -> str:
     if result.name == BASELINE:
         return ""
     errors = [error for error in result.errors if error not in baseline.errors]
-    record, base = result.training, baseline.training
+    record = result.training
+    base = baseline.training
     if errors or record is None or base is None:
         return "; ".join(errors)
     return "; ".join(filter(None, _faults(result, record, base)))
 
 
 def _faults(result: Result, record: Training, base: Training) -> list[str]:
-    steps, skipped = len(record.losses), len(record.skipped)
+    steps = len(record.losses)
+    skipped = len(record.skipped)
     faults = []
     if not math.isfinite(record.losses[-1]):
         faults.append("the final loss is not finite")

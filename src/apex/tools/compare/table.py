@@ -108,7 +108,8 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
 
 def _apart(result: Result, comparison: Comparison) -> str:
     """Returns a level's mean paired difference and its standard error, such as "+0.2 ± 0.1"."""
-    record, base = result.training, comparison.baseline.training
+    record = result.training
+    base = comparison.baseline.training
     if record is None or base is None or result is comparison.baseline:
         return NOTHING
     difference = excess(record.losses, base.losses)

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from apex.integrations import scales
 from apex.tools import source
 from apex.tools.errors import InputError, format_error, is_relative_import
+from apex.tools.script import Script
 
 FUNCTION = "setup"
 """Default function in a file or module."""
@@ -83,16 +84,13 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     name, _, function = target.partition(".py:")
     path = Path(f"{name}.py" if function else target)
     _look_at(path, function or FUNCTION)
-    before, argv = list(sys.path), sys.argv
     try:
-        sys.argv = [str(path)]
-        sys.path.insert(0, str(path.resolve().parent))
-        seed_all(seed)
-        first = _made(str(path), _executed(path), function)
-        _copied(first)  # to fail now rather than after the first level
-        yield functools.partial(_copied, first)
+        with Script(str(path)).as_python():
+            seed_all(seed)
+            first = _made(str(path), _executed(path), function)
+            _copied(first)  # to fail now rather than after the first level
+            yield functools.partial(_copied, first)
     finally:
-        sys.path[:], sys.argv = before, argv
         sys.modules.pop(_MODULE, None)
 
 
@@ -124,7 +122,7 @@ def _look_at(path: Path, function: str) -> None:
     if not path.exists():
         raise InputError(f"There is no file {path}.")
     tree = source.parse(source.read(path), path)
-    executed = [part for part in tree.body if not _is_main_block(part)]
+    executed = [part for part in tree.body if not ast.unparse(part).startswith("if __name__ ==")]
     top = [*source.of_scope(ast.Module(executed, []))]
     names = {source.bound_by(node) for node in top}
     missing: list[str] = []
@@ -137,10 +135,6 @@ def _look_at(path: Path, function: str) -> None:
             f"{path} is {what}. apex compare needs a file that defines {_NAMES}, or a function "
             f"{function}() that returns them.{lacks} The file was not run. {_HELP}"
         )
-
-
-def _is_main_block(part: ast.stmt) -> bool:
-    return isinstance(part, ast.If) and "__main__" in ast.unparse(part.test)
 
 
 def _calls_backward(nodes: Iterable[ast.AST]) -> bool:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from apex import amp
 from apex._core import tree
 from apex._core.arguments import kind
-from apex.debug import frozen_updates
+from apex.debug.check import FrozenUpdates
 from apex.integrations import scales
 from apex.tools.compare.results import Level, Stored, Training
 from apex.tools.compare.target import Experiment
@@ -164,7 +164,10 @@ def train(trainer: Trainer, batches: Sequence[Any], device: torch.device) -> Tra
             loss = trainer.backward(to_device(batch, device))
         losses.append(float(loss))  # sync: every loss is shown
         if step % every == 0:
-            frozen += _count_frozen(trainer)
+            with FrozenUpdates() as updates:
+                trainer.step()
+            if updates.wanted:
+                frozen.append(updates.share)
         else:
             trainer.step()
         loss_scales.append(trainer.loss_scale())
@@ -244,17 +247,3 @@ def end_loss(losses: Sequence[float]) -> float:
     """Returns the mean loss of the last steps: ten, or the last fifth of a short training."""
     count = max(1, min(LAST_STEPS, len(losses) // 5))
     return fmean(losses[-count:])
-
-
-def _count_frozen(trainer: Trainer) -> list[float]:
-    """Steps; returns the share of frozen updates, for optimizers that allow counting them."""
-    stepped = False
-    try:
-        with frozen_updates(trainer.optimizer) as updates:
-            trainer.step()
-            stepped = True
-    except Exception:  # noqa: BLE001 - it needs a closure, or has no kernels in a wider dtype
-        if not stepped:
-            trainer.step()
-        return []
-    return [updates.share] if updates.wanted else []

@@ -23,7 +23,8 @@ def verdict_of(use: Name) -> tuple[Kind, str]:
     if verdict == "not supported" or use.name in OPTIMIZERS:
         return verdict, text
     taken = parameters(definition_of(use.name))
-    wrong, idle = [], []
+    wrong = []
+    idle = []
     for keyword in use.keywords:
         if taken is not None and keyword not in taken:
             remedy = did_you_mean(keyword, taken) or " Remove it."
