@@ -302,17 +302,23 @@ def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
     first.step()
 
 
-@pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "own pass"])
+@pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "own pass", "beside", "late"])
 @levels
 def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
     nets, optimizers = two(level, loss_scale=128.0)
     first, second = optimizers
+    if way in ("beside", "late"):  # parameters of no prepared optimizer
+        amp.restore(nets[1], second)
 
     def train():
         for x, y in loops.batches(3):
             loss = sum(loops.loss_of(net, x, y) for net in nets)
             loops.scaled_backward(loss, optimizers if way == "given" else first)
             first.step()
+            if way == "late":
+                if len(first.param_groups) == 1:
+                    first.add_param_group({"params": nets[1].parameters()})
+                continue
             if way in ("cleared", "own pass"):
                 second.zero_grad(set_to_none=way != "cleared")
             if way == "own pass":
@@ -321,8 +327,8 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
             first.zero_grad()
             second.zero_grad()
 
-    found = messages(train)
-    assert sum(FORGOTTEN in message for message in found) == (way == "forgotten")
+    named = sum(FORGOTTEN in message for message in messages(train))
+    assert named == (way in ("forgotten", "beside", "late"))
 
 
 @pytest.mark.parametrize("clears", [False, True])

@@ -271,11 +271,10 @@ class BackwardPass:
     def _restore_grads(self) -> None:
         """Drops the gradients of a pass that failed, and returns those that were stashed."""
         for prepared in self.prepared_optimizers:
+            if self.scaled:
+                prepared.remove_grads()
             for pair in prepared.pairs:
                 pair.model.grad = None
-            if self.scaled:
-                for param in prepared.params():
-                    set_grad(param, None)
         _add_stashed(self.prepared_optimizers)
 
     def _notify(self) -> None:

@@ -4,7 +4,7 @@ Note [How mistakes are found]
     Nothing reads a value on the host. In the first blocks of a session, hooks on the scaled loss
     and on a few parameters tell which passes run inside a block. At the end of a pass, and of its
     block, each gradient that the pass has reached gets a mark: whose block has left it, and its
-    version. Later another version means that it was written since. So :func:`_origins` tells of
+    version. Later another version means that it was written since. So :func:`origins_of` tells of
     any gradients, at any moment, where they come from.
 """
 
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
 from apex._torch import ranks
-from apex._torch.autograd import at_end_of_pass, backward_id
+from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Mistakes:
         warnings.warn(mistake.value, UserWarning, stacklevel=level)
 
 
-class _Origin(enum.Enum):
+class Origin(enum.Enum):
     """Where a gradient comes from."""
 
     PLAIN = enum.auto()
@@ -228,14 +228,16 @@ class BlockInspection:
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
+        trained: list[Tensor] = []
         for prepared in prepared_optimizers:
-            sample = _sample(prepared.trained_params())
-            self._params += sample
-            self._observe(sample, self._reach_own)
-        for other_session in session.live:
-            for other in other_session.prepared_optimizers:
-                if other not in prepared_optimizers:
-                    self._observe(_sample(other.trained_params()), self._reach_other)
+            params = prepared.trained_params()
+            trained += params
+            self._params += _sample(params)
+        self._observe(self._params, self._reach_own)
+        own = {*map(id, trained)}
+        for leaf in leaves_of(scaled_loss):
+            if id(leaf) not in own:
+                self._observe([leaf], self._reach_other)
 
     def _observe(self, params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
         """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters."""
@@ -273,8 +275,8 @@ class BlockInspection:
 
     def _mark_grads(self) -> None:
         """Marks what the block leaves multiplied by the loss scale."""
-        _mark(self._params, _Origin.OWN)
-        _mark(self._others_reached, _Origin.OTHER)
+        _mark(self._params, Origin.OWN)
+        _mark(self._others_reached, Origin.OTHER)
 
     def end(self) -> None:
         """Removes the hooks, and inspects gradients before they are unscaled; idempotent."""
@@ -287,7 +289,7 @@ class BlockInspection:
             self.found = Mistake.SECOND_BACKWARD
             if self._pass_id is None:
                 self.found = Mistake.UNSCALED_BACKWARD
-        elif _origins(self._params) == {_Origin.CHANGED} and not self._may_change:
+        elif origins_of(self._params) == {Origin.CHANGED} and not self._may_change:
             self.found = Mistake.CLIPPED_INSIDE
         self._mark_grads()
         self._params.clear()  # a loss, which a script may keep, refers to this object
@@ -302,7 +304,7 @@ def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 @untraced  # dynamo cannot trace a tensor's attributes
-def _mark(params: Iterable[Tensor], origin: _Origin) -> None:
+def _mark(params: Iterable[Tensor], origin: Origin) -> None:
     for param in params:
         grad = param.grad
         if grad is not None:
@@ -310,14 +312,14 @@ def _mark(params: Iterable[Tensor], origin: _Origin) -> None:
 
 
 @untraced
-def _origins(params: Iterable[Tensor]) -> set[_Origin]:
+def origins_of(params: Iterable[Tensor]) -> set[Origin]:
     """Returns where the gradients of parameters come from."""
-    origins: set[_Origin] = set()
+    origins: set[Origin] = set()
     for param in params:
         grad = param.grad
         if grad is not None:
-            origin, version = vars(grad).get(_MARK, (_Origin.PLAIN, grad._version))
-            origins.add(origin if version == grad._version else _Origin.CHANGED)
+            origin, version = vars(grad).get(_MARK, (Origin.PLAIN, grad._version))
+            origins.add(origin if version == grad._version else Origin.CHANGED)
     return origins
 
 
@@ -337,26 +339,26 @@ def _find_mistake(prepared: PreparedOptimizer, *, at_step: bool) -> Mistake | No
     counted = [*lazy, *prepared.direct_params()]  # whose own gradients the step uses
     if delayed is not None and delayed.scaled:
         counted = prepared.trained_params()
-    origins = _origins(_sample(counted))
-    if _Origin.OTHER in origins:
+    origins = origins_of(_sample(counted))
+    if Origin.OTHER in origins:
         return Mistake.FORGOTTEN_OPTIMIZER
     if delayed is not None:
-        is_changed = origins == {_Origin.CHANGED} and not _averages(prepared)
+        is_changed = origins == {Origin.CHANGED} and not _averages(prepared)
         return Mistake.CLIPPED_DELAYED if is_changed else None
     scratch = _scratch_origins(prepared)
     if not prepared.has_only_scratch_grads():
         # A later block of another optimizer may reach them, as a generator's does a discriminator:
         # the masters' gradients are right.
-        if scratch and scratch.isdisjoint((_Origin.OWN, _Origin.OTHER)):
+        if scratch and scratch.isdisjoint((Origin.OWN, Origin.OTHER)):
             return Mistake.CHANGED_MODEL_GRADS
-    elif _Origin.PLAIN in scratch or (at_step and _Origin.CHANGED in scratch):
+    elif Origin.PLAIN in scratch or (at_step and Origin.CHANGED in scratch):
         return Mistake.IGNORED_BACKWARD
-    elif at_step and _Origin.OTHER in scratch:
+    elif at_step and Origin.OTHER in scratch:
         return Mistake.FORGOTTEN_OPTIMIZER
     return None
 
 
-def _scratch_origins(prepared: PreparedOptimizer) -> set[_Origin]:
+def _scratch_origins(prepared: PreparedOptimizer) -> set[Origin]:
     """Returns where gradients come from that no step uses, and no wrapper replaces.
 
     Nothing once a block was not inspected.
@@ -369,7 +371,7 @@ def _scratch_origins(prepared: PreparedOptimizer) -> set[_Origin]:
         is_replaced = session.ddp_tracker.owns_buffer(pair.model)
         if dtypes.is_low_precision(pair.model) and not (pair.lazy or is_replaced):
             scratch.append(pair.model)
-    return _origins(_sample(scratch))
+    return origins_of(_sample(scratch))
 
 
 # -- at the step ----------------------------------------------------------------------------------

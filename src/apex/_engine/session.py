@@ -99,8 +99,7 @@ class Session:
         self.ddp_tracker = DDPTracker()
         # What fully_shard keeps of the models, to tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
-        # Ends the op casts; None before they start.
-        self._end: weakref.finalize[..., Session] | None = None
+        self._casts = ExitStack()  # ends the op casts
         self.mistakes = Mistakes()
         self.losses: Readback[int] | None = Readback()
         self.losses_given = 0
@@ -174,10 +173,17 @@ class Session:
         """Turns op casts on in this thread, until the session ends."""
         if isinstance(self.region, AutocastRegion):
             self._functions.apply()
+            self._casts.callback(self._functions.undo)
             self.region.begin_ambient()
+            self._casts.callback(self.region.end)
             step.hooks.add(self)
-            self._end = weakref.finalize(self, _end, self.region, self._functions)
-            self._end.atexit = False
+            weakref.finalize(self, self._casts.close).atexit = False
+
+    def cast_in(self, models: Iterable[nn.Module]) -> None:
+        """Turns op casts on in the forward passes of models of other sessions, too."""
+        self._models.update(models)
+        for model in models:
+            state.set_region(model, self.region)
 
     def close(self) -> None:
         """Turns op casts off, in this thread and in the models' forward passes; idempotent.
@@ -185,8 +191,8 @@ class Session:
         As in apex, the models run under the casts of a later session.
         """
         self.spec = None
-        if self._end is not None and self._end.alive:
-            self._end()
+        self._casts.close()
+        if isinstance(self.region, AutocastRegion):
             self.region = AmbientRegion()
             for model in self._models:
                 state.set_region(model, self.region)
@@ -238,17 +244,15 @@ class Session:
         sharing = list(prepared_optimizers)
         others: list[PreparedOptimizer] = []
         for session in cls.live:
-            for other in session._prepared_optimizers:
-                if other in sharing:
-                    continue
-                if other.is_live:
-                    others.append(other)
-        if not others:
+            others += session._prepared_optimizers
+        if others == sharing:
             return sharing
         for prepared in sharing:  # which grows meanwhile
             trained = {*map(id, prepared.trained_params())}
             for other in others:
-                if other not in sharing and not trained.isdisjoint(map(id, other.trained_params())):
+                if other in sharing or not other.is_live:
+                    continue
+                if not trained.isdisjoint(map(id, other.trained_params())):
                     sharing.append(other)
         return sharing
 
@@ -293,8 +297,3 @@ class Session:
                 continue
             if cleared.issuperset(map(id, prepared.params())):
                 delayed.forget(prepared)
-
-
-def _end(region: AutocastRegion, functions: UserRegistry) -> None:
-    region.end()
-    functions.undo()

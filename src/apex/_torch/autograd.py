@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from apex._torch.dynamo import untraced
@@ -43,6 +44,26 @@ def is_formula(*, called_in: Collection[str]) -> bool:
     while frame is not None and frame.f_globals.get("__name__") in called_in:
         frame = frame.f_back
     return frame is None or frame.f_code in _RUNNERS
+
+
+def leaves_of(output: Tensor) -> list[Tensor]:
+    """Returns the leaves that a backward pass from ``output`` reaches, as far as the graph tells.
+
+    It does not tell what a checkpoint recomputes.
+    """
+    leaves: list[Tensor] = []
+    seen = {None}
+    nodes: list[Any] = [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            nodes.append(following)
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+    return leaves
 
 
 def at_end_of_pass(fn: Callable[[], object]) -> None:

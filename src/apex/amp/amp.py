@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 
 from apex._core.arguments import flag
 from apex._engine.autocast.user_functions import cast_function
@@ -117,16 +116,14 @@ def init(
     as_low_precision("patch_type", patch_type)
     handle: AmpHandle = NoOpHandle()
     if enabled:
-        session = start_init_session(loss_scale, patch_type, allow_banned=allow_banned)
-        warn_if_emulated(session.policy)
-        handle = AmpHandle(loss_scale, enable_caching, verbose, session=session)
+        started = start_init_session(loss_scale, patch_type, allow_banned=allow_banned)
+        warn_if_emulated(started.policy)
+        handle = AmpHandle(loss_scale, enable_caching, verbose, session=started)
     _amp_state.hold_handle(handle)
     if enabled:
-        fp16_models: list[nn.Module] = []
         for session in _amp_state.sessions():
             if session.policy.param_dtype is torch.float16:
-                fp16_models += session.models
-        handle.cast_in(fp16_models)
+                started.cast_in(session.models)
     if all(session not in _amp_state.options for session in _amp_state.sessions()):
         _amp_state.opt_properties = Properties({"enabled": enabled})
     return handle

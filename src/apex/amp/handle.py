@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.region import AmbientRegion, casts_off
 from apex._engine.backward import BackwardPass
-from apex._engine.conversion.state import set_region
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import prepared_state
 from apex._engine.scaler import Scaler, scaler_for
@@ -119,7 +117,6 @@ class AmpHandle:
     verbose = False
     has_cache = True
     _session: Session | None = None
-    _models: Iterable[nn.Module] = ()
 
     def __init__(
         self,
@@ -140,12 +137,6 @@ class AmpHandle:
         self._session = session or start_init_session(loss_scale)
         self.verbose = verbose
         self.has_cache = enable_caching
-
-    def cast_in(self, models: Iterable[nn.Module]) -> None:
-        """Turns the casts on in the forward passes of ``models``, too."""
-        self._models = weakref.WeakSet(models)
-        for model in self._models:
-            set_region(model, cast(Session, self._session).region)
 
     def is_active(self) -> bool:
         """Returns whether op casts are on."""
@@ -203,9 +194,6 @@ class AmpHandle:
         if self._session is None:
             return
         self._session.close()
-        for model in self._models:
-            set_region(model, AmbientRegion())
-        self._models = ()
         if self._session not in _amp_state.options:
             _amp_state.discard(self._session)
 

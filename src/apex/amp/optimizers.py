@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -117,14 +117,7 @@ class AmpStash:
     _scaled = False
 
     def __init__(self, prepared: PreparedOptimizer) -> None:
-        self._reference = weakref.ref(prepared)
-
-    @property
-    def _prepared(self) -> PreparedOptimizer:
-        prepared = self._reference()
-        if prepared is None:
-            raise RuntimeError("The optimizer of this _amp_stash has been deleted or restored.")
-        return prepared
+        self._prepared: PreparedOptimizer = weakref.proxy(prepared)
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -178,12 +171,9 @@ class AmpStash:
         self._scaled = value
 
 
-_stashes = weakref.WeakKeyDictionary[PreparedOptimizer, AmpStash]()
-
-
-def _stash_of(optimizer: Any) -> AmpStash:
-    prepared = cast(PreparedOptimizer, prepared_state(optimizer))
-    return _stashes.setdefault(prepared, AmpStash(prepared))
+def _stash_of(optimizer: Any) -> Any:
+    prepared: Any = prepared_state(optimizer)
+    return vars(prepared).setdefault("_apex_stash", AmpStash(prepared))
 
 
 AmpOptimizer._amp_stash = property(_stash_of)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from apex._core import arguments
 from apex._core.param_groups import params_of
 from apex._engine import clipping
+from apex._engine.optimizer.prepared import OverflowFlag
 from apex._engine.optimizer.subclass import prepared_state
 from apex.amp.handle import session_of
 from apex.amp.optimizers import unwrap
@@ -99,11 +100,9 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
         True
     """
     prepared = prepared_state(unwrap(optimizer))
-    if prepared is None:
-        return False if on_host else torch.zeros((), dtype=torch.bool, device="cpu")
+    overflow = OverflowFlag() if prepared is None else prepared.overflow
     if on_host:
-        return prepared.overflow.was_skipped_on_host()
-    skipped = prepared.overflow.was_skipped
-    if isinstance(skipped, Tensor):
-        return skipped != 0
-    return torch.full((), skipped, dtype=torch.bool, device=prepared.overflow.device)
+        return overflow.was_skipped_on_host()
+    if isinstance(overflow.was_skipped, Tensor):
+        return overflow.was_skipped != 0
+    return torch.full((), overflow.was_skipped, dtype=torch.bool, device=overflow.device)

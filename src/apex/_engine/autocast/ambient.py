@@ -31,7 +31,7 @@ from apex._core.op_table import AutocastSpec
 from apex._engine.autocast import kernels
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS
-from apex._torch.dynamo import is_compiling_here, untraced
+from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 
 OFF = torch.float32
 """The CPU's autocast dtype in ``casts_off`` blocks, and nowhere else.
@@ -65,6 +65,19 @@ class UncastBlock:
     def __exit__(self, *error: object) -> None:
         for device in self._on:
             torch.set_autocast_enabled(device, True)
+
+    def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns ``closure`` with the casts from around the block."""
+
+        @untraced_frame
+        def evaluate() -> Any:
+            self.__exit__()
+            try:
+                return closure()
+            finally:
+                self.__enter__()
+
+        return evaluate
 
 
 class _Thread(threading.local):
@@ -182,18 +195,6 @@ class _UncastStep(UncastBlock):
         if self in _here.steps:  # an amp call inside the step may have ended it
             _here.steps.remove(self)
             super().__exit__()
-
-    def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns ``closure`` with the casts from around the step."""
-
-        def evaluate() -> Any:
-            self.__exit__()
-            try:
-                return closure()
-            finally:
-                self.__enter__()
-
-        return evaluate
 
 
 def begin_step(

@@ -276,9 +276,15 @@ class PreparedOptimizer:
             grad = grad_of(param)
             if grad is not None:
                 self.masters.stashed[id(param)] = param, self._own_copy(param, grad)
+        self.remove_grads()
+
+    def remove_grads(self) -> None:
+        """Removes the gradients of masters and models, without reading pending ones."""
+        with without_overrides():
+            for param in self.params():
                 set_grad(param, None)
-        for pair in self.pairs:
-            pair.model.grad = None
+            for pair in self.pairs:
+                pair.model.grad = None
 
     def _own_copy(self, param: nn.Parameter, grad: Tensor) -> Tensor:
         """Returns a gradient that the next pass leaves alone: of a view of a bucket, a copy."""
@@ -288,21 +294,6 @@ class PreparedOptimizer:
         if is_part or (self.session is not None and self.session.ddp_tracker.owns_buffer(param)):
             return grad.clone()
         return grad
-
-    def drop_grads(self) -> None:
-        """Drops all gradients.
-
-        As torch's ``zero_grad``, but without reading pending ones, and also for optimizers that
-        never called torch's constructor (timm's Lookahead).
-        """
-        params = self.params()
-        with without_overrides():
-            for param in params:
-                set_grad(param, None)
-            for pair in self.pairs:
-                pair.model.grad = None
-        if self.session is not None:
-            self.session.drop_cleared(params)
 
     def clear_grads_by(self, clear: Callable[[], None]) -> None:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
@@ -320,8 +311,7 @@ class PreparedOptimizer:
         """Drops gradients that no step may use, for a script that goes on without amp."""
         if not self.overflow.is_raised():
             return
-        for param in self.params():
-            param.grad = None
+        self.remove_grads()
         self.overflow.consume(skipped=False)
         if self.session is not None:
             self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)

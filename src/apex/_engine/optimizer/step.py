@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import (
@@ -28,7 +28,7 @@ from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
-from apex._engine.mistakes import Mistake, inspect_step
+from apex._engine.mistakes import Mistake, Origin, inspect_step, origins_of
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 Closure = Callable[[], Any]
-
-_OVERRIDE_NOTHING = frozenset({nn.Parameter, masters.Master, masters.LazyMaster})
-"""Classes of parameters that change nothing about torch's functions."""
 
 _FUSED_CLASSES = (SGD, Adagrad, AdamW, Adam)
 
@@ -64,7 +61,7 @@ def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> 
             if closure is None:
                 result = _run_without_closure(prepared, run)
             else:
-                result = _run_with_closure(prepared, run, closure, uncast)
+                result = _run_with_closure(prepared, run, uncast.with_casts(closure))
         failed = False
         return result
     finally:
@@ -83,7 +80,9 @@ def _run_without_closure(prepared: PreparedOptimizer, run: Run) -> Any:
                 blocks = block_step.begin(prepared)
             if blocks is None:
                 masters.move_grads_to_masters(prepared.pairs)
-        if not compiled and _sees_only_parameters(prepared):
+        module = prepared.optimizer.__class__.__module__
+        # Others may keep state in subclasses of tensors.
+        if not compiled and module.startswith(("torch.optim.", "apex.optimizers.")):
             overrides = without_overrides()
     try:
         with overrides:
@@ -112,13 +111,6 @@ def _run_unless_overflow(prepared: PreparedOptimizer, run: Run) -> Any:
         result = None if skipped else run()
     prepared.overflow.consume(skipped)
     return result
-
-
-def _sees_only_parameters(prepared: PreparedOptimizer) -> bool:
-    """Returns whether an optimizer of torch or apex steps masters and plain parameters only."""
-    module = prepared.optimizer.__class__.__module__
-    known = module.startswith(("torch.optim.", "apex.optimizers."))
-    return known and _OVERRIDE_NOTHING.issuperset(map(type, prepared.params()))
 
 
 # -- fused kernels -------------------------------------------------------------------------------
@@ -188,10 +180,8 @@ class _SkipStep(BaseException):
 
 
 @untraced_frame
-def _run_with_closure(
-    prepared: PreparedOptimizer, run: Run, closure: Closure, uncast: ambient.UncastBlock
-) -> Any:
-    """Runs a step whose evaluations have op casts as in training."""
+def _run_with_closure(prepared: PreparedOptimizer, run: Run, closure: Closure) -> Any:
+    """Runs a step whose evaluations may overflow."""
     session = prepared.session
     undo = _undo(prepared) if session is not None and session.can_skip else None
     losses: list[Any] = []
@@ -199,11 +189,7 @@ def _run_with_closure(
     @untraced_frame
     def evaluate() -> Any:
         masters.round_masters(prepared.pairs)
-        uncast.__exit__(None, None, None)
-        try:
-            losses.append(closure())
-        finally:
-            uncast.__enter__()
+        losses.append(closure())
         prepared.update_masters_with_grads()
         inspect_step(prepared)
         if undo is not None and prepared.must_skip():
@@ -248,10 +234,12 @@ def _undo(prepared: PreparedOptimizer) -> Callable[[], None]:
 
 
 def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]) -> None:
-    """Warns if an optimizer has stepped 16-bit weights of a session's models themselves.
+    """Warns if an optimizer has stepped with scaled gradients, or 16-bit weights of a model itself.
 
     ``versions`` are from before the step, by ``id`` of the parameter.
     """
+    if Origin.OTHER in origins_of(params_of(optimizer)):
+        session.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     weights: set[int] = set()
     for model in session.models:

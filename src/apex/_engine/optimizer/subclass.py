@@ -73,12 +73,16 @@ class AmpOptimizer(Optimizer):
 
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
+        prepared = self._apex_prepared
         own_method = super().zero_grad
         is_torchs = getattr(own_method, "__func__", None) is Optimizer.zero_grad
-        if is_torchs and _set_to_none(*args, **kwargs):
-            self._apex_prepared.drop_grads()
-        else:
-            self._apex_prepared.clear_grads_by(functools.partial(own_method, *args, **kwargs))
+        if not is_torchs or not _set_to_none(*args, **kwargs):
+            prepared.clear_grads_by(functools.partial(own_method, *args, **kwargs))
+            return
+        # Also for optimizers that never called torch's constructor (timm's Lookahead).
+        prepared.remove_grads()
+        if prepared.session is not None:
+            prepared.session.drop_cleared(prepared.params())
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
