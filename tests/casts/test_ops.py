@@ -45,9 +45,7 @@ RNNS = [
 @pytest.mark.parametrize(("kind", "options"), RNNS)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("given", ["fp32", "low"])
-@pytest.mark.filterwarnings(
-    "ignore:LSTM with projections:UserWarning", "ignore:RNN module weights are not part"
-)
+@pytest.mark.filterwarnings("ignore:(LSTM with projections|RNN module weights):UserWarning")
 def test_rnn_runs_in_low_precision(region, low, device, kind, options, packed, given):
     rnn = kind(4, 3, **options).to(device)
     x = torch.randn(3, 2, 4, device=device).to(low if given == "low" else torch.float32)

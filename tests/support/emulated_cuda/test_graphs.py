@@ -12,11 +12,8 @@ from apex.optimizers import FusedAdam
 from benchmarks.graphs import CAPTURED, difference_of_replays
 from tests.support import loops
 
-pytestmark = [
-    pytest.mark.gpu,
-    # The warm-up of make_graphed_callables keeps its graph, and so the nodes of another stream.
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
-]
+# The warm-up of make_graphed_callables keeps its graph, and so the nodes of another stream.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The AccumulateGrad node's")]
 
 
 @pytest.mark.parametrize("level", loops.MIXED)

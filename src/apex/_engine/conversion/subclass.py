@@ -176,7 +176,7 @@ def _casting_forward(own: Any) -> Any:
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         state = state_of(self)
         if state is None:  # restored, but a script has kept this method
-            return own.forward(self, *args, **kwargs)
+            return plain_class(type(self)).forward(self, *args, **kwargs)
         run = state.inner_forward or super(Converted, self).forward
         cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
         if _is_compiling():
