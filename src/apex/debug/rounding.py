@@ -176,7 +176,7 @@ class RoundingTrace(Trace):
         self._skipped: dict[Skipped, None] = {}
         self._shadows = _Shadows()
         # Of the gradients in fp16: see _count_underflow, and where the first underflows.
-        self._underflow = torch.zeros(4, dtype=torch.float64)
+        self._underflow = torch.zeros(4, dtype=torch.float64, device="cpu")
         self._underflow_at: Place | None = None
 
     def __exit__(self, *exc_info: object) -> None:
@@ -439,7 +439,7 @@ class RoundingTrace(Trace):
         exact = torch.where(grad.isfinite(), shadow.view(grad), 0.0)
         lost = exact[grad == 0.0]
         sums = [*_sums(lost), *_sums(exact)]
-        self._underflow += torch.tensor(sums, dtype=torch.float64)
+        self._underflow += torch.tensor(sums, dtype=torch.float64, device="cpu")
         if self._underflow_at is None and lost.any():
             self._underflow_at = self._tracker.place
 
