@@ -98,7 +98,7 @@ class _Thread(threading.local):
     def switches(self) -> dict[str, State]:
         """Returns the state of each device type: by the newest session, or as before the first."""
         switches = dict(self.before)
-        for spec in self.sessions.values():
+        for spec in [*self.sessions.values()]:  # a finalizer may end a session meanwhile
             switches.update(dict.fromkeys(spec.device_types, (True, spec.dtype)))
         return switches
 
@@ -150,7 +150,7 @@ def end_stale_casts() -> None:
     if any(on and not torch.is_autocast_enabled(d) for d, (on, _) in _here.switches().items()):
         return
     for token in ended:
-        del _here.sessions[token]
+        _here.sessions.pop(token, None)
     _here.set_switches()
 
 

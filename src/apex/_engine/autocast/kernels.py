@@ -110,7 +110,7 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
-    rules = "-".join(sorted({spec.digest for spec in live.values()}))
+    rules = "-".join(sorted({spec.digest for spec in [*live.values()]}))
     others_tag, _, _ = config.cache_key_tag.partition(_TAG)
     config.cache_key_tag = others_tag + _TAG + rules if rules else others_tag
 
