@@ -84,9 +84,10 @@ def summed_by(model):
 
 
 @pytest.mark.parametrize("of", ["torch.compile", "model.compile", "model and loss"])
-def test_masters_that_a_script_writes_reach_compiled_code_by_apexs_call(of):
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_masters_that_a_script_writes_reach_compiled_code_by_apexs_call(level, of):
     for _ in range(2):  # the second model runs code that was traced for the first
-        model, optimizer = loops.prepared("O5")
+        model, optimizer = loops.prepared(level)
         run = model
         if of == "model.compile":
             model.compile(backend="aot_eager", fullgraph=True)
@@ -128,7 +129,7 @@ CALLS = {
 
 @GENERATORS
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_methods_of_a_model_compile_as_they_run_in_eager(level, call):
     model, _ = loops.prepared(level, model=CallsItself(4, 2))
     model.register_forward_pre_hook(lambda module, args: args[0] * 2)

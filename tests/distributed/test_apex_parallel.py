@@ -341,6 +341,7 @@ def passed(kind, tensors, device="cpu", **options):
     bn.to(device, torch.float64 if x.dtype is torch.float64 else torch.float32)
     output = bn(x.requires_grad_())
     output.backward(pull)
+    assert device == "cuda" or x.grad is not None
     # On a GPU, torch's function gives an empty batch no gradients.
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, *bn.parameters())]
     stats = [t for t in (bn.running_mean, bn.running_var) if t is not None]

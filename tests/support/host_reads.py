@@ -1,6 +1,5 @@
 """Counts the reads of device values on the host, and forbids waits for a device."""
 
-import warnings
 from contextlib import contextmanager
 
 import torch
@@ -38,9 +37,7 @@ def reads_of(model, optimizer, train, steps=3):
 def waits_are_errors():
     """Makes what lets the host wait for a CUDA device an error, inside."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-            torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

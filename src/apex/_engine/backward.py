@@ -273,6 +273,7 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             if self.scaled:
                 prepared.remove_grads()
+                continue
             for pair in prepared.pairs:
                 pair.model.grad = None
         _add_stashed(self.prepared_optimizers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 _MODULE = "torch.distributed.tensor"
 """Used only if a script has imported it: loading it takes a second."""
 
-_layout = operator.attrgetter("layout")
-
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Returns whether ``tensor`` is a DTensor."""
@@ -30,11 +27,9 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Returns whether any of ``tensors`` is a DTensor."""
     module = sys.modules.get(_MODULE)
-    if module is not None:
-        for tensor_type in {*map(type, tensors)}:
-            if issubclass(tensor_type, module.DTensor):
-                return True
-    return False
+    if module is None:
+        return False
+    return any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -95,7 +90,10 @@ def share_flag_(flag: Tensor, params: Sequence[Tensor]) -> None:
 
 def are_plain(grads: Sequence[Tensor]) -> bool:
     """Returns whether ``grads`` are dense, and none of them a DTensor."""
-    return not any_dtensor(grads) and {*map(_layout, grads)} <= {torch.strided}
+    for grad in grads:
+        if grad.layout is not torch.strided:
+            return False
+    return not any_dtensor(grads)
 
 
 def dense_values(grads: list[Tensor]) -> list[Tensor]:

@@ -177,6 +177,7 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "fits_fp32": birth.fits_fp32,
         "casts": birth.casts,
         "lowest": birth.lowest,
+        "least": birth.lowest == torch.finfo(birth.dtype).min,
         "largest": birth.largest,
         "operands": len(birth.inputs),
         "grown": _has_grown(birth),
