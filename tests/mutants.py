@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         "casts of the oldest session instead of the newest",
         f"{ENGINE}/autocast/ambient.py",
-        "for spec in self.sessions.values():",
-        "for spec in reversed(self.sessions.values()):",
+        "for spec in [*self.sessions.values()]:",
+        "for spec in [*reversed(self.sessions.values())]:",
         "tests/casts/test_sessions.py",
     ),
     Mutant(
