@@ -27,9 +27,11 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Returns whether any of ``tensors`` is a DTensor."""
     module = sys.modules.get(_MODULE)
-    if module is None:
-        return False
-    return any(isinstance(tensor, module.DTensor) for tensor in tensors)
+    if module is not None:
+        for tensor in tensors:
+            if isinstance(tensor, module.DTensor):
+                return True
+    return False
 
 
 def local(tensor: Tensor) -> Tensor:
