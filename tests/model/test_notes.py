@@ -357,7 +357,7 @@ def test_an_average_made_by_deepcopy_is_told_once(caplog, level, make, update):
 def test_copies_that_are_trained_loaded_or_kept_are_not_named(caplog):
     model, optimizer = train_prepared(nn.Sequential(nn.Linear(4, 4)))
     twin, own = copy.deepcopy((model, optimizer))
-    kept = copy.deepcopy(model)
+    kept, _best = copy.deepcopy(model), copy.deepcopy(model)
     for _ in range(6):
         for each, stepped in ((model, optimizer), (twin, own)):
             stepped.zero_grad()
