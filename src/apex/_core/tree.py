@@ -226,7 +226,7 @@ def _writable(obj: Any) -> Any:
     if type(obj) in (list, dict):
         return obj.copy()  # dynamo does not trace copy.copy
     has_own_items = isinstance(obj, (list, deque, dict))
-    if isinstance(obj, MutableMapping) and callable(getattr(obj, "__copy__", None)):
+    if isinstance(obj, MutableMapping) and callable(getattr(type(obj), "__copy__", None)):
         has_own_items = True
     return copy.copy(obj) if has_own_items else dict(obj)
 
