@@ -38,7 +38,6 @@ def check(models: Sequence[nn.Module], plan: ModelPlan) -> None:
     refuse_inference_mode("amp.initialize")
     for model in models:
         _check_model(model, plan)
-    for model in models:
         # A forward pass without a backward pass leaves gathered parameters in place of its own.
         for module in fsdp.sharded_modules(model):
             module.reshard()  # type: ignore[operator]

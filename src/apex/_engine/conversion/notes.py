@@ -203,7 +203,16 @@ class Writes:
                     lost.append(name)
         else:
             yield
-        self._tell_lost(model, lost)
+        if lost:
+            own = [name for name in lost if not name.endswith(_COPIED)]
+            self.tell(
+                "tensors",
+                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
+                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
+                type(model).__name__,
+                ", ".join(lost[:4]),
+                keeping(model, own),
+            )
         names = positional_names(forward)
         self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
 
@@ -274,18 +283,6 @@ class Writes:
                     number,
                     [name],
                 )
-
-    def _tell_lost(self, model: nn.Module, names: Sequence[str]) -> None:
-        if names:
-            own = [name for name in names if not name.endswith(_COPIED)]
-            self.tell(
-                "tensors",
-                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
-                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
-                type(model).__name__,
-                ", ".join(names[:4]),
-                keeping(model, own),
-            )
 
     def tell(self, what: str, text: str, *args: object) -> None:
         """Logs a warning, once for each ``what``."""
