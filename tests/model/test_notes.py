@@ -382,7 +382,7 @@ def test_16_bit_weights_after_initialize_are_told_once(caplog, level, cast, dtyp
     cast(cast(model))
     model(torch.ones(2, 4))
     (text,) = messages(caplog)
-    assert f"weights are now {dtype}" in text
+    assert f".to({dtype})" in text
     assert "with fp32 masters (O2 or O5)" in text
 
 
