@@ -17,10 +17,6 @@ from tests.support.emulated_cuda import build
 ROOT = Path(__file__).parents[2]
 
 
-def records_in(folder):
-    return Records(folder / "emulated-cuda.jsonl")
-
-
 @pytest.mark.emulated
 def test_checks_that_crash_and_hang_lose_themselves_only_and_a_second_call_goes_on(
     tmp_path, monkeypatch, capfd
@@ -33,7 +29,7 @@ def test_checks_that_crash_and_hang_lose_themselves_only_and_a_second_call_goes_
     with pytest.raises(SystemExit, match=r"^Unfinished: facts, faults\."):
         rehearse("--seconds", "0")
     rehearse()
-    records = records_in(tmp_path)
+    records = Records(tmp_path / "emulated-cuda.jsonl")
     crashed = {"part": "faults", "check": "crashes", "error": "its process ended with 3"}
     hung = {"part": "faults", "check": "hangs", "error": "over its 4 s"}
     results = records.results("faults")
@@ -69,7 +65,7 @@ def test_a_whole_rehearsal_fails_where_the_emulation_lacks_something(tmp_path):
         [*command, "--results", str(tmp_path), "--seconds", "2400"],
         check=False, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    records = records_in(tmp_path)
+    records = Records(tmp_path / "emulated-cuda.jsonl")
     assert done.returncode == 0, done.stderr[-4000:]
     failed = {
         (part, check)

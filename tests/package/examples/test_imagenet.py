@@ -11,17 +11,6 @@ from tests.support.ranks import run_script
 
 TINY = ["-a", "resnet10", "-j", "0", "-b", "4", "--image-size", "32"]
 
-SMALL = """
-import sys
-
-sys.path.insert(0, {!r})
-import main_amp
-import resnet
-
-resnet.STAGES["resnet10"] = (1, (1, 1))
-main_amp.main()
-"""
-
 
 @pytest.fixture
 def example(load, monkeypatch):
@@ -120,8 +109,7 @@ def test_evaluation_scores_the_checkpoint(example, folder, tmp_path, capsys):
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_two_processes_train_one_model(on_two_ranks, folder, tmp_path):
     options = ["--opt-level", "O5", "--sync_bn", "--epochs", 1, "--print-freq", 1]
-    script = tmp_path / "small.py"
-    script.write_text(SMALL.format(str(EXAMPLES / "imagenet")))
+    script = EXAMPLES / "imagenet/main_amp.py"
     printed = run_script(on_two_ranks, script, folder, *TINY, *options, "--output", tmp_path)
     assert printed.count("validation") == 1
     assert "epoch 0 [2/2]" in printed  # 16 images: two steps of four in each of two processes
