@@ -27,8 +27,11 @@ MUCH_FASTER = 1.5
 MOST_SPREAD = 1.3
 """Largest ratio of two measurements of one speed that agree."""
 
-LEAST_SPEED, MOST_SPEED = 1e-3, 64.0
-"""No device is beyond: emulated fp16 reaches 0.012 of fp32's speed, Intel's AMX 32 times it."""
+LEAST_SPEED = 1e-3
+"""No device is slower relative to fp32; emulated fp16 reaches 0.012."""
+
+MOST_SPEED = 64.0
+"""No device is faster relative to fp32; Intel's AMX reaches 32."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,9 @@ def advise(
     """Returns the level to start with, ``None`` on a busy machine, and a sentence."""
     if load.busy:
         return None, f"No level suggested: this machine is busy ({load}). Run again when it is not."
-    measured = [speed for by_work in speeds.values() for speed in by_work.values()]
-    if None in measured:
-        return None, "No level suggested: other programs disturbed the measurement. Run again."
+    for by_work in speeds.values():
+        if None in by_work.values():
+            return None, "No level suggested: other programs disturbed the measurement. Run again."
     fp16 = _mean(speeds["float16"])
     bf16 = _mean(speeds["bfloat16"])
     if fp16 >= LEAST_GAIN and fp16 > bf16 * MUCH_FASTER:

@@ -149,7 +149,12 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
         times = operator_seconds(dtype, device).values()
     finally:
         torch.set_num_threads(threads)
-    return max(1 / least_ratio(pairs) if pairs else math.inf for pairs in times)
+    slowest = 0.0
+    for pairs in times:
+        if not pairs:
+            return math.inf
+        slowest = max(slowest, 1 / least_ratio(pairs))
+    return slowest
 
 
 def operator_seconds(
