@@ -135,13 +135,13 @@ def advise(
     if fp16 >= LEAST_GAIN and fp16 > bf16 * MUCH_FASTER:
         return "O1", (
             f"Start with O1: fp16 is {fp16:.2g} times as fast as fp32 on {device} and bf16 only "
-            f"{bf16:.2g} times; O1 casts by operator and scales the loss. O2 stores the model in "
-            "fp16, too."
+            f"{bf16:.2g} times; O1 casts by operator and scales the loss. O2 also stores the model "
+            "in fp16."
         )
     if bf16 >= LEAST_GAIN:
         return "O4", (
             f"Start with O4: bf16 is {bf16:.2g} times as fast as fp32 on {device} and needs no "
-            "loss scaling; O4 casts by operator. O5 stores the model in bf16, too."
+            "loss scaling; O4 casts by operator. O5 also stores the model in bf16."
         )
     return "O0", (
         f"Start with O0: bf16 is {bf16:.2g} times and fp16 {fp16:.2g} times as fast as fp32 on "
