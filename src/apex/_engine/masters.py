@@ -169,6 +169,7 @@ class MasterPair:
         return (
             self.state is MasterState.TRAINED
             and self.model._version == self._model_version
+            and self.model.data_ptr() == self._storage.data_ptr()
             and self.master._version == self._master_version
         )
 

@@ -47,8 +47,8 @@ _SAMPLED = 8
 _INSPECTED_STEPS = 8
 """Steps of an optimizer that are inspected for writes to the model which they overwrite."""
 
-_SMALL = 2**20
-"""Most elements of a weight that is compared with its master: a copy of it takes memory."""
+_SMALL = 2**14
+"""Most elements of a weight that is compared with its master: copies take memory."""
 
 _LIBRARIES = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
