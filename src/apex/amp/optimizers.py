@@ -44,7 +44,7 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
     """
     if not isinstance(optimizers, list | tuple):
         optimizers = [optimizers]
-    return [unwrap(optimizer) for optimizer in optimizers]
+    return [*map(unwrap, optimizers)]
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
