@@ -150,7 +150,7 @@ def cures(first_of, section, scripts, look="nan"):
 
 
 FORMULAS = [section for section, row in data().items() if "fails" in row]
-DIGITS = ("cancellation", "an early rounding", "chain")
+DIGITS = ("cancellation", "an integer that was rounded", "an early rounding", "chain")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -198,6 +198,13 @@ def scaled(way, line, *, steps=True):
     return text.replace("    scaler.step(", f"    {line}\n    scaler.step(")
 
 
+HOOK = """\
+clip = lambda grad: grad.clamp(-1.0, 1.0)
+for parameter in model.parameters():
+    parameter.register_hook(clip)
+for step"""
+
+
 def sgd(lr):
     return OPTIMIZER.replace("1e-3", lr)
 
@@ -231,6 +238,16 @@ LOOPS = {
     "a product with weights that are much too large": {
         way: script(way).replace("eye_(model[0].weight)", "constant_(model[0].weight, 6e4)")
         for way in ("half", "autocast", "O1", "O2", "O3")
+    },
+    "a clip of scaled gradients in a backward pass": {
+        way: script(way, scale=", loss_scale=1024.0").replace("for step", HOOK)
+        for way in ("autocast, scaler", "O2", "O3")
+    },
+    "gradients that nothing has cleared": {
+        "autocast, scaler": HIGH.replace("    optimizer.zero_grad()\n", "")
+    },
+    "a steep gradient in fp16": {
+        way: script(way, loop=STEEP, optimizer=sgd("1e-30")) for way in ("half", "autocast", "O3")
     },
     "a loss that is scaled twice": {"autocast, scaler": TWICE},
     "a penalty of scaled gradients": {"autocast, scaler": PENALIZED},

@@ -229,7 +229,7 @@ class Tracker:
     @property
     def runs_formula(self) -> bool:
         """Whether autograd's own formula of a derivative is running, not user code."""
-        return self.direction == "backward" and not _line_within_backward()
+        return self.direction == "backward" and not line_within_backward()
 
     @property
     def place(self) -> Place:
@@ -257,7 +257,7 @@ class Tracker:
             return innermost_line()
         site = self.forward_site
         forward = "" if site is None else site.place.location
-        return _line_within_backward() or forward or innermost_line()
+        return line_within_backward() or forward or innermost_line()
 
     # -- autograd nodes --------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ def innermost_line() -> str:
     return _innermost("user")[1]
 
 
-def _line_within_backward() -> str:
+def line_within_backward() -> str:
     """Returns the innermost user line of the running backward pass, such as of a hook's.
 
     The search ends at the frames of autograd's Python entry point, which threads of the engine do

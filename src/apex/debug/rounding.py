@@ -178,6 +178,7 @@ class RoundingTrace(Trace):
         # Of the gradients in fp16: see _count_underflow, and where the first underflows.
         self._underflow = torch.zeros(4, dtype=torch.float64, device="cpu")
         self._underflow_at: Place | None = None
+        self._underflow_way = ""
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models and all values."""
@@ -265,9 +266,25 @@ class RoundingTrace(Trace):
                     self._shadows.discard(tensor)
             if reason:
                 self._skip(call.name, reason)
+            if call.base == "to_copy" and not outputs:
+                self._check_integers(call, result)
             if self._tracker.accumulating is not None:
                 for grad in floating(result):
                     self._count_underflow(grad)
+
+    def _check_integers(self, call: Call, result: Tensor) -> None:
+        """Logs whole numbers, such as token ids, that 16 bits rounded before this cast back."""
+        values = call.args[0]
+        shadow = self._shadows.of(values)
+        if shadow is None:
+            return
+        exact = shadow.view(values)
+        wrong = (exact == exact.round()) & (exact != result)
+        share = float(wrong.double().mean())  # sync: tracing is a diagnosis
+        if share > 0.0:
+            dtype = dtypes.name(values.dtype)
+            least = rules.roundoff(values.dtype)
+            self._lose(_ShadowCall(call, self._shadows), dtype, share, least, "cancellation")
 
     def _skip(self, op: str, reason: str) -> None:
         self._skipped.setdefault(Skipped(self._tracker.module[0], op, reason))
@@ -442,6 +459,7 @@ class RoundingTrace(Trace):
         self._underflow += torch.tensor(sums, dtype=torch.float64, device="cpu")
         if self._underflow_at is None and lost.any():
             self._underflow_at = self._tracker.place
+            self._underflow_way = self._way
 
     def _judge_underflow(self) -> None:
         """Logs, as the first, that many gradients are 0."""
@@ -449,7 +467,8 @@ class RoundingTrace(Trace):
         if self._underflow_at is None or lost <= rules.LOST_GRADIENT**2 * total:
             return
         share = 100 * zeros / elements
-        ways = [*remedies("underflow", self._way), *remedies("in bf16", self._way)]
+        way = self._underflow_way
+        ways = [*remedies("underflow", way), *remedies("in bf16", way)]
         row = RoundingRow(
             **vars(self._underflow_at),
             op="aten.add",
