@@ -192,7 +192,6 @@ class OverflowTrace(Trace):
             overflow = self._born.of(gradient)
             if overflow is not None and overflow.heals:
                 self._add_misuse("step", overflow.scale, "step", cause="skipped step")
-                return
 
     @property
     def _largest_weight(self) -> float:
