@@ -122,7 +122,8 @@ class Finding(Place):
         )
         lines = [self.what]
         for name, text in parts:
-            lines += [f"  {name:6} {text.replace(chr(10), chr(10) + ' ' * 9)}"] if text else []
+            if text:
+                lines.append(f"  {name:6} {text.replace(chr(10), chr(10) + ' ' * 9)}")
         return "\n".join(lines)
 
 
@@ -357,7 +358,8 @@ def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     models = list(models)
     for model in models:
         name = type(model).__name__
-        count = seen[name] = seen.get(name, -1) + 1
+        count = seen.get(name, -1) + 1
+        seen[name] = count
         prefix = f"{name}[{count}]:" if count else f"{name}:"
         yield prefix if len(models) > 1 else "", model
 

@@ -205,12 +205,14 @@ class RoundingTrace(Trace):
         return tuple(self._skipped)
 
     def __str__(self) -> str:
+        lines = [self._verdict]
         later = [f"{row.op} {row.where}, {row.direction}" for row in self.lost[1:]]
-        skips = (
-            f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
-        )
-        after = [f"later  {listed(later)}"] if later else []
-        return "\n".join([self._verdict, *after, *skips])
+        if later:
+            lines.append(f"later  {listed(later)}")
+        for skip in self.skipped:
+            module = skip.module or "(no module)"
+            lines.append(f"skipped: {skip.op} in {module}: {skip.reason}")
+        return "\n".join(lines)
 
     @property
     def _verdict(self) -> str:
@@ -282,9 +284,13 @@ class RoundingTrace(Trace):
         wrong = (exact == exact.round()) & (exact != result)
         share = float(wrong.double().mean())  # sync: tracing is a diagnosis
         if share > 0.0:
-            dtype = dtypes.name(values.dtype)
-            least = rules.roundoff(values.dtype)
-            self._lose(_ShadowCall(call, self._shadows), dtype, share, least, "cancellation")
+            self._lose(
+                _ShadowCall(call, self._shadows),
+                dtypes.name(values.dtype),
+                share,
+                rules.roundoff(values.dtype),
+                "cancellation",
+            )
 
     def _skip(self, op: str, reason: str) -> None:
         self._skipped.setdefault(Skipped(self._tracker.module[0], op, reason))
@@ -652,7 +658,8 @@ class _ShadowCall:
         if changed is not None and self._may_last(rules.first_of(call.args[changed]), shadows):
             self.first = rules.first_of(self.own.args[changed]).clone()
         self.inputs: list[rules.Distance] = []
-        self.inherited = self.unit = 0.0
+        self.inherited = 0.0
+        self.unit = 0.0
         self.origin: Origin | None = None
         self._inherit(shadows)
 

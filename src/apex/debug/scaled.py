@@ -63,8 +63,9 @@ class ScaledGradients:
         ``"penalty"``, ``"twice"`` (a loss is scaled), or ``""`` if all is right.
         """
         if backward_id() != -1:
-            is_wrong = self._follow_backward(call, result) and line_within_backward()
-            return "hook" if is_wrong else ""
+            if self._follow_backward(call, result) and line_within_backward():
+                return "hook"
+            return ""
         if isinstance(result, Tensor) and result.numel() == 1 and self._follow_loss(call, result):
             return "twice"
         scale = self.scale_of(call.arguments)
