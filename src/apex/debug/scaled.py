@@ -63,9 +63,7 @@ class ScaledGradients:
         ``"penalty"``, ``"twice"`` (a loss is scaled), or ``""`` if all is right.
         """
         if backward_id() != -1:
-            if self._follow_backward(call, result) and line_within_backward():
-                return "hook"
-            return ""
+            return self._follow_backward(call, result)
         if isinstance(result, Tensor) and result.numel() == 1 and self._follow_loss(call, result):
             return "twice"
         scale = self.scale_of(call.arguments)
@@ -87,19 +85,21 @@ class ScaledGradients:
             return ""
         return "penalty" if call.base in _ADDITIONS and not changed else "change"
 
-    def _follow_backward(self, call: Call, result: Any) -> bool:
-        """Records what a scaled pass computes; returns whether it clips a gradient.
+    def _follow_backward(self, call: Call, result: Any) -> str:
+        """Records what a scaled pass computes; returns ``"hook"`` where user code clips it.
 
         The pass begins with a 1, which the derivative of the scaling multiplies by the scale.
         """
         scale = self.loss_scale[0]
         if scale == 1.0 or call.traits.view:
-            return False
+            return ""
         is_scaled = self.scale_of(call.arguments) != 1.0
         if is_scaled != self._unscales(call, scale):
             for tensor in tracing.outputs(call, result):
                 self._scales.note(tensor, scale)
-        return is_scaled and call.base.startswith(_CLAMPS)
+        if is_scaled and call.base.startswith(_CLAMPS) and line_within_backward():
+            return "hook"
+        return ""
 
     def _follow_loss(self, call: Call, result: Tensor) -> bool:
         """Records the scale of a loss that a scaler multiplies, and of what is computed from it.
