@@ -186,7 +186,7 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "empty": any(0 in values.shape for values in birth.inputs),
         "excess": (birth.true or 0.0) / birth.scale / info.max,
         "operands": len(birth.inputs),
-        "grown": birth.grown or (is_large and birth.steps > 0 and not birth.fits_fp32),
+        "grown": birth.grown or (is_large and birth.steps and not birth.fits_fp32),
         "exceeds_fp16": _exceeds_fp16(birth),
         "limit": f"{info.max:g}",
         "true": f"{birth.true:.5g}" if birth.true and math.isfinite(birth.true) else "more",
