@@ -42,7 +42,7 @@ class _Generated(type):
         return plain_class(cls)(*args, **kwargs)
 
     def __getattribute__(cls, name: str) -> Any:
-        """Reads an attribute of the own class, except for those of ``_SHOWN`` and in dynamo."""
+        """Reads the own class's attribute, except names in ``_SHOWN``, and except in dynamo."""
         if mixin_of(cls) is None or name in _SHOWN or is_tracing():
             return super().__getattribute__(name)
         return getattr(plain_class(cls), name)

@@ -42,7 +42,7 @@ def map_leaves(fn: LeafFunction, obj: T) -> T:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], obj: T) -> T:
-    """Returns ``obj`` with ``fn`` applied to its tensors alone, as :func:`map_leaves`."""
+    """Returns ``obj`` with ``fn`` applied only to its tensors; see :func:`map_leaves`."""
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, obj)
 
 
@@ -217,9 +217,9 @@ class _Walk:
 
 
 def _writable(obj: Any) -> Any:
-    """Returns a copy of a container with items of its own: a list for a tuple.
+    """Returns a copy of a container with its own items: a list for a tuple.
 
-    For a mapping whose copy may be a view on the same items, it is a dict.
+    A mapping whose copy may be a view on the same items becomes a dict.
     """
     if isinstance(obj, tuple):
         return list(obj)
