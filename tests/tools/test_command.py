@@ -116,7 +116,7 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(apex, tmp_path
         (["compare", "x.py", "--steps", "0"], "got 0; it must be at least 1"),
         (["compare", "x.py", "--levels", "O9"], "no level 'O9'; choose from O0, O1"),
         (["compare", "x.py", "--device", "xpu:99"], "there is no device 'xpu:99'"),
-        (["compare", "no_such.py"], "There is no file no_such.py."),
+        (["compare", "no_such.py"], "no_such.py cannot be read: No such file"),
         (["compare", "x.py", "--steps", "abc"], "--steps: invalid count value: 'abc'"),
         (["compare", "x.py", "--device"], "--device: expected one argument"),
         (["compare", "x.py", "--levels", "o4"], "separated by commas. Did you mean O4?"),

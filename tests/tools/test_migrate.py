@@ -264,7 +264,7 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
     [
         (["train.py"], FAILED, "unsupported: 1."),
         (["deep"], OK, "Files: 1. Uses that work unchanged: 1"),
-        (["no_such.py"], BAD_INPUT, "There is no file or folder no_such.py."),
+        (["no_such.py"], BAD_INPUT, "no_such.py cannot be read: No such file or directory."),
         (["latin.py"], BAD_INPUT, "latin.py cannot be decoded"),
         (["lab.ipynb"], BAD_INPUT, "lab.ipynb is a notebook. Convert it to a script first: jup"),
         (["latin.py", "--json", "no/uses.json"], NOT_WRITTEN, "no/uses.json cannot be written"),

@@ -41,8 +41,7 @@ def format_error(error: BaseException) -> str:
     frames = [frame for frame in stack if is_user_file(frame.filename)]
     for frame in frames[-1:]:
         text += f" ({frame.filename}:{frame.lineno})"
-        if isinstance(first, AttributeError | ImportError | TypeError):
-            remedies += _misspelt(frame)
+        remedies += _misspelt(frame)
     if message.endswith("without overflow"):  # torch's, of a number for a 16-bit tensor
         remedies.append("The number does not fit. Mask with torch.finfo(scores.dtype).min.")
     remedies += itertools.dropwhile(lambda line: not line.startswith("amp."), more)

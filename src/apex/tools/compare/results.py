@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from apex._core import dtypes
-from apex.debug.common import json_types, short
+from apex.debug.common import json_types
 from apex.tools.compare.timing import Interval, Load, speed_of
 from apex.tools.errors import InputError
 from apex.tools.source import did_you_mean
@@ -39,11 +38,6 @@ class Level:
     casts: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     advised: bool = True
-
-    @property
-    def short_dtype(self) -> str:
-        """The dtype's short name, such as ``"bf16"``."""
-        return short(dtypes.name(self.dtype))
 
 
 BASELINE = "O0"
@@ -131,13 +125,9 @@ class Training:
     evaluation: float | None = None
 
     @property
-    def skipped(self) -> tuple[int, ...]:
-        """Steps, counted from 1, that overflowed, as a fall of the loss scale shows."""
-        skipped = []
-        for step, (old, new) in enumerate(itertools.pairwise(self.loss_scales), start=1):
-            if new < old:
-                skipped.append(step)
-        return tuple(skipped)
+    def skipped(self) -> int:
+        """Number of steps that overflowed, as falls of the loss scale show."""
+        return sum(new < old for old, new in itertools.pairwise(self.loss_scales))
 
 
 @dataclass(frozen=True)
@@ -220,7 +210,7 @@ class Comparison:
         machine: Description of the machine.
         steps: Training steps of each level.
         seed: Seed of all random numbers.
-        results: In display order, the fp32 baseline first.
+        results: In display order; the first is the fp32 baseline.
         notes: Remarks for the reader.
         load: Load of the machine while they were timed.
         recommendation: Derived from the results.
@@ -238,7 +228,7 @@ class Comparison:
     @property
     def baseline(self) -> Result:
         """The fp32 run."""
-        return next(result for result in self.results if result.name == BASELINE)
+        return self.results[0]
 
     @property
     def failed(self) -> bool:

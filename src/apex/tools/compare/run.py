@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from apex._core import dtypes
+from apex.debug.common import short
 from apex.tools.compare import training
 from apex.tools.compare.results import BASELINE, Comparison, Level, Result
 from apex.tools.compare.soundness import fault
@@ -218,8 +220,9 @@ class _Run:
 def _why_skipped(level: Level, device: torch.device) -> str:
     """Returns why a level is not worth training on a device; empty if it is."""
     ratio = slowdown(level.dtype, device)
+    dtype = short(dtypes.name(level.dtype))
     if math.isinf(ratio):
-        return f"{level.short_dtype} is not supported by this machine"
+        return f"{dtype} is not supported by this machine"
     if ratio > EMULATION_RATIO:
-        return f"{level.short_dtype} is emulated on this machine"
+        return f"{dtype} is emulated on this machine"
     return ""

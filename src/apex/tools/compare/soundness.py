@@ -124,7 +124,6 @@ def fault(result: Result, baseline: Result) -> str:
 
 def _faults(result: Result, record: Training, base: Training) -> list[str]:
     steps = len(record.losses)
-    skipped = len(record.skipped)
     faults = []
     if not math.isfinite(record.losses[-1]):
         faults.append("the final loss is not finite")
@@ -133,8 +132,8 @@ def _faults(result: Result, record: Training, base: Training) -> list[str]:
     frozen = record.frozen or 0.0
     if frozen - (base.frozen or 0.0) > MOST_FROZEN:
         faults.append(f"rounding lost the updates of up to {frozen:.0%} of the weights")
-    if skipped > 2 + MOST_SKIPPED * steps:
-        faults.append(f"{skipped} of {steps} steps were skipped")
+    if record.skipped > 2 + MOST_SKIPPED * steps:
+        faults.append(f"{record.skipped} of {steps} steps were skipped")
     return faults
 
 
@@ -149,7 +148,7 @@ def _worse(record: Training, base: Training, dtype: torch.dtype) -> str:
         return ""
     rounding = (torch.finfo(dtype).eps / 2) ** 2 * abs(base.losses[0])
     allowed = max(MOST_EXCESS * difference.size, rounding)
-    if difference.mean <= allowed + len(record.skipped) * difference.fall:
+    if difference.mean <= allowed + record.skipped * difference.fall:
         return ""
     ours = difference.fp32 + difference.mean
     return f"loss {ours:.4g}, against {difference.fp32:.4g} in fp32: {difference}"

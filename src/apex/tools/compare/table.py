@@ -101,7 +101,7 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
     cells["stored"] = f"{record.stored.per_param:.1f}"
     cells["loss"] = f"{loss:.4g}" if math.isfinite(loss) else "diverged"
     cells["apart"] = _apart(result, comparison)
-    cells["skipped"] = f"{len(record.skipped)} of {len(record.losses)}"
+    cells["skipped"] = f"{record.skipped} of {len(record.losses)}"
     if record.evaluation is not None:
         cells["evaluation"] = f"{record.evaluation:.4g}"
     if record.frozen is not None:

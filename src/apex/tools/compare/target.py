@@ -119,8 +119,6 @@ def _copied(first: Experiment) -> Experiment:
 
 def _look_at(path: Path, function: str) -> None:
     """Raises unless a file defines a target and trains nothing itself; executes nothing."""
-    if not path.exists():
-        raise InputError(f"There is no file {path}.")
     tree = source.parse(source.read(path), path)
     executed = [part for part in tree.body if not ast.unparse(part).startswith("if __name__ ==")]
     top = [*source.of_scope(ast.Module(executed, []))]

@@ -30,11 +30,6 @@ class Definition(NamedTuple):
     name: str = ""
     node: ast.AST | None = None
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether nothing in the module's source binds the name."""
-        return self.node is None and self.name != ""
-
 
 def is_of_apex(name: str) -> bool:
     """Returns whether a full name is of a module of this distribution."""

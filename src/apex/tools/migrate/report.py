@@ -99,8 +99,6 @@ def migration_of(path: Path) -> Migration:
     Raises:
         InputError: If the path itself cannot be read.
     """
-    if not path.exists():
-        raise InputError(f"There is no file or folder {path}.")
     unread: list[tuple[str, str]] = []
     files = [*_python_files(path, unread)] if path.is_dir() else [path]
     uses: list[Use] = []

@@ -45,9 +45,10 @@ def verdict_of_name(name: str) -> tuple[Kind, str]:
         if f"{name}.".startswith(f"{key}."):
             return "not supported", f"Use {instead}."
     definition = definition_of(name)
-    why = _why_missing(definition) if definition.is_missing else ""
-    if why:
-        return "not supported", why
+    if definition.name and definition.node is None:
+        why = _why_missing(definition)
+        if why:
+            return "not supported", why
     return _noted(NOTES.get(_noted_name(name), ""))
 
 
