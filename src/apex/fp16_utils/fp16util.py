@@ -110,22 +110,13 @@ def prep_param_lists(
 
     Args:
         model: Any model.
-        flat_master: Whether to make one master that holds all parameters, with a gradient.
-
-    Raises:
-        ValueError: If ``flat_master`` would join parameters of several dtypes or devices.
+        flat_master: Whether to make one master that holds all parameters, with a gradient. They may
+            have several dtypes, but only one device.
     """
     arguments.module("prep_param_lists", model)
     params = [param for param in model.parameters() if param.requires_grad]
     if not arguments.flag("flat_master", flat_master):
         return params, [make_master(param.detach().clone()) for param in params]
-    kinds = {(param.dtype, param.device) for param in params}
-    if len(kinds) != 1:
-        shown = sorted(f"{dtypes.name(dtype)} on {device}" for dtype, device in kinds)
-        raise ValueError(
-            f"prep_param_lists(flat_master=True) got a model with parameters of {shown}; one flat "
-            "master takes parameters of one dtype on one device. Use flat_master=False."
-        )
     flat = nn.Parameter(flatten([param.detach() for param in params]).to(torch.float32))
     flat.grad = torch.zeros_like(flat)
     return params, [flat]

@@ -113,12 +113,11 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
             RuntimeError: If the scales are invalid; nothing changes in this case.
         """
         state = dict(state_dict)
-        loaded = state.pop("apex_amp", None)
-        if loaded is not None:
-            scaler_states.parsed(loaded)  # raises unless these are scales
+        loaded = state.pop("apex_amp", {})
+        scaler_states.parsed(loaded)  # raises unless these are scales
         OptimWrapper.load_state_dict(self, state)
         if scales.is_prepared(self.optimizer):
-            scales.load_state_dict(self.optimizer, loaded or {})
+            scales.load_state_dict(self.optimizer, loaded)
         else:
             self._loaded_scales = loaded
 

@@ -78,8 +78,8 @@ class SubmoduleCalls(Region):
     def remove(self) -> None:
         """Removes the hooks."""
         self._state.region = self._region
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _note_wrapper(self, module: nn.Module, args: Args) -> None:
         self._state.begin_forward(module)

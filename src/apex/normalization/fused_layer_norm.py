@@ -187,7 +187,8 @@ class _FusedNorm(nn.Module):
 
     # torch.jit.script reads this list; it does not support Final annotations in this syntax.
     __constants__ = ("eps", "normalized_shape")
-    _has_bias = False
+    _centered = False
+    """Whether it is a layer norm, which also has a bias, or an RMS norm."""
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class _FusedNorm(nn.Module):
         self.memory_efficient = flag("memory_efficient", memory_efficient)
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
-        for name in ("weight", "bias") if self._has_bias else ("weight",):
+        for name in ("weight", "bias") if self._centered else ("weight",):
             param = nn.Parameter(torch.empty(self.normalized_shape)) if elementwise_affine else None
             self.register_parameter(name, param)
         self.reset_parameters()
@@ -218,7 +219,7 @@ class _FusedNorm(nn.Module):
         """Returns the result's dtype without autocast."""
         return input.dtype
 
-    def _normalized(self, input: Tensor, bias: Tensor | None, *, centered: bool) -> Tensor:
+    def _normalized(self, input: Tensor, bias: Tensor | None) -> Tensor:
         return _norm(
             input,
             self.normalized_shape,
@@ -226,7 +227,7 @@ class _FusedNorm(nn.Module):
             bias,
             self.eps,
             out=self._out_dtype(input),
-            centered=centered,
+            centered=self._centered,
         )
 
     def extra_repr(self) -> str:
@@ -252,13 +253,13 @@ class FusedLayerNorm(_FusedNorm):
         ValueError: If it is empty.
     """
 
-    _has_bias = True
+    _centered = True
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalized input, ``[*, normalized_shape]``."""
         if is_scripting():
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return self._normalized(input, self.bias, centered=True)
+        return self._normalized(input, self.bias)
 
 
 class FusedRMSNorm(_FusedNorm):
@@ -284,7 +285,7 @@ class FusedRMSNorm(_FusedNorm):
         """Returns the normalized input, ``[*, normalized_shape]``."""
         if is_scripting():
             return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
-        return self._normalized(input, None, centered=False)
+        return self._normalized(input, None)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
         if self.weight is not None and self.weight.dtype in LOW_PRECISION:

@@ -28,7 +28,8 @@ class DelayedReduction:
         self.reduction = reduction
         self._on = False  # whether this backward pass ends with a reduction
         self._queued = False  # whether the engine has been asked for it
-        hook = functools.partial(_queue, weakref.ref(self))
+        # A proxy, because a parameter's hook must not keep the reduction alive.
+        hook = functools.partial(DelayedReduction.queue, weakref.proxy(self))
         for param in params:
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)
@@ -40,8 +41,8 @@ class DelayedReduction:
         if on and not torch.compiler.is_compiling():  # compiled code has no nested passes
             tree.map_tensors(self._register_output, output)
 
-    def queue(self, _: object = None) -> None:
-        """Asks the autograd engine to reduce when its pass ends; also the hook of an output."""
+    def queue(self, _: object) -> None:
+        """Asks the autograd engine to reduce when its pass ends; the hook of params and outputs."""
         if self._on and not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._finish)
@@ -56,10 +57,3 @@ class DelayedReduction:
     def _finish(self) -> None:
         self._queued = False
         reduce_gradients(self.params, self.reduction)
-
-
-def _queue(reference: weakref.ref[DelayedReduction], param: Tensor) -> None:
-    """Runs as a parameter's hook, which must not keep the reduction alive."""
-    reduction = reference()
-    if reduction is not None:
-        reduction.queue()

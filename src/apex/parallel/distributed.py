@@ -43,8 +43,6 @@ __getattr__ = _unavailable.names_instead(
 )
 
 _MESSAGE_SIZE = 10_000_000
-_LATE = "_apex_late"
-_HOOKS = "_comm_hooks"
 
 # torch checks the annotations of hooks and rejects strings; a lambda has none.
 _in_background: Any = lambda state, bucket: state.in_background(bucket)  # noqa: E731
@@ -127,13 +125,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def create_hooks(self) -> None:
         """Registers the hooks that reduce gradients; the constructor calls it once."""
-        late = None
+        self._delayed: DelayedReduction | None = None
         reduction = self._reduction(self.process_group)
         if self.delay_allreduce:
-            late = DelayedReduction(self._reduced_params(), reduction)
+            self._delayed = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)
-        self.__dict__[_LATE] = late
 
     def _reduction(self, group: Any) -> GradientReduction:
         return GradientReduction(
@@ -152,8 +149,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module."""
-        late: DelayedReduction | None = self.__dict__[_LATE]
-        if late is None:
+        if self._delayed is None:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         syncs = self.require_backward_grad_sync
         self.__dict__[SENDS_LATER] = syncs
@@ -161,7 +157,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self.require_forward_param_sync = syncs
         if torch.is_grad_enabled():
-            late.enable(output, on=syncs)
+            self._delayed.enable(output, on=syncs)
         return output
 
     def disable_allreduce(self) -> None:
@@ -246,7 +242,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state without this process's hooks and communication."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, _LATE: None, _HOOKS: []}
+        return {**state, "_delayed": None, "_comm_hooks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the wrapper and restarts its communication."""

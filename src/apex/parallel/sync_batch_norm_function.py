@@ -69,11 +69,12 @@ def sync_batch_norm(
             "here) in training, which has no variance. Use larger batches, or call eval() on the "
             "layer."
         )
-    mean = total[:-1] / count.clamp(min=1.0)
+    divisor = count.clamp(min=1.0)
+    mean = total[:-1] / divisor
     # Two passes over the data, because E[x^2] - E[x]^2 would cancel.
     centered = wide - mean.view(shape)
     squares: Tensor = _Sum.apply(centered.square().sum(dims), group)  # type: ignore[no-untyped-call]
-    var = squares / count.clamp(min=1.0)
+    var = squares / divisor
     if running_mean is not None and running_var is not None and count > 0:  # sync: as above
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)

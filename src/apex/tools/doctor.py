@@ -102,8 +102,7 @@ def origins() -> dict[str, str]:
     places = {}
     for name in ROOTS:
         spec = importlib.util.find_spec(name)
-        origin = None if spec is None else spec.origin
-        places[name] = origin or "nowhere"
+        places[name] = str(spec and spec.origin)
     return places
 
 
