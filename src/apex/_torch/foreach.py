@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from apex._torch.copies import moved
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel
 
-_has_graph = operator.attrgetter("requires_grad")
+has_graph = operator.attrgetter("requires_grad")
+"""Returns whether a gradient is part of a graph, as after ``create_graph=True``."""
+
 _dtype = operator.attrgetter("dtype")
 
 
@@ -61,7 +63,7 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
 
     The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
     """
-    if torch.is_grad_enabled() and any(map(_has_graph, grads)):  # which the kernel does not record
+    if torch.is_grad_enabled() and any(map(has_graph, grads)):  # which the kernel does not record
         values = [grad.detach() for grad in grads]
         _unscale_and_check_(values, torch.ones_like(inverse_scale), found_inf)
         torch._foreach_mul_(grads, inverse_scale)
@@ -76,25 +78,13 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, in its dtype; autograd records nothing."""
-    _by_dtype(torch._foreach_copy_, targets, sources)
+    """Copies each source into its target, in its dtype; autograd records nothing.
 
-
-def add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Adds each source to its target, in its dtype."""
-    _by_dtype(torch._foreach_add_, targets, sources)
-
-
-def _by_dtype(
-    kernel: Callable[..., Any], targets: Sequence[Tensor], sources: Sequence[Tensor]
-) -> None:
-    """Calls ``kernel`` for targets of one dtype and sources of one at a time.
-
-    In torch 2.6 to 2.10, CUDA's copy writes past targets of several
-    (https://github.com/pytorch/pytorch/pull/173531).
+    One call has targets of one dtype, and sources of one: in torch 2.6 to 2.10, CUDA's kernel
+    writes past targets of several (https://github.com/pytorch/pytorch/pull/173531).
     """
     if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
-        kernel(list(targets), list(sources))
+        torch._foreach_copy_(list(targets), list(sources))
         return
     by_dtypes: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -103,7 +93,7 @@ def _by_dtype(
         same_targets.append(target)
         same_sources.append(source)
     for same_targets, same_sources in by_dtypes.values():
-        kernel(same_targets, same_sources)
+        torch._foreach_copy_(same_targets, same_sources)
 
 
 def divide_(tensors: Sequence[Tensor], divisors: Sequence[Tensor | None]) -> None:
