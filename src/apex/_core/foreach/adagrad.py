@@ -12,6 +12,8 @@ from torch import Tensor
 
 from apex._core.foreach.scalars import Scalar, decay_, decayed, descend_
 from apex._core.foreach.working import working
+from apex._torch import foreach
+from apex._torch.copies import as_tensor
 
 
 def adagrad_(
@@ -37,10 +39,28 @@ def adagrad_(
         weight_decay: Decay rate of the parameters.
         decoupled: Whether weight decay acts on the parameter instead of the gradient.
     """
-    with working(grads, params, sums, skip=skip) as (grads, params, sums):
+    device = grads[0].device
+    fused = foreach.fused_kernel("_fused_adagrad_", device)
+    with working(grads, params, sums, skip=None if fused else skip) as (grads, params, sums):
         if decoupled:
             decay_(params, lr, weight_decay, skip)
             weight_decay = 0.0
+        if fused:
+            first_step = as_tensor(1.0, device)  # read for a decay of the rate, which is 0
+            fused(
+                params,
+                grads,
+                sums,
+                [first_step] * len(params),
+                lr=lr,
+                lr_decay=0.0,
+                weight_decay=weight_decay,
+                eps=eps,
+                maximize=False,
+                grad_scale=None,
+                found_inf=skip,
+            )
+            return
         updates = decayed(grads, params, weight_decay)
         torch._foreach_addcmul_(sums, updates, updates)
         denominators = torch._foreach_sqrt(sums)
