@@ -7,6 +7,8 @@ RUN := $(VENV)/bin/python
 CONSTRAINTS := packaging/constraints.txt
 # Python compiles what is imported; pip would compile everything, which takes a minute.
 PIP := $(RUN) -m pip install --disable-pip-version-check -qq --no-compile
+# Also where the environment says not to: each process would compile torch anew, in ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 NOX := $(RUN) -m nox --stop-on-first-error
 BENCH_JSON ?= benchmarks.json
 

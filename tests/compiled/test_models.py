@@ -7,19 +7,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.compiled.cases import (
-    GENERATORS,
-    LEVELS,
-    MIXED,
-    assert_close,
-    compiled,
-    dtypes,
-    graph_breaks,
-    inputs,
-    loss_fn,
-    net_and_optimizer,
-    no_recompilation,
-)
+from tests.compiled import cases
 from tests.support import loops
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of inductor
@@ -32,29 +20,29 @@ def backward(model, optimizer, loss):
     return gradients
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", cases.LEVELS)
 def test_compiled_model_and_loss_give_dtypes_values_and_gradients_of_eager(level):
-    model, optimizer = net_and_optimizer(level, loss_scale=16.0)
-    x, y = inputs()
-    loss, outputs = loss_fn(model, x, y)
+    model, optimizer = cases.net_and_optimizer(level, loss_scale=16.0)
+    x, y = cases.inputs()
+    loss, outputs = cases.loss_fn(model, x, y)
     gradients = backward(model, optimizer, loss)
-    run, graphs = compiled(loss_fn)
+    run, graphs = cases.compiled(cases.loss_fn)
     compiled_loss, compiled_outputs = run(model, x, y)
-    assert dtypes(compiled_outputs) == dtypes(outputs)
-    assert_close(compiled_outputs, outputs, level)
-    assert_close(compiled_loss, loss, level)
-    assert_close(backward(model, optimizer, compiled_loss), gradients, level)
-    assert (graphs.frame_count, graph_breaks()) == (1, 0)
+    assert cases.dtypes(compiled_outputs) == cases.dtypes(outputs)
+    cases.assert_close(compiled_outputs, outputs, level)
+    cases.assert_close(compiled_loss, loss, level)
+    cases.assert_close(backward(model, optimizer, compiled_loss), gradients, level)
+    assert (graphs.frame_count, cases.graph_breaks()) == (1, 0)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", cases.LEVELS)
 def test_nothing_is_compiled_after_the_second_iteration(level):
     model, optimizer = loops.prepared(level)
-    run, graphs = compiled(model)
+    run, graphs = cases.compiled(model)
     batches = [(torch.randn(size, 4), torch.randn(size, 2)) for size in (3, 5, 4, 7, 3)]
     for batch in batches[:2]:  # torch makes the batch size dynamic at the second
         loops.train_step(run, optimizer, *batch)
-    with no_recompilation():
+    with cases.no_recompilation():
         for batch in batches[2:]:
             loops.train_step(run, optimizer, *batch)
     assert graphs.frame_count == 2
@@ -65,12 +53,12 @@ def test_nothing_is_compiled_after_the_second_iteration(level):
 def test_a_model_may_be_compiled_before_or_after_initialize(level, compile_model):
     model = loops.net()
     if compile_model == "torch.compile first":
-        model, graphs = compiled(model)
+        model, graphs = cases.compiled(model)
     if compile_model == "model.compile first":
         model.compile(backend="aot_eager", fullgraph=True)
     model, optimizer = loops.prepared(level, model=model)
     if compile_model == "after":
-        model, graphs = compiled(model)
+        model, graphs = cases.compiled(model)
     reference = loops.prepared(level)
     for batch in [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)]:
         expected = loops.train_step(*reference, *batch)
@@ -92,7 +80,7 @@ def test_masters_that_a_script_writes_reach_compiled_code_by_apexs_call(level, o
         if of == "model.compile":
             model.compile(backend="aot_eager", fullgraph=True)
         else:
-            run, _ = compiled(model if of == "torch.compile" else summed_by(model))
+            run, _ = cases.compiled(model if of == "torch.compile" else summed_by(model))
         x = torch.randn(3, 4)
         before = run(x)
         for param in amp.master_params(optimizer):
@@ -127,7 +115,7 @@ CALLS = {
 }
 
 
-@GENERATORS
+@cases.GENERATORS
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_methods_of_a_model_compile_as_they_run_in_eager(level, call):
@@ -135,11 +123,11 @@ def test_methods_of_a_model_compile_as_they_run_in_eager(level, call):
     model.register_forward_pre_hook(lambda module, args: args[0] * 2)
     x = torch.randn(4, 4)
     expected = call(model)(x)
-    run, _ = compiled(call(model))
+    run, _ = cases.compiled(call(model))
     output = run(x)
-    assert dtypes(output) == dtypes(expected)
-    assert_close(output, expected, level)
-    with no_recompilation():
+    assert cases.dtypes(output) == cases.dtypes(expected)
+    cases.assert_close(output, expected, level)
+    with cases.no_recompilation():
         run(x)
 
 
@@ -155,15 +143,15 @@ class Nested(nn.Module):
         return {"y": [self.linear(x) * mask * scale], "extra": extra}
 
 
-@pytest.mark.parametrize("level", MIXED)
+@pytest.mark.parametrize("level", cases.MIXED)
 def test_nested_inputs_and_outputs_are_cast_as_in_eager(level):
     model, _ = loops.prepared(level, model=Nested())
     batch = {"pair": (torch.randn(3, 2), torch.ones(3, 2)), "extra": torch.arange(3)}
-    run, graphs = compiled(model)
+    run, graphs = cases.compiled(model)
     ours, theirs = run(batch, scale=2.0), model(batch, scale=2.0)
     assert ours["y"][0].dtype is theirs["y"][0].dtype
     assert ours["extra"].dtype is torch.int64
-    assert_close(ours, theirs, level)
+    cases.assert_close(ours, theirs, level)
     assert graphs.frame_count == 1
 
 
@@ -182,13 +170,13 @@ class PartlyOff(nn.Module):
         return before, inside, inner, self.linear(x)
 
 
-@GENERATORS
-@pytest.mark.parametrize("level", MIXED)
+@cases.GENERATORS
+@pytest.mark.parametrize("level", cases.MIXED)
 def test_disable_casts_traces(level):
     inner, optimizer = loops.prepared(level)
     model = amp.initialize(PartlyOff(inner), opt_level=level, verbosity=0)
     x = torch.randn(3, 4)
-    run, graphs = compiled(model)
+    run, graphs = cases.compiled(model)
     assert [y.dtype for y in run(x)] == [y.dtype for y in model(x)]
     assert graphs.frame_count == 1
     del optimizer
@@ -200,7 +188,7 @@ def softmax(x):
 
 def test_compiled_code_follows_a_changed_op_table():
     x = torch.ones(2, dtype=torch.bfloat16)
-    run, _ = compiled(softmax)
+    run, _ = cases.compiled(softmax)
     first, _ = loops.prepared("O4")
     assert run(x).dtype is torch.float32
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")

@@ -8,41 +8,35 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from tests.debug import rounding_cases
 from tests.debug.bodies import everything
-from tests.debug.rounding_cases import (
-    FAULTS,
-    HEALTHY,
-    Around,
-    CancelsBackward,
-    Shift,
-    cross_entropy,
-    sample,
-)
 from tests.support.loops import live_sessions, same
 
 PLANTED = ("shift", "rotary", "sum", "average", "backward")
 
 
 def suggested(model, length=24):
-    inputs, targets = sample(model, length)
-    return amp.debug.suggest_fp32(model, inputs, loss_fn=lambda out: cross_entropy(out, targets))
+    inputs, targets = rounding_cases.sample(model, length)
+    return amp.debug.suggest_fp32(
+        model, inputs, loss_fn=lambda out: rounding_cases.cross_entropy(out, targets)
+    )
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_module_is_found_and_nothing_else(fault):
     torch.manual_seed(0)
-    faulty, length, _, _ = FAULTS[fault]
-    found = suggested(Around(faulty()), length)
+    faulty, length, _, _ = rounding_cases.FAULTS[fault]
+    found = suggested(rounding_cases.Around(faulty()), length)
     assert found.modules == ["faulty"]
     assert found.error_after < found.error_before
     assert found.notes == ()
     assert "faulty" in str(found)
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", rounding_cases.HEALTHY)
 def test_a_healthy_model_needs_none(name):
     torch.manual_seed(1)
-    found = suggested(HEALTHY[name]())
+    found = suggested(rounding_cases.HEALTHY[name]())
     assert found.modules == []
     assert found.error_before == found.error_after > 0.0
     assert found.setting == ""
@@ -56,7 +50,12 @@ class Two(nn.Module):
         self.embedding = nn.Embedding(65, 32)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(32, 32), kind(), nn.LayerNorm(32))
-            for kind in (Shift, nn.Tanh, Shift, CancelsBackward)
+            for kind in (
+                rounding_cases.Shift,
+                nn.Tanh,
+                rounding_cases.Shift,
+                rounding_cases.CancelsBackward,
+            )
         )
         self.head = nn.Linear(32, 65)
 
@@ -86,7 +85,7 @@ def test_a_fault_outside_of_modules_is_noted():
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_as_before(fails):
     torch.manual_seed(0)
-    model, x = HEALTHY["conv net"](), torch.randn(4, 3, 16, 16)
+    model, x = rounding_cases.HEALTHY["conv net"](), torch.randn(4, 3, 16, 16)
     model(x).sum().backward()
     before, given = everything(model), x.clone()
 

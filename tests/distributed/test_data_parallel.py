@@ -9,15 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apex.parallel
 from apex import amp
-from tests.distributed.cases import (
-    START_SCALE,
-    assert_trained_alike,
-    backward,
-    joined,
-    prepare,
-    rank_batch,
-    state,
-)
+from tests.distributed import cases
 from tests.support import loops
 
 pytestmark = pytest.mark.distributed
@@ -39,10 +31,10 @@ CASES = pytest.mark.parametrize(("level", "wrapper"), ALL)
 
 def average_inside(rank, level):
     """Without a wrapper, as docs/distributed.md says; rank 0 overflows in the second step."""
-    model, optimizer = prepare(level, seed=0)
+    model, optimizer = cases.prepare(level, seed=0)
     skipped = []
     for step in range(3):
-        x, y = rank_batch(rank, step)
+        x, y = cases.rank_batch(rank, step)
         if (rank, step) == (0, 1):
             x[0, 0] = float("inf")
         optimizer.zero_grad()
@@ -53,7 +45,7 @@ def average_inside(rank, level):
                 param.grad /= dist.get_world_size()
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
-    return skipped, state(model, optimizer)
+    return skipped, cases.state(model, optimizer)
 
 
 # -- parity ----------------------------------------------------------------------------------
@@ -61,13 +53,13 @@ def average_inside(rank, level):
 
 def train_rank(rank, level, wrapper, steps=20, poisoned=None):
     """Each rank has its own data and, before DDP, its own weights."""
-    model, optimizer = prepare(level, seed=rank)
+    model, optimizer = cases.prepare(level, seed=rank)
     parallel = WRAPPERS[wrapper](model)
-    batches = [rank_batch(rank, step) for step in range(steps)]
+    batches = [cases.rank_batch(rank, step) for step in range(steps)]
     if poisoned is not None and poisoned[0] == rank:
         batches[poisoned[1]][0][0, 0] = float("inf")
     loops.train(parallel, optimizer, data=batches)
-    return state(parallel, optimizer)
+    return cases.state(parallel, optimizer)
 
 
 @CASES
@@ -76,24 +68,24 @@ def test_two_ranks_stay_alike_and_train_as_one_process_on_the_joined_batch(
 ):
     first, second = on_two_ranks(train_rank, level, wrapper)
     assert first == second
-    model, optimizer = prepare(level, seed=0)
-    loops.train(model, optimizer, data=map(joined, range(20)))
-    assert_trained_alike(first, optimizer, level, eps=16)
+    model, optimizer = cases.prepare(level, seed=0)
+    loops.train(model, optimizer, data=map(cases.joined, range(20)))
+    cases.assert_trained_alike(first, optimizer, level, eps=16)
 
 
 def clip_the_model(rank, wrapper, max_norm=2.0**-4):
     """Clips the gradients of the model, twice as they are rebuilt into buckets."""
-    model, optimizer = prepare("O5", seed=rank)
+    model, optimizer = cases.prepare("O5", seed=rank)
     parallel = WRAPPERS[wrapper](model)
     norms = []
     for step in range(3):
         optimizer.zero_grad()
-        backward(parallel, optimizer, *rank_batch(rank, step))
+        cases.backward(parallel, optimizer, *cases.rank_batch(rank, step))
         torch.nn.utils.clip_grad_norm_(parallel.parameters(), max_norm)
         grads = [param.grad for param in amp.master_params(optimizer)]
         norms.append(float(torch.nn.utils.get_total_norm(grads)))
         optimizer.step()
-    return norms, state(parallel, optimizer)
+    return norms, cases.state(parallel, optimizer)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -109,7 +101,7 @@ def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper
     first, second = on_two_ranks(train_rank, level, wrapper, 3, (1, 2))
     assert first == second
     assert first["masters"] == clean["masters"]
-    assert first["scales"]["loss_scaler0"] == {"loss_scale": START_SCALE / 2, "unskipped": 0}
+    assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE / 2, "unskipped": 0}
 
 
 # -- accumulation under no_sync --------------------------------------------------------------
@@ -117,27 +109,27 @@ def test_an_inf_in_one_rank_skips_and_halves_on_all(on_two_ranks, level, wrapper
 
 def accumulate(rank, level, wrapper, delay, poisoned=None):
     """Three updates of three passes each; only the last pass of an update communicates."""
-    model, optimizer = prepare(level, seed=rank)
+    model, optimizer = cases.prepare(level, seed=rank)
     parallel = WRAPPERS[wrapper](model)
     for update in range(3):
         for part in range(3):
             last = part == 2
-            x, y = rank_batch(rank, 3 * update + part)
+            x, y = cases.rank_batch(rank, 3 * update + part)
             if poisoned == (rank, update, part):
                 x[0, 0] = float("inf")
             with contextlib.nullcontext() if last else parallel.no_sync():
-                backward(parallel, optimizer, x, y, 1 / 3, delay_unscale=delay and not last)
+                cases.backward(parallel, optimizer, x, y, 1 / 3, delay_unscale=delay and not last)
         optimizer.step()
         optimizer.zero_grad()
-    return state(parallel, optimizer)
+    return cases.state(parallel, optimizer)
 
 
 def accumulate_alone(level):
-    model, optimizer = prepare(level, seed=0)
+    model, optimizer = cases.prepare(level, seed=0)
     for update in range(3):
         for part in range(3):
             for rank in range(2):
-                backward(model, optimizer, *rank_batch(rank, 3 * update + part), 1 / 6)
+                cases.backward(model, optimizer, *cases.rank_batch(rank, 3 * update + part), 1 / 6)
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
@@ -150,35 +142,35 @@ def test_gradients_accumulated_without_sync_are_sent_with_the_last(
 ):
     first, second = on_two_ranks(accumulate, level, wrapper, delay)
     assert first == second
-    assert_trained_alike(first, accumulate_alone(level), level, eps=8)
+    cases.assert_trained_alike(first, accumulate_alone(level), level, eps=8)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
     first, second = on_two_ranks(accumulate, level, "torch", False, (0, 1, 0))
     assert first == second
-    assert first["scales"]["loss_scaler0"] == {"loss_scale": START_SCALE / 2, "unskipped": 1}
+    assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE / 2, "unskipped": 1}
 
 
 def drop_a_poisoned_part(rank, level):
-    model, optimizer = prepare(level, seed=rank)
+    model, optimizer = cases.prepare(level, seed=rank)
     parallel = DistributedDataParallel(model)
-    x, y = rank_batch(rank, 0)
+    x, y = cases.rank_batch(rank, 0)
     if rank == 0:
         x[0, 0] = float("inf")
     with parallel.no_sync():
-        backward(parallel, optimizer, x, y)
+        cases.backward(parallel, optimizer, x, y)
     optimizer.zero_grad()
-    backward(parallel, optimizer, *rank_batch(rank, 1))
+    cases.backward(parallel, optimizer, *cases.rank_batch(rank, 1))
     optimizer.step()
-    return state(parallel, optimizer)
+    return cases.state(parallel, optimizer)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_that_was_dropped_before_it_was_sent_moves_no_scale(on_two_ranks, level):
     first, second = on_two_ranks(drop_a_poisoned_part, level)
     assert first == second
-    assert first["scales"]["loss_scaler0"] == {"loss_scale": START_SCALE, "unskipped": 1}
+    assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE, "unskipped": 1}
 
 
 # -- exact masters ---------------------------------------------------------------------------
@@ -187,31 +179,31 @@ def test_an_overflow_that_was_dropped_before_it_was_sent_moves_no_scale(on_two_r
 def train_in_groups(rank, level):
     """Each rank is a run of its own."""
     groups = [dist.new_group([0]), dist.new_group([1])]
-    model, optimizer = prepare(level, seed=rank)
+    model, optimizer = cases.prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, process_group=groups[rank])
-    loops.train(parallel, optimizer, data=(rank_batch(0, step) for step in range(2)))
-    return state(parallel, optimizer)["masters"]
+    loops.train(parallel, optimizer, data=(cases.rank_batch(0, step) for step in range(2)))
+    return cases.state(parallel, optimizer)["masters"]
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
 def test_masters_are_shared_in_the_wrapper_s_own_group(on_two_ranks, level):
     for rank, found in enumerate(on_two_ranks(train_in_groups, level)):
-        model, optimizer = prepare(level, seed=rank)
-        loops.train(model, optimizer, data=(rank_batch(0, step) for step in range(2)))
-        assert found == state(model, optimizer)["masters"]
+        model, optimizer = cases.prepare(level, seed=rank)
+        loops.train(model, optimizer, data=(cases.rank_batch(0, step) for step in range(2)))
+        assert found == cases.state(model, optimizer)["masters"]
 
 
 def train_after_a_rank_alone(rank, level, alone):
     """Rank 0 first tries its model out, on gradients that it clears."""
-    model, optimizer = prepare(level, seed=rank)
+    model, optimizer = cases.prepare(level, seed=rank)
     parallel = DistributedDataParallel(model)
     if rank == 0:
         called = model if alone == "module" else parallel
         with parallel.no_sync():
-            backward(called, optimizer, *rank_batch(0, 99))
+            cases.backward(called, optimizer, *cases.rank_batch(0, 99))
         optimizer.zero_grad()
-    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(2)))
-    return state(parallel, optimizer)
+    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(2)))
+    return cases.state(parallel, optimizer)
 
 
 @pytest.mark.parametrize("alone", ["module", "wrapper"])
@@ -229,6 +221,6 @@ def test_ranks_that_average_in_the_block_skip_together_and_train_as_one_process(
     (skipped, first), (_, second) = on_two_ranks(average_inside, level)
     assert first == second
     assert skipped == [False, True, False]
-    model, optimizer = prepare(level, seed=0)
-    loops.train(model, optimizer, data=[joined(0), joined(2)])
-    assert_trained_alike(first, optimizer, level)
+    model, optimizer = cases.prepare(level, seed=0)
+    loops.train(model, optimizer, data=[cases.joined(0), cases.joined(2)])
+    cases.assert_trained_alike(first, optimizer, level)

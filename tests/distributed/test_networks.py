@@ -8,14 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.parallel import SyncBatchNorm, convert_syncbn_model
-from tests.distributed.cases import (
-    EPS,
-    assert_trained_alike,
-    initialized,
-    joined,
-    rank_batch,
-    state,
-)
+from tests.distributed import cases
 from tests.support import loops
 
 pytestmark = pytest.mark.distributed
@@ -39,19 +32,19 @@ class Branches(nn.Module):
 
 
 def train_branches(rank, level):
-    model, optimizer = initialized(level, Branches())
+    model, optimizer = cases.initialized(level, Branches())
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(4)))
-    return state(parallel, optimizer)
+    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(4)))
+    return cases.state(parallel, optimizer)
 
 
 @pytest.mark.parametrize("level", loops.LEVELS_SHORT)
 def test_unused_parameters_are_found(on_two_ranks, level):
     first, second = on_two_ranks(train_branches, level)
     assert first == second
-    model, optimizer = initialized(level, Branches())
-    loops.train(model, optimizer, data=map(joined, range(4)))
-    assert_trained_alike(first, optimizer, level)
+    model, optimizer = cases.initialized(level, Branches())
+    loops.train(model, optimizer, data=map(cases.joined, range(4)))
+    cases.assert_trained_alike(first, optimizer, level)
 
 
 # -- synchronized batch norm -----------------------------------------------------------------
@@ -66,13 +59,13 @@ def train_normed(rank, level, converted):
     model = normed(seed=5 + rank)
     if converted == "before":
         model = convert_syncbn_model(model)
-    model, optimizer = initialized(level, model)
+    model, optimizer = cases.initialized(level, model)
     if converted == "after":
         model = convert_syncbn_model(model)
     kind = type(model[1])
     parallel = DistributedDataParallel(model)
-    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
-    return issubclass(kind, SyncBatchNorm), state(parallel, optimizer), model[1].running_mean
+    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
+    return issubclass(kind, SyncBatchNorm), cases.state(parallel, optimizer), model[1].running_mean
 
 
 @pytest.mark.parametrize("converted", ["before", "after"])
@@ -82,11 +75,11 @@ def test_batch_norm_over_ranks_is_batch_norm_over_the_joined_batch(on_two_ranks,
     assert synced
     assert first == second
     assert torch.equal(mean, other_mean)
-    model, optimizer = initialized(level, normed())
-    loops.train(model, optimizer, data=map(joined, range(3)))
-    tolerance = 32 * EPS[level]
+    model, optimizer = cases.initialized(level, normed())
+    loops.train(model, optimizer, data=map(cases.joined, range(3)))
+    tolerance = 32 * cases.EPS[level]
     torch.testing.assert_close(mean, model[1].running_mean, rtol=tolerance, atol=tolerance)
-    assert_trained_alike(first, optimizer, level, eps=32)
+    cases.assert_trained_alike(first, optimizer, level, eps=32)
 
 
 # -- optimizers that shard their state -------------------------------------------------------
@@ -104,12 +97,12 @@ def train_with_sharded_state(rank, level):
     model = loops.net(3 + rank)
     optimizer = sharded_adam(model.parameters())
     try:
-        model, optimizer = initialized(level, model, optimizer)
+        model, optimizer = cases.initialized(level, model, optimizer)
     except RuntimeError as error:
         return str(error), {p.dtype for p in model.parameters()}
     parallel = DistributedDataParallel(model)
-    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
-    return state(parallel, optimizer)
+    loops.train(parallel, optimizer, data=(cases.rank_batch(rank, step) for step in range(3)))
+    return cases.state(parallel, optimizer)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
@@ -117,9 +110,11 @@ def test_zero_redundancy_optimizer_trains_where_there_are_no_masters(on_two_rank
     first, second = on_two_ranks(train_with_sharded_state, level)
     assert first == second
     model = loops.net(3)
-    model, optimizer = initialized(level, model, torch.optim.Adam(model.parameters(), lr=1e-2))
-    loops.train(model, optimizer, data=map(joined, range(3)))
-    assert_trained_alike(first, optimizer, level, eps=32)
+    model, optimizer = cases.initialized(
+        level, model, torch.optim.Adam(model.parameters(), lr=1e-2)
+    )
+    loops.train(model, optimizer, data=map(cases.joined, range(3)))
+    cases.assert_trained_alike(first, optimizer, level, eps=32)
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)

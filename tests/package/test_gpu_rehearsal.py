@@ -17,41 +17,30 @@ from tests.support.emulated_cuda import build
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def rehearse(tmp_path):
-    try:
-        build.library()
-    except build.Unavailable as reason:
-        pytest.skip(f"no emulated CUDA: {reason}")
-    command = [sys.executable, "-m", "tests.support.emulated_cuda", "benchmarks.gpu", "--tiny"]
+@pytest.mark.emulated
+def test_checks_that_crash_and_hang_lose_themselves_only_and_a_second_call_goes_on(
+    tmp_path, monkeypatch, capfd
+):
+    def rehearse(*arguments):
+        command = ["benchmarks.gpu", "--tiny", "--results", str(tmp_path), "facts", "faults"]
+        monkeypatch.setattr(sys, "argv", [*command, *arguments])
+        main()
 
-    def run(*arguments):
-        done = subprocess.run(
-            [*command, "--results", str(tmp_path), *arguments],
-            check=False, cwd=ROOT, capture_output=True, text=True,
-        )  # fmt: skip
-        return done, Records(tmp_path / "emulated-cuda.jsonl")
-
-    return run
-
-
-def test_checks_that_crash_and_hang_lose_themselves_only_and_a_second_call_goes_on(rehearse):
-    done, records = rehearse("facts", "faults", "--seconds", "0")
-    assert done.returncode == 1
-    assert "Unfinished: facts, faults." in done.stderr
-    done, records = rehearse("facts", "faults")
-    assert done.returncode == 0, done.stderr[-4000:]
+    with pytest.raises(SystemExit, match=r"^Unfinished: facts, faults\."):
+        rehearse("--seconds", "0")
+    rehearse()
+    records = Records(tmp_path / "emulated-cuda.jsonl")
     crashed = {"part": "faults", "check": "crashes", "error": "its process ended with 3"}
     hung = {"part": "faults", "check": "hangs", "error": "over its 4 s"}
     results = records.results("faults")
-    assert list(results) == ["before", "crashes", "hangs", "after"]
+    assert list(results) == ["before", "crashes", "hangs", "after"], capfd.readouterr().err[-4000:]
     assert [results["crashes"], results["hangs"]] == [crashed, hung]
     assert results["before"]["result"] == results["after"]["result"] == "ends"
     assert len(records.results("facts")) == 4
     page = records.path.with_suffix(".md").read_text()
     assert "| hangs | **over its 4 s** |" in page
     before = records.lines()
-    rehearse("facts", "faults")
+    rehearse()
     assert records.lines() == before
 
 
@@ -66,8 +55,17 @@ def test_a_check_whose_call_was_ended_begins_once_more(tmp_path):
 
 
 @pytest.mark.skipif(not os.environ.get("STRESS"), reason="make stress rehearses make gpu")
-def test_a_whole_rehearsal_fails_where_the_emulation_lacks_something(rehearse):
-    done, records = rehearse("--seconds", "2400")
+def test_a_whole_rehearsal_fails_where_the_emulation_lacks_something(tmp_path):
+    try:
+        build.library()
+    except build.Unavailable as reason:
+        pytest.skip(f"no emulated CUDA: {reason}")
+    command = [sys.executable, "-m", "tests.support.emulated_cuda", "benchmarks.gpu", "--tiny"]
+    done = subprocess.run(
+        [*command, "--results", str(tmp_path), "--seconds", "2400"],
+        check=False, cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    records = Records(tmp_path / "emulated-cuda.jsonl")
     assert done.returncode == 0, done.stderr[-4000:]
     failed = {
         (part, check)

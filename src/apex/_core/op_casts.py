@@ -100,7 +100,7 @@ def tensors_in(args: Iterable[Any], kwargs: Kwargs) -> list[Tensor]:
 
 def floating_dtypes(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
     """Returns the castable dtypes of tensors."""
-    return frozenset([tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE])
+    return CASTABLE.intersection([tensor.dtype for tensor in tensors])
 
 
 def widest(dtypes: Collection[torch.dtype]) -> torch.dtype | None:
@@ -123,7 +123,9 @@ _TO = {
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Returns ``value`` with castable tensors, lists included, in ``dtype``."""
     if isinstance(value, Tensor):
-        return _TO[dtype](value) if value.dtype in CASTABLE else value
+        if value.dtype is dtype or value.dtype not in CASTABLE:
+            return value
+        return _TO[dtype](value)
     if isinstance(value, (list, tuple)):
         return [_cast(item, dtype) for item in value]
     return value

@@ -319,7 +319,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _live_scalers() -> list[Scaler]:
-    return [scaler for session in _amp_state.scaling() for scaler in session.scalers]
+    scalers: list[Scaler] = []
+    for session in _amp_state.scaling():
+        scalers += session.scalers
+    return scalers
 
 
 def _is_enabled(enabled: object, opt_level: str) -> bool:

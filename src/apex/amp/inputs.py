@@ -168,7 +168,9 @@ def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) 
     """
     if not all(isinstance(param, nn.Parameter) for param in params):
         return False
-    of_models = [param for model in models for _, param in named_parameters(model)]
+    of_models: list[Tensor] = []
+    for model in models:
+        of_models += [param for _, param in named_parameters(model)]
     if not any(param.requires_grad for param in of_models):
         return False
     return set(map(id, params)).isdisjoint(map(id, of_models))

@@ -42,7 +42,9 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
     Raises:
         TypeError: If one is not an optimizer.
     """
-    return [*map(unwrap, optimizers if isinstance(optimizers, list | tuple) else [optimizers])]
+    if not isinstance(optimizers, list | tuple):
+        optimizers = [optimizers]
+    return [unwrap(optimizer) for optimizer in optimizers]
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
@@ -155,10 +157,11 @@ class AmpStash:
             # NVIDIA's would step the groups that it finds here with kernels for fp16.
             raise AttributeError("The _amp_stash of NVIDIA's FusedSGD has no groups.")
         pairs = {id(pair.master): pair for pair in self._prepared.pairs}
-        return [
-            [pairs[id(param)] for param in group["params"] if id(param) in pairs]
-            for group in optimizer.param_groups
-        ]
+        groups = []
+        for group in optimizer.param_groups:
+            ids = map(id, group["params"])
+            groups.append([pairs[key] for key in ids if key in pairs])
+        return groups
 
     @property
     def params_have_scaled_gradients(self) -> bool:

@@ -136,7 +136,10 @@ def nonfinite_gradients(
         optimizer: The optimizer, prepared or plain.
         models: Models with the parameters' names.
     """
-    names = {id(param): name for model in models for name, param in model.named_parameters()}
+    names: dict[int, str] = {}
+    for model in models:
+        for name, param in model.named_parameters():
+            names[id(param)] = name
     prepared = prepared_state(optimizer)
     pairs = [] if prepared is None else prepared.pairs
     weights = {id(pair.master): pair.model for pair in pairs}
