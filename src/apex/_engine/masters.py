@@ -338,7 +338,7 @@ def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
             # torch adds sparse to dense, not dense to sparse.
             set_grad(param, total + grad if grad.is_sparse else grad + total)
     if totals:
-        torch._foreach_add_(dtensor.dense_values(totals), dtensor.dense_values(added))
+        foreach.add_(dtensor.dense_values(totals), dtensor.dense_values(added))
 
 
 def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -349,7 +349,8 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
     """
     if dtensor.are_plain(grads) and not any(map(foreach.has_graph, grads)):
         copies = [*map(torch.empty_like, like)]
-        foreach.copy_(copies, grads)
+        if copies:
+            foreach.copy_(copies, grads)
         return copies
     copies = []
     for grad, param in zip(grads, like, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -77,14 +78,16 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
 
 
-def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, in its dtype; autograd records nothing.
+def _by_dtype(
+    kernel: Callable[..., Any], targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> None:
+    """Calls ``kernel`` for targets of one dtype and sources of one at a time.
 
-    One call has targets of one dtype, and sources of one: in torch 2.6 to 2.10, CUDA's kernel
-    writes past targets of several (https://github.com/pytorch/pytorch/pull/173531).
+    In torch 2.6 to 2.10, CUDA's copy writes past targets of several
+    (https://github.com/pytorch/pytorch/pull/173531).
     """
     if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
-        torch._foreach_copy_(list(targets), list(sources))
+        kernel(list(targets), list(sources))
         return
     by_dtypes: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -93,7 +96,14 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         same_targets.append(target)
         same_sources.append(source)
     for same_targets, same_sources in by_dtypes.values():
-        torch._foreach_copy_(same_targets, same_sources)
+        kernel(same_targets, same_sources)
+
+
+copy_ = functools.partial(_by_dtype, torch._foreach_copy_)
+"""Copies each source into its target, in its dtype; autograd records nothing."""
+
+add_ = functools.partial(_by_dtype, torch._foreach_add_)
+"""Adds each source to its target, in its dtype."""
 
 
 def divide_(tensors: Sequence[Tensor], divisors: Sequence[Tensor | None]) -> None:
