@@ -95,7 +95,7 @@ class Measured(Directive):
         machine = measured["machine"]
         made_by = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
         text = [
-            "| measured | value | middle half |",
+            "| measured | value | quartiles |",
             "|---|---|---|",
             *(f"| {' | '.join(row)} |" for row in rows),
             "",

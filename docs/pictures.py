@@ -11,6 +11,7 @@ import html
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import torch
@@ -26,6 +27,9 @@ body { margin: 0; background: #1b1d21; }
 pre { margin: 0; padding: 20px 24px; color: #d7dae0; font: 14px/1.5 ui-monospace, monospace;
   white-space: pre-wrap; }
 </style><pre>%s</pre>"""
+
+_COLUMNS = 104
+"""Characters that fit into a line of the terminal."""
 
 
 class Attention(nn.Module):
@@ -59,8 +63,9 @@ def trace() -> str:
         loss = model(torch.randn(2, 4, 8)).square().mean()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-    text = f">>> print(trace)\n{found}".replace(f"{Path.cwd()}/", "")
-    return _TERMINAL % html.escape(text)
+    lines = f">>> print(trace)\n{found}".replace(f"{Path.cwd()}/", "").splitlines()
+    wrapped = [textwrap.fill(line, _COLUMNS, subsequent_indent=" " * 9) for line in lines]
+    return _TERMINAL % html.escape("\n".join(wrapped))
 
 
 def report() -> str:

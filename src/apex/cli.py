@@ -19,12 +19,17 @@ from apex._core.project import VERSION
 from apex.tools.compare.columns import legend
 from apex.tools.errors import InputError, NotWrittenError
 
-OK, FAILED, BAD_INPUT, NOT_WRITTEN, NOT_FINITE, INTERRUPTED = 0, 1, 2, 3, 4, 130
-"""Exit codes; docs/reference/command_line.md tells what they mean."""
+# Exit codes; docs/reference/command_line.md explains them.
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+NOT_WRITTEN = 3
+NOT_FINITE = 4
+INTERRUPTED = 130
 
 _QUESTIONS = """\
   NaN?           apex trace train.py
-  Which level?   apex compare experiment.py
+  Which level?   apex compare my_training.py
   Old script?    apex migrate train.py
   Another apex?  apex doctor
 """
@@ -50,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may be ASCII
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -69,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 # -- apex trace ------------------------------------------------------------------------------------
 
 _TRACE_MORE = """\
-Options come before SCRIPT; whatever follows it is passed to the script. The exit code is 4 if inf
-or NaN was found, otherwise the script's own.
+Options come before SCRIPT; whatever follows it is passed to the script. The exit code is 4 if the
+trace found a fault, otherwise the script's own.
 
 examples:
   apex trace train.py --epochs 1
@@ -89,10 +94,14 @@ def _add_trace(subparsers: Any) -> None:
     )
     look = parser.add_mutually_exclusive_group()
     look.add_argument(
-        "--digits", action="store_true", help="name operators that lose digits in 16 bits, instead"
+        "--digits",
+        action="store_true",
+        help="instead of inf and NaN, find operators that lose precision in 16 bits",
     )
     look.add_argument(
-        "--updates", action="store_true", help="count weights that steps do not move, instead"
+        "--updates",
+        action="store_true",
+        help="instead, count weights that optimizer steps leave unchanged",
     )
     parser.add_argument(
         "--keep-going", action="store_true", help="run the script to its end, and report then"
@@ -160,7 +169,7 @@ target:
 
 levels:
   O0 to O5, autocast-fp16, autocast-bf16, and bf16 (bf16 throughout, without fp32 masters). O0
-  always runs, as the baseline. A level whose dtype this machine emulates is skipped.
+  always runs, as the baseline. Levels with a dtype that this machine emulates are skipped.
 
 columns:
 """
@@ -184,7 +193,7 @@ def _compare(args: argparse.Namespace) -> int:
     """Trains TARGET at every level of amp and with torch.autocast.
 
     All start from the same weights and see the same batches. Compares time per step (steps are
-    interleaved), memory, losses and the distance from fp32. Prints a table and a recommendation,
+    interleaved), memory, losses and the distance from fp32. Prints two tables and a recommendation,
     and writes a self-contained HTML report.
     """
     from apex.tools.compare.report import report
@@ -220,9 +229,10 @@ def _show_stage(stage: str) -> None:
 
 
 def _add_migrate(subparsers: Any) -> None:
-    parser = _command(subparsers, "migrate", _migrate, "say which uses of apex in a script work")
+    parser = _command(subparsers, "migrate", _migrate, "report which uses of apex in a script work")
     parser.epilog = (
-        "To move a script to torch.autocast and GradScaler by hand, see docs/howto/torch_amp.md."
+        "To move a script to torch.autocast and GradScaler by hand, see\n"
+        "https://github.com/apex-amp/apex-amp/blob/main/docs/howto/torch_amp.md"
     )
     parser.add_argument(
         "path",
@@ -313,7 +323,8 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 def count(text: str) -> int:
     """Parses an integer of at least 1."""
-    if (value := int(text)) < 1:
+    value = int(text)
+    if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}; it must be at least 1")
     return value
 

@@ -20,10 +20,6 @@ class FunctionNet(nn.Module):
         return self.function(self.linear(x))
 
 
-def x():
-    return torch.randn(4, 4)
-
-
 def triangle():
     return torch.full((4, 4), -INF).triu(1)
 
@@ -83,7 +79,7 @@ PROGRAMS = {
 def test_a_harmless_program_has_no_fault(name):
     net = FunctionNet(PROGRAMS[name])
     with trace_overflow(net) as trace:
-        net(x()).sum().backward()
+        net(torch.randn(4, 4)).sum().backward()
     assert trace.first is None, str(trace)
     assert trace.gradients == []
 
@@ -96,5 +92,5 @@ def test_a_mask_that_the_forward_writes_into_a_buffer_is_no_fault():
     net = FunctionNet(masked)
     net.register_buffer("mask", torch.zeros(4, 4))
     with trace_overflow(net) as trace:
-        net(x()).square().sum().backward()
+        net(torch.randn(4, 4)).square().sum().backward()
     assert trace.first is None, str(trace)

@@ -36,9 +36,12 @@ COMPILED = {
 
 
 def accumulate_compiled(rank, level, where):
+    """Trains two models, of which the second runs the first one's compiled code."""
     try:
-        model, optimizer = prepare(level, seed=rank)
-        return accumulate(rank, COMPILED[where](model), optimizer, model)
+        for _ in range(2):
+            model, optimizer = prepare(level, seed=rank)
+            result = accumulate(rank, COMPILED[where](model), optimizer, model)
+        return result
     finally:
         torch._dynamo.reset()
 

@@ -29,6 +29,7 @@ SECOND = r"second backward pass inside(?s:.*)loss \+ other_loss"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
 EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)"
 FORGOTTEN = "this optimizer was not passed to"
+LOST = r"the write is lost(?s:.*)amp\.master_params\(optimizer\)"
 UNPREPARED = r"amp has not prepared(?s:.*)amp\.initialize"
 
 
@@ -562,6 +563,22 @@ def test_optimizers_of_other_weights_or_of_gradients_alone_are_no_mistake(level,
     loops.loss_of(model, *loops.batch()).backward()
     preconditioner.step()
     optimizer.step()
+
+
+@pytest.mark.parametrize("write", ["clamp_", "fill_"])
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_write_to_the_model_that_torch_does_not_count_is_warned_of_once(level, write):
+    """As old scripts of Wasserstein GANs clip weights; before the first step it is not lost."""
+    model, optimizer = loops.prepared(level)
+
+    def train():
+        for x, y in loops.batches(4):
+            for param in model.parameters():
+                getattr(param.data, write)(0.01)
+            loops.train_step(model, optimizer, x, y)
+
+    (message,) = messages(train)
+    assert re.search(LOST, message)
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)

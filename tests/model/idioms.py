@@ -108,7 +108,7 @@ class Rebuilds(nn.Linear):
         m.__class__ is Named,
         m.__class__.__name__,
         m.__class__.__mro__ == Named.__mro__,
-        type(m).__name__,
+        ({Named: 1}[type(m)], {type(m): 2}[Named], type(m) in (Named,), {type(m)} == {Named}),
         isinstance(m, Named),
         issubclass(type(m), Named),
         issubclass(m.__class__, nn.Linear),

@@ -63,10 +63,10 @@ class Output(OrderedDict):
 
 
 class Attributes(dict):
-    """Answers to every attribute name, ``to`` included."""
+    """Answers to every attribute name, ``to`` included; raises KeyError for Python's."""
 
     def __getattr__(self, name):
-        return self.get(name, "nothing")
+        return self[name] if name.startswith("__") else "nothing"
 
 
 CONTAINERS = [

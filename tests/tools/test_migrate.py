@@ -255,15 +255,15 @@ def test_the_report_has_a_row_for_each_name_with_its_lines_and_remedy(folder):
         "                 Use Megatron-LM's megatron.core, to which these modules have moved.",
         "  works          apex.amp.initialize  (line 6)",
         "",
-        "1 file: 2 uses work unchanged, 2 with a note, 1 unsupported.",
+        "Files: 1. Uses that work unchanged: 2, with a note: 2, unsupported: 1.",
     ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["train.py"], FAILED, "1 unsupported."),
-        (["deep"], OK, "1 file: 1 uses work unchanged"),
+        (["train.py"], FAILED, "unsupported: 1."),
+        (["deep"], OK, "Files: 1. Uses that work unchanged: 1"),
         (["no_such.py"], BAD_INPUT, "There is no file or folder no_such.py."),
         (["latin.py"], BAD_INPUT, "latin.py cannot be decoded"),
         (["lab.ipynb"], BAD_INPUT, "lab.ipynb is a notebook. Convert it to a script first: jup"),

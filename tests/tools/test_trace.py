@@ -222,7 +222,7 @@ STANDS_STILL = """
 def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
     code, out, _ = trace(STANDS_STILL)
     assert code == cli.OK
-    assert "`apex trace --digits train.py` names operators" in out
+    assert "`apex trace --digits train.py` finds operators" in out
     code, out, _ = trace(STANDS_STILL, options=["--digits", "--json", "digits.json"])
     assert code == cli.NOT_FINITE
     assert "Digits first lost: aten.add_ outside the model" in out

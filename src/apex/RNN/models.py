@@ -45,7 +45,8 @@ def _network(name: str, kind: str, cell: Callable[..., RNNCell]) -> Callable[...
         first = cell(input_size, hidden_size, bias=bias, output_size=output_size)
         return toRNNBackend(first, num_layers, bidirectional, dropout)
 
-    make.__name__ = make.__qualname__ = name
+    make.__name__ = name
+    make.__qualname__ = name
     make.__doc__ = f"""Returns {kind}.
 
     Args:

@@ -12,8 +12,8 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
     """Returns a new 1-d tensor with all elements of ``bucket``.
 
     Args:
-        bucket: Dense tensors of one device; at least one. As in apex, those of several dtypes get
-            the dtype that torch promotes them to.
+        bucket: Dense tensors of one device; at least one. As in apex, torch's rule
+            promotes several dtypes.
     """
     return torch.cat([tensor.reshape(-1) for tensor in bucket])
 

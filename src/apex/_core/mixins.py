@@ -18,7 +18,7 @@ MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds the class of its methods."""
 
 _SHOWN = ("__bases__", "__mro__", "__copy__")
-"""What ``functools.singledispatch`` and ``copy.copy`` read of the class itself."""
+"""What dynamo outside of traces, ``functools.singledispatch`` and ``copy.copy`` read."""
 
 
 class _Generated(type):
@@ -41,8 +41,21 @@ class _Generated(type):
             return super().__call__(*args, **kwargs)
         return plain_class(cls)(*args, **kwargs)
 
+    def __eq__(cls, other: object) -> bool:
+        """Returns whether both have the same own class, which tables by class hold.
+
+        Dynamo searches the MRO for an own class by ``==``, and must not find the generated one.
+        """
+        if is_tracing() or not isinstance(other, type):
+            return cls is other
+        return plain_class(cls) is plain_class(other)
+
+    def __hash__(cls) -> int:
+        """Returns the hash of the own class."""
+        return type.__hash__(plain_class(cls))
+
     def __getattribute__(cls, name: str) -> Any:
-        """Reads an attribute of the own class, except for those of ``_SHOWN`` and in dynamo."""
+        """Reads the own class's attribute, except names in ``_SHOWN``, and except in dynamo."""
         if mixin_of(cls) is None or name in _SHOWN or is_tracing():
             return super().__getattribute__(name)
         return getattr(plain_class(cls), name)

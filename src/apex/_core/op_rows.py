@@ -23,7 +23,7 @@ Category = Literal[
 
 ``low_precision``: all to the region's dtype; sparse operands go to fp32.
 ``fp32``: all to fp32; a ``dtype=`` argument is kept.
-Both leave calls of float64 alone as they are.
+Both leave calls with only float64 tensors unchanged.
 ``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError.
 ``banned_16bit``: as ``banned``, but bf16 also raises.
@@ -42,7 +42,7 @@ acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan c
 NORM = """
 linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord norm.Scalar norm.ScalarOpt_dim
 norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype nuclear_norm nuclear_norm.dim frobenius_norm.dim
-"""  # torch.norm calls those of linalg; saved programs call the others
+"""  # torch.norm calls linalg's operators; saved programs call the others
 
 PINVERSE = """
 linalg_pinv linalg_pinv.rcond_tensor linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
@@ -126,8 +126,8 @@ lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.in
 }
 """The operators by category.
 
-torch composes those of the last line of ``fp32``, formulas of gradients included, of matrix
-products. It calls ``pow_`` for ``square_``, whose row would refuse 16 bits.
+torch composes the operators of the last line of ``fp32``, and their gradients, of matrix products.
+It calls ``pow_`` for ``square_``; the row of ``pow_`` would reject 16 bits.
 """
 
 OPERATORS: Mapping[str, str] = {
@@ -218,7 +218,7 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
 """Categories of torch's own autocast, by device type, where they differ from the table.
 
 ``raises``: on any input. ``refuses``: raises on 16-bit input, which its kernel does not cast.
-torch's autocast kernels that are not listed here follow the table (torch 2.13), but for one:
+torch's autocast kernels that are not listed here follow the table (torch 2.13), with one exception:
 MPS has no 16-bit ``conv_transpose3d.input``, and torch runs it in fp32 from torch 2.9 on.
 
 Some of the CPU's have no row. torch promotes the arguments of ``cat`` and ``stack`` itself; its

@@ -60,13 +60,13 @@ class OpTable:
     promotes mixed floating-point arguments (``add``, ``mul``, comparisons, ``cat``, ``stack``), by
     which a 0-d tensor does not widen the result. In ``promote`` rows, a 0-d tensor counts like any
     other, as in ``torch.autocast``. ``mean`` has no row and keeps low precision, as in apex.
-    Factories have no rows, nor have ``out=`` variants other than those of products.
+    Factories have no rows. Of ``out=`` variants, only products have rows.
 
     Differences from apex's lists, and effects of other rows:
 
     - ``F.local_response_norm`` squares and averages in its input's dtype before the fp32 power;
       ``F.multilabel_soft_margin_loss`` computes log-sigmoids in it before the fp32 sum. Their
-      results, and that of ``F.normalize``, are fp32.
+      results are fp32, as is the result of ``F.normalize``.
     - ``1 / x`` calls ``x.reciprocal()``, so it is fp32.
     - ``F.interpolate(mode="area")`` calls ``F.adaptive_avg_pool``, so it keeps its dtype.
     - ``x.cpu()`` keeps its dtype: write ``x.float().cpu().numpy()``.

@@ -42,7 +42,7 @@ def map_leaves(fn: LeafFunction, obj: T) -> T:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], obj: T) -> T:
-    """Returns ``obj`` with ``fn`` applied to its tensors alone, as :func:`map_leaves`."""
+    """Returns ``obj`` with ``fn`` applied only to its tensors; see :func:`map_leaves`."""
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, obj)
 
 
@@ -217,16 +217,16 @@ class _Walk:
 
 
 def _writable(obj: Any) -> Any:
-    """Returns a copy of a container with items of its own: a list for a tuple.
+    """Returns a copy of a container with its own items: a list for a tuple.
 
-    For a mapping whose copy may be a view on the same items, it is a dict.
+    A mapping whose copy may be a view on the same items becomes a dict.
     """
     if isinstance(obj, tuple):
         return list(obj)
     if type(obj) in (list, dict):
         return obj.copy()  # dynamo does not trace copy.copy
     has_own_items = isinstance(obj, (list, deque, dict))
-    if isinstance(obj, MutableMapping) and callable(getattr(obj, "__copy__", None)):
+    if isinstance(obj, MutableMapping) and callable(getattr(type(obj), "__copy__", None)):
         has_own_items = True
     return copy.copy(obj) if has_own_items else dict(obj)
 

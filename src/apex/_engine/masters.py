@@ -160,6 +160,16 @@ class MasterPair:
         return rebuild, ("master_pair", self.model, self.master, self.lazy, is_fresh)
 
     @property
+    def counts_as_synced(self) -> bool:
+        """Whether neither side was written since the last step, as far as torch counts writes."""
+        return (
+            self.state is MasterState.TRAINED
+            and self.model._version == self._model_version
+            and self.model.data_ptr() == self._storage.data_ptr()
+            and self.master._version == self._master_version
+        )
+
+    @property
     def pending_grad(self) -> Tensor | None:
         """The gradient that the model holds for the master, if any."""
         return self.model.grad if self.lazy else None

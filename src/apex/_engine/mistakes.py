@@ -24,11 +24,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
-from apex._torch import ranks
+from apex._engine.scaler import Readback
+from apex._torch import dtensor, ranks
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
+from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
+    from apex._engine.masters import MasterPair
     from apex._engine.optimizer.prepared import PreparedOptimizer
     from apex._engine.session import Session
 
@@ -40,6 +43,12 @@ _MARK = "_apex_mark"
 
 _SAMPLED = 8
 """Parameters whose gradients are inspected."""
+
+_INSPECTED_STEPS = 8
+"""Steps of an optimizer that are inspected for writes to the model which they overwrite."""
+
+_SMALL = 2**14
+"""Most elements of a weight that is compared with its master: copies take memory."""
 
 _LIBRARIES = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
@@ -146,6 +155,13 @@ class Mistake(enum.Enum):
         "    model, [optimizer, other] = amp.initialize(model, [optimizer, other], ...)\n"
         "or make a new one over the masters: torch.optim.SGD(amp.master_params(optimizer), ...)"
     )
+    LOST_WRITE = (
+        "The model's 16-bit weights were written in a way that PyTorch does not count, such as "
+        "weight.data.clamp_(...), NumPy or a collective. optimizer.step() overwrites them with the "
+        "fp32 masters, so the write is lost. Write to the masters instead:\n"
+        "    for param in amp.master_params(optimizer):\n"
+        "        param.data.clamp_(-c, c)"
+    )
 
 
 class Mistakes:
@@ -153,10 +169,12 @@ class Mistakes:
 
     Attributes:
         blocks_left: ``scale_loss`` blocks still to be inspected.
+        lost_writes: Flags on their way to the host: whether a step overwrote what a script wrote.
     """
 
     def __init__(self) -> None:
         self._warned: set[Mistake] = set()
+        self.lost_writes: Readback[None] = Readback()
         self.blocks_left = _INSPECTED_BLOCKS
 
     @property
@@ -299,7 +317,7 @@ class BlockInspection:
 # -- gradients of a few parameters ----------------------------------------------------------------
 
 
-def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
+def _sample(params: Sequence[Any]) -> Sequence[Any]:
     return params[:: max(1, len(params) // _SAMPLED)]
 
 
@@ -379,7 +397,7 @@ def _scratch_origins(prepared: PreparedOptimizer) -> set[Origin]:
 
 @untraced
 def inspect_step(prepared: PreparedOptimizer) -> None:
-    """Warns of gradients that are not the step's, and of a first step without gradients."""
+    """Warns of gradients that are not the step's, of missing ones, and of writes that are lost."""
     session = prepared.session
     if session is None or not session.mistakes.blocks_left:
         return
@@ -389,6 +407,27 @@ def inspect_step(prepared: PreparedOptimizer) -> None:
     if mistake is None and not (prepared.steps and prepared.had_block):
         mistake = _find_mistake_without_block(prepared, session)
     session.mistakes.warn(mistake)
+    if prepared.steps < _INSPECTED_STEPS:
+        small = [pair for pair in prepared.pairs if pair.model.numel() <= _SMALL]
+        _inspect_weights(_sample(small), session.mistakes)
+
+
+@torch.no_grad()
+def _inspect_weights(pairs: Iterable[MasterPair], mistakes: Mistakes) -> None:
+    """Warns of writes that torch does not count, which the step is about to overwrite.
+
+    Compares a few small weights with their masters; does not wait for the device. Differences of
+    some roundings do not count: a script has moved weights and put them back.
+    """
+    for pair in pairs:
+        if pair.counts_as_synced and not capturing(pair.model.device):
+            weight = dtensor.local(pair.model)
+            master = dtensor.local(pair.master)
+            lost = (master - weight).abs().sum() > master.abs().sum() / 32
+            mistakes.lost_writes.send(None, lost.float().reshape(1))
+    for _, (is_lost,) in mistakes.lost_writes.poll():
+        if is_lost:
+            mistakes.warn(Mistake.LOST_WRITE)
 
 
 def _find_mistake_without_block(prepared: PreparedOptimizer, session: Session) -> Mistake | None:

@@ -9,7 +9,7 @@ type, torch orders the copy on the streams of both.
 Copies to the host have two forms. :func:`moved` waits, for code that uses the tensor next.
 :class:`HostCopy` does not: torch copies into pinned memory in the background, and the content is
 undefined until an event has passed. The event must be on the stream of *the tensor's* device;
-``Event.record()`` by itself uses the thread's current device.
+``Event.record()`` without a stream uses the thread's current device.
 """
 
 from __future__ import annotations

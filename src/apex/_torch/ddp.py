@@ -33,7 +33,7 @@ def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
     With the dtype of a parameter autograd drops the wrapper's hook, which sends the gradient.
     """
     # Private in torch: the parameters, and the dtypes that the reducer was made for. Without them,
-    # or where the wrapper sends or casts by itself, there is nothing to tell.
+    # or where the wrapper itself sends later or casts, the result is empty.
     attributes = vars(wrapper)
     report = getattr(wrapper, "_get_ddp_logging_data", None)
     casts = attributes.get("mixed_precision") is not None

@@ -1,4 +1,4 @@
-"""What torch's errors say of 16-bit dtypes: their texts alone tell."""
+"""Recognizes torch's errors about 16-bit dtypes, by their texts."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def initialize(
             cast. O1 and O4 only accept ``torch.float32``, which casts inputs and outputs to fp32.
         patch_torch_functions: Whether ops cast by the op table; False turns that off at O1 and O4.
         keep_batchnorm_fp32: Whether batch norm stays fp32 in a converted model (O2, O3, O5).
-        master_weights: Whether optimizers step fp32 masters (O0, O2, O3, O5).
+        master_weights: Whether optimizers update fp32 masters (O0, O2, O3, O5).
         loss_scale: A positive number, a string with one, or ``"dynamic"``. With a static scale,
             gradients are not checked and no step is skipped.
         cast_model_outputs: Dtype of the models' floating-point outputs. By default, models with

@@ -297,7 +297,7 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
     for session in Session.live:
         if session in sessions:
             newest = session
-    # Of a deactivated one as in apex, whose scalers are the latest call's.
+    # As in apex, a deactivated handle uses the scalers of the latest call.
     if newest is None or isinstance(newest.region, AmbientRegion):
         newest = _amp_state.current() or newest
     return newest

@@ -44,13 +44,13 @@ def unwrapped(optimizers: Any) -> list[Optimizer]:
     """
     if not isinstance(optimizers, list | tuple):
         optimizers = [optimizers]
-    return [unwrap(optimizer) for optimizer in optimizers]
+    return [*map(unwrap, optimizers)]
 
 
 def _inside(optimizer: Any) -> Optimizer | None:
     """Returns the prepared optimizer behind wrappers, or else the outermost ``Optimizer``.
 
-    accelerate's wrapper is an ``Optimizer``, too: the one inside counts if amp has prepared it.
+    accelerate's wrapper is itself an ``Optimizer``. The inner one counts if amp has prepared it.
     """
     outermost = None
     layer = optimizer

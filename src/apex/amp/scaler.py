@@ -41,8 +41,8 @@ def _of_rule(name: str) -> Any:
 class LossScaler:
     """The scale of one loss, with the attributes that scripts for apex read and set.
 
-    Reading a dynamic scaler's ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` waits for the
-    device; setting them does not.
+    Reading a dynamic scaler's ``_loss_scale``, ``_unskipped`` or ``_has_overflow`` synchronizes
+    with the device. Setting them does not.
 
     Attributes:
         dynamic: Whether the scale follows the gradients.
@@ -92,7 +92,7 @@ class LossScaler:
         vars(scaler)[_VIEW] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the values under apex's names, for an independent copy; waits for the device."""
+        """Returns the values under apex's names, for an independent copy; synchronizes."""
         return {
             "dynamic": self.dynamic,
             "_loss_scale": self._loss_scale,

@@ -78,8 +78,8 @@ def step_was_skipped(optimizer: Any, *, on_host: bool = False) -> Any:
             which amp skips on the host, the bool is available immediately.
 
     Returns:
-        A 0-d bool tensor on the device of the loss scale. ``bool()`` of it waits for the device;
-        ``torch.where(skipped, ...)`` does not.
+        A 0-d bool tensor on the device of the loss scale. ``bool()`` of it synchronizes with
+        the device. ``torch.where(skipped, ...)`` does not.
 
     Raises:
         TypeError: If ``optimizer`` is not an optimizer.

@@ -12,7 +12,7 @@ __getattr__ = _unavailable.names_instead(
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Returns whether ``x`` is a floating-point tensor, or a tuple or list of such alone."""
+    """Returns whether ``x`` is a floating-point tensor, or a tuple or list of only such."""
     if isinstance(x, tuple | list):
         return all(map(is_fp_tensor, x))
     return isinstance(x, Tensor) and x.is_floating_point()

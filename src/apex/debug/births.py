@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,10 +21,6 @@ _DEFINED_EVERYWHERE = set(
     """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
     convolution""".split()  # noqa: SIM905
 )
-
-
-_MOST_NEXT = 3
-"""Lines that are listed which overflow next."""
 
 
 @dataclass(eq=False)
@@ -48,20 +44,20 @@ class Birth:
         names: The parameters or buffers that held the values.
         unwritten: Whether nothing has written them since ``torch.empty``.
         eps: The optimizer's eps, in its step; inf without one.
-        misuse: What is wrong with scaled gradients: ``"step"``, or as of ``ScaledGradients``.
+        misuse: What is wrong with scaled gradients: ``"step"``, ``"stale"``, or as of
+            ``ScaledGradients``.
         heaviest: Largest absolute value of the inputs that are parameters, or their casts.
         grown: Whether the weights have grown manifold since the first step.
         reader: The operator that read the values first, and passed them on.
         reader_module: The module in which it ran; None before.
         feeds_softmax: Whether a softmax has read the values.
         negative: Whether all infinities are negative.
-        scale: Multiplier on the loss; None while unknown.
+        scale: Multiplier on the loss; 1 without one.
         dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, unscaled the gradients.
         stepped: Whether values reached the loss or weights.
         masked: Whether values were masked out.
         masked_again: Whether their derivative was not finite, after they were masked out.
         absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
-        next: Lines that overflow, too, once the values are clamped, with the largest result.
     """
 
     place: Place
@@ -89,13 +85,12 @@ class Birth:
     reader_module: str | None = None
     feeds_softmax: bool = False
     negative: bool = False
-    scale: float | None = None
+    scale: float = 1.0
     dynamic: bool = False
     stepped: bool = False
     masked: bool = False
     masked_again: bool = False
     absorbed: bool = False
-    next: dict[Place, float] = field(default_factory=dict)
 
     @property
     def backward(self) -> bool:
@@ -145,10 +140,9 @@ class Birth:
             # A power of 0 is inf at most; NaN is that of a negative number.
             divides = self.name in _DIVIDES and not (self.kind == "nan" and self.name in _POWERS)
             return "division by zero" if divides else "domain"
-        scale = self.scale or 1.0
-        unscaled = true / scale if math.isfinite(true) else 0.0
+        unscaled = true / self.scale if math.isfinite(true) else 0.0
         fits = unscaled <= torch.finfo(self.dtype).max
-        return "loss scale" if self.backward and scale > 1.0 and fits else "range"
+        return "loss scale" if self.backward and self.scale > 1.0 and fits else "range"
 
     @property
     def heals(self) -> bool:
@@ -159,15 +153,6 @@ class Birth:
     def is_lost(self) -> bool:
         """Whether fp16 lost a value that no softmax or exp has mapped to the right result."""
         return self.cause == "range" and self.dtype is torch.float16 and not self.absorbed
-
-    def note_next(self, place: Place, largest: float | None) -> None:
-        """Records a line of a forward that overflows, too, once the values are clamped."""
-        known = {self.place.location, *(earlier.location for earlier in self.next)}
-        if not place.inside or place.direction == "backward" or place.location in known:
-            return
-        limit = 1.001 * torch.finfo(self.dtype).max
-        if largest is not None and limit < largest < math.inf and len(self.next) < _MOST_NEXT:
-            self.next[place] = largest
 
     @property
     def site(self) -> tuple[str, str]:
@@ -234,8 +219,6 @@ class Births:
         if not birth.deliberate:
             self._pending.append(birth)
             if birth.is_lost:
-                for earlier in self._lost.values():
-                    earlier.note_next(birth.place, birth.true)
                 self._lost.setdefault(birth.site, birth)
         return birth
 

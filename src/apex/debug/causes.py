@@ -52,7 +52,9 @@ def section_of(cause: str, names: set[str], place: Place, facts: Mapping[str, An
             continue
         if "ops" in row and names.isdisjoint(row["ops"].split()):
             continue
-        if row.get("line", "") not in place.source or row.get("module", "") not in place.module:
+        if not re.search(row.get("line", ""), place.source):
+            continue
+        if row.get("module", "") not in place.module:
             continue
         if all(_holds(condition, facts) for condition in row.get("if", "").split()):
             return section
@@ -103,9 +105,6 @@ def finding_of(birth: Birth | None) -> Finding | None:
         return None
     facts = _facts(birth)
     section = section_of(birth.cause, {birth.name, birth.node}, birth.place, facts)
-    notes = []
-    for place, largest in birth.next.items():
-        notes.append(("next", f"once that is clamped, {largest:.3g} here\n{place.shown}"))
     return Finding(
         **vars(birth.place),
         op=birth.op,
@@ -121,7 +120,6 @@ def finding_of(birth: Birth | None) -> Finding | None:
         inputs=birth.inputs,
         pattern=section if "ops" in data()[section] else "",
         heals=birth.heals,
-        notes=tuple(notes),
     )
 
 
@@ -131,10 +129,13 @@ def _remedies_of(birth: Birth, section: str) -> list[str]:
     if birth.cause != "range" or not birth.fits_fp32:
         return ways
     also = data()[section].get("also", "fp32 bf16")
+    if section == "range":
+        ways = []
     if "fp32" in also and not birth.backward and not birth.casts:
-        line = in_fp32(birth.place, birth.way, module=_module_around(birth))
-        ways = line if section == "range" else ways + line
+        ways += in_fp32(birth.place, birth.way, module=_module_around(birth))
     in_bf16 = remedies("in bf16", birth.way) if "bf16" in also else []
+    if "first" in also:
+        return in_bf16 + ways
     return ways[: _MOST_REMEDIES - len(in_bf16)] + in_bf16
 
 
@@ -170,6 +171,8 @@ _LARGE = 1e7
 
 def _facts(birth: Birth) -> dict[str, Any]:
     """Returns what the sections of causes.ini ask of a birth, and what their texts name."""
+    info = torch.finfo(birth.dtype)
+    is_large = 1e9 < birth.largest < info.max  # the least number is that of a mask
     facts = {
         **vars(birth),
         "heals": birth.heals,
@@ -177,12 +180,15 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "fits_fp32": birth.fits_fp32,
         "casts": birth.casts,
         "lowest": birth.lowest,
-        "least": birth.lowest == torch.finfo(birth.dtype).min,
+        "least": birth.lowest == info.min,
         "largest": birth.largest,
+        "inside": birth.place.inside,
+        "empty": any(0 in values.shape for values in birth.inputs),
+        "excess": (birth.true or 0.0) / birth.scale / info.max,
         "operands": len(birth.inputs),
-        "grown": _has_grown(birth),
+        "grown": birth.grown or (is_large and birth.steps and not birth.fits_fp32),
         "exceeds_fp16": _exceeds_fp16(birth),
-        "limit": f"{torch.finfo(birth.dtype).max:g}",
+        "limit": f"{info.max:g}",
         "true": f"{birth.true:.5g}" if birth.true and math.isfinite(birth.true) else "more",
         "names": birth.names and f" ({birth.names})",
         "divisor": 0.0,
@@ -194,16 +200,8 @@ def _facts(birth: Birth) -> dict[str, Any]:
     return facts
 
 
-def _has_grown(birth: Birth) -> bool:
-    # Not a mask of torch.finfo(dtype).min.
-    grown = 1e9 < birth.largest < torch.finfo(birth.dtype).max
-    return birth.grown or (grown and not birth.fits_fp32)
-
-
 def _exceeds_fp16(birth: Birth) -> bool:
     """Returns whether a number of the script does, as one of a mask."""
-    if birth.dtype is not torch.float16 or birth.backward:
-        return False
     numbers = [0.0, *birth.numbers]
     if max(numbers) > _LARGE and birth.feeds_softmax:  # that is subtracted
         return True

@@ -308,7 +308,8 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
         elif name not in (PREPARED, "step"):
             own[name] = value
     shadow = object.__new__(plain_class(type(optimizer)))
-    shadow.__dict__.update(copy.deepcopy(own, {id(p): wider for p, wider in wide.items()}))
+    copied = {id(param): wider for param, wider in wide.items()}
+    shadow.__dict__.update(copy.deepcopy(own, copied))
     for param, state in states_in(shadow.state):
         match = functools.partial(_match_dtype, dtype=param.dtype)
         for name, value in state.items():

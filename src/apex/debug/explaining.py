@@ -195,8 +195,9 @@ class Explanation:
             f"16 bits; {common.counted(total.casts, 'cast')}, {total.cast_bytes:,} bytes moved",
             "",
             *("  ".join(line).rstrip() for line in table),
-            *([f"{hidden} faster rows omitted; to_json() has all."] * bool(hidden)),
         ]
+        if hidden:
+            lines.append(f"{hidden} faster rows omitted; to_json() has all.")
         return "\n".join(lines)
 
     def to_json(self) -> str:

@@ -132,7 +132,7 @@ class OverflowTrace(Trace):
             )
         super().__init__(*models)
         self._births = Births()
-        unseen: tuple[float | None, bool] = None, False
+        unseen = 1.0, False
         if scaler is not None and scaler.is_enabled():
             unseen = scaler.get_scale(), True
         self._scaled = ScaledGradients(unseen)
@@ -191,14 +191,11 @@ class OverflowTrace(Trace):
         for gradient in floating(gradients):
             overflow = self._born.of(gradient)
             if overflow is not None and overflow.heals:
-                scale = overflow.scale or 1.0
-                self._add_misuse("step", scale, "step", kind="inf", cause="skipped step")
-                return
+                self._add_misuse("step", overflow.scale, "step", cause="skipped step")
 
     @property
     def _largest_weight(self) -> float:
-        held = held_by(self._tracker.models, [])
-        weights = [item.value for item in held if item.role == "parameter"]
+        weights = self._tracker.parameters
         return max((tracing.values_of(weight).largest for weight in weights), default=0.0)
 
     # -- operators -------------------------------------------------------------------------------
@@ -225,11 +222,14 @@ class OverflowTrace(Trace):
                 scale = self._scaled.scale_of(call.arguments)
                 self._add_misuse(call.name, scale, misuse)
         target = self._tracker.accumulating
-        if target is None:
+        if target is None or not self._tracker.runs_formula:  # in a hook of it
             return
         for grad in floating(result):
             self._scaled.arrive(grad)
             birth = self._born.of(grad) if kind_of(grad) else None
+            if birth is not None and birth.heals and self._scaled.loss_scale[0] < birth.scale:
+                # The scaler has backed off since, and nothing has cleared the gradient.
+                self._add_misuse(call.name, birth.scale, "stale", cause="gradients")
             name = self._tracker.parameters.get(target, "(a tensor of no model)")
             self._births.reach_gradient(name, birth, backward=backward_id())
 
@@ -291,14 +291,13 @@ class OverflowTrace(Trace):
         scale: float,
         misuse: str,
         *,
-        kind: str = "scaled",
         cause: str = "scaled gradients",
     ) -> None:
         """Adds a use of gradients that still carry the loss scale, or have overflowed by it."""
         birth = Birth(
             self._tracker.place,
             op,
-            kind,
+            "scaled" if cause == "scaled gradients" else "inf",
             torch.float32,
             way=self._way,
             given=cause,
@@ -328,9 +327,6 @@ class OverflowTrace(Trace):
         is_new_nan = kind == "nan" and all(read.kind != "nan" for read in before.inputs)
         if worst.deliberate and worst.cause == "constant" and is_new_nan:
             return self._birth(call, before, kind, bad, "constant")
-        if worst.fits_fp32 and worst.is_lost and self._tracker.direction == "forward":
-            clamped = before.call.mapped(lambda t: t.nan_to_num() if t.is_floating_point() else t)
-            worst.note_next(self._tracker.place, tracing.largest_in_double(clamped))
         return worst
 
     def _first_birth(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
@@ -398,7 +394,7 @@ class OverflowTrace(Trace):
             cause = "update"
         values = [] if deliberate or self._in_step else [read.values for read in before.inputs]
         is_small = before.known and sum(map(Tensor.numel, values)) <= _MAX_COPIED
-        scale, dynamic = self._scaled.loss_scale if backward else (None, False)
+        scale, dynamic = self._scaled.loss_scale if backward else (1.0, False)
         birth = Birth(
             place,
             call.name,

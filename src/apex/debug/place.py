@@ -122,7 +122,8 @@ class Finding(Place):
         )
         lines = [self.what]
         for name, text in parts:
-            lines += [f"  {name:6} {text.replace(chr(10), chr(10) + ' ' * 9)}"] if text else []
+            if text:
+                lines.append(f"  {name:6} {text.replace(chr(10), chr(10) + ' ' * 9)}")
         return "\n".join(lines)
 
 
@@ -229,7 +230,7 @@ class Tracker:
     @property
     def runs_formula(self) -> bool:
         """Whether autograd's own formula of a derivative is running, not user code."""
-        return self.direction == "backward" and not _line_within_backward()
+        return self.direction == "backward" and not line_within_backward()
 
     @property
     def place(self) -> Place:
@@ -257,7 +258,7 @@ class Tracker:
             return innermost_line()
         site = self.forward_site
         forward = "" if site is None else site.place.location
-        return _line_within_backward() or forward or innermost_line()
+        return line_within_backward() or forward or innermost_line()
 
     # -- autograd nodes --------------------------------------------------------------------------
 
@@ -357,7 +358,8 @@ def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     models = list(models)
     for model in models:
         name = type(model).__name__
-        count = seen[name] = seen.get(name, -1) + 1
+        count = seen.get(name, -1) + 1
+        seen[name] = count
         prefix = f"{name}[{count}]:" if count else f"{name}:"
         yield prefix if len(models) > 1 else "", model
 
@@ -395,7 +397,7 @@ def innermost_line() -> str:
     return _innermost("user")[1]
 
 
-def _line_within_backward() -> str:
+def line_within_backward() -> str:
     """Returns the innermost user line of the running backward pass, such as of a hook's.
 
     The search ends at the frames of autograd's Python entry point, which threads of the engine do

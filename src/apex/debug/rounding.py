@@ -178,6 +178,7 @@ class RoundingTrace(Trace):
         # Of the gradients in fp16: see _count_underflow, and where the first underflows.
         self._underflow = torch.zeros(4, dtype=torch.float64, device="cpu")
         self._underflow_at: Place | None = None
+        self._underflow_way = ""
 
     def __exit__(self, *exc_info: object) -> None:
         """Stops tracing, removes all hooks and releases the models and all values."""
@@ -204,12 +205,14 @@ class RoundingTrace(Trace):
         return tuple(self._skipped)
 
     def __str__(self) -> str:
+        lines = [self._verdict]
         later = [f"{row.op} {row.where}, {row.direction}" for row in self.lost[1:]]
-        skips = (
-            f"skipped: {e.op} in {e.module or '(no module)'}: {e.reason}" for e in self.skipped
-        )
-        after = [f"later  {listed(later)}"] if later else []
-        return "\n".join([self._verdict, *after, *skips])
+        if later:
+            lines.append(f"later  {listed(later)}")
+        for skip in self.skipped:
+            module = skip.module or "(no module)"
+            lines.append(f"skipped: {skip.op} in {module}: {skip.reason}")
+        return "\n".join(lines)
 
     @property
     def _verdict(self) -> str:
@@ -265,9 +268,29 @@ class RoundingTrace(Trace):
                     self._shadows.discard(tensor)
             if reason:
                 self._skip(call.name, reason)
+            if call.base == "to_copy" and not outputs:
+                self._check_integers(call, result)
             if self._tracker.accumulating is not None:
                 for grad in floating(result):
                     self._count_underflow(grad)
+
+    def _check_integers(self, call: Call, result: Tensor) -> None:
+        """Logs whole numbers, such as token ids, that 16 bits rounded before this cast back."""
+        values = call.args[0]
+        shadow = self._shadows.of(values)
+        if shadow is None:
+            return
+        exact = shadow.view(values)
+        wrong = (exact == exact.round()) & (exact != result)
+        share = float(wrong.double().mean())  # sync: tracing is a diagnosis
+        if share > 0.0:
+            self._lose(
+                _ShadowCall(call, self._shadows),
+                dtypes.name(values.dtype),
+                share,
+                rules.roundoff(values.dtype),
+                "cancellation",
+            )
 
     def _skip(self, op: str, reason: str) -> None:
         self._skipped.setdefault(Skipped(self._tracker.module[0], op, reason))
@@ -442,6 +465,7 @@ class RoundingTrace(Trace):
         self._underflow += torch.tensor(sums, dtype=torch.float64, device="cpu")
         if self._underflow_at is None and lost.any():
             self._underflow_at = self._tracker.place
+            self._underflow_way = self._way
 
     def _judge_underflow(self) -> None:
         """Logs, as the first, that many gradients are 0."""
@@ -449,7 +473,8 @@ class RoundingTrace(Trace):
         if self._underflow_at is None or lost <= rules.LOST_GRADIENT**2 * total:
             return
         share = 100 * zeros / elements
-        ways = [*remedies("underflow", self._way), *remedies("in bf16", self._way)]
+        way = self._underflow_way
+        ways = [*remedies("underflow", way), *remedies("in bf16", way)]
         row = RoundingRow(
             **vars(self._underflow_at),
             op="aten.add",
@@ -633,7 +658,8 @@ class _ShadowCall:
         if changed is not None and self._may_last(rules.first_of(call.args[changed]), shadows):
             self.first = rules.first_of(self.own.args[changed]).clone()
         self.inputs: list[rules.Distance] = []
-        self.inherited = self.unit = 0.0
+        self.inherited = 0.0
+        self.unit = 0.0
         self.origin: Origin | None = None
         self._inherit(shadows)
 

@@ -15,8 +15,9 @@ Note [Tolerance]
 
     The size of a result is its norm. A sum of n terms of both signs may be far smaller than its
     terms by chance, or by construction: a bias before a batch norm and the bias of an attention's
-    keys have no gradient. That is no loss of digits, so in a backward pass and in small results a
-    sum's size is that of the sum of absolute values, as in Skeel's condition number.
+    keys have no gradient, and those of a Wasserstein loss's two means nearly cancel. That is no
+    loss of digits, so in a backward pass and in small results a sum's size is that of the sum of
+    absolute values, as in Skeel's condition number.
 
 Note [Chains]
     Each step of a running sum explains its error by that of the step before, so none would stand
@@ -132,6 +133,7 @@ DECISIONS = {
 """Operators whose result is a decision."""
 
 _SUMS = {
+    "add",
     "sum",
     "mean",
     "mm",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
-from apex.debug.place import runs_in_scaler
+from apex.debug.place import line_within_backward, runs_in_scaler
 from apex.debug.tracing import ByMemory, Call, floating
 
 _CLAMPS = ("clamp", "minimum", "maximum")
@@ -34,10 +33,10 @@ class ScaledGradients:
         carries no scale.
 
     Attributes:
-        loss_scale: The scale of the last backward pass, None without one, and whether it adapts.
+        loss_scale: The scale of the last backward pass, 1 without one, and whether it adapts.
     """
 
-    def __init__(self, unseen: tuple[float | None, bool]) -> None:
+    def __init__(self, unseen: tuple[float, bool]) -> None:
         """Takes the scale of losses that were computed before the trace, as in ``loss_scale``."""
         self.loss_scale = self._unseen = unseen
         self._losses: ByMemory[tuple[float, bool]] = ByMemory()
@@ -54,18 +53,17 @@ class ScaledGradients:
     def arrive(self, gradient: Tensor) -> None:
         """Records a gradient that arrives in the running backward pass."""
         scale = self.loss_scale[0]
-        if scale is not None:
+        if scale != 1.0:
             self._scales.note(gradient, scale)
 
     def misuse(self, call: Call, result: Any) -> str:
         """Follows a call; returns what is wrong with it.
 
-        That is ``"change"``, ``"reading"``, ``"penalty"``, ``"twice"`` (a loss is scaled), or
-        ``""`` in a backward pass or if all is right.
+        That is ``"change"``, ``"hook"`` (a change while a backward pass runs), ``"reading"``,
+        ``"penalty"``, ``"twice"`` (a loss is scaled), or ``""`` if all is right.
         """
         if backward_id() != -1:
-            self._follow_graph(call, result)
-            return ""
+            return self._follow_backward(call, result)
         if isinstance(result, Tensor) and result.numel() == 1 and self._follow_loss(call, result):
             return "twice"
         scale = self.scale_of(call.arguments)
@@ -87,11 +85,21 @@ class ScaledGradients:
             return ""
         return "penalty" if call.base in _ADDITIONS and not changed else "change"
 
-    def _follow_graph(self, call: Call, result: Any) -> None:
-        """Records the gradients of a scaled pass that have a graph of their own."""
-        if torch.is_grad_enabled() and not call.traits.view:  # a view may be of a weight
-            for tensor in floating(result):
-                self.arrive(tensor)
+    def _follow_backward(self, call: Call, result: Any) -> str:
+        """Records what a scaled pass computes; returns ``"hook"`` where user code clips it.
+
+        The pass begins with a 1, which the derivative of the scaling multiplies by the scale.
+        """
+        scale = self.loss_scale[0]
+        if scale == 1.0 or call.traits.view:
+            return ""
+        is_scaled = self.scale_of(call.arguments) != 1.0
+        if is_scaled != self._unscales(call, scale):
+            for tensor in tracing.outputs(call, result):
+                self._scales.note(tensor, scale)
+        if is_scaled and call.base.startswith(_CLAMPS) and line_within_backward():
+            return "hook"
+        return ""
 
     def _follow_loss(self, call: Call, result: Tensor) -> bool:
         """Records the scale of a loss that a scaler multiplies, and of what is computed from it.
@@ -127,6 +135,8 @@ class ScaledGradients:
 
     def _mixes(self, call: Call, changed: list[Tensor]) -> bool:
         """Returns whether a call changes scaled gradients by what is meant for unscaled ones."""
+        if call.base.startswith("clamp"):  # a norm's factor is wrong where it multiplies
+            return max(tensor.numel() for tensor in floating(call.arguments)) > 1
         if call.base.startswith(_CLAMPS):
             return bool(changed)
         known = set(map(id, changed))

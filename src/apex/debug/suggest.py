@@ -162,7 +162,10 @@ class Suggestion:
         )
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict, *([f"  {self.setting}"] * bool(self.modules)), *self.notes])
+        lines = [self.verdict, *self.notes]
+        if self.modules:
+            lines.insert(1, f"  {self.setting}")
+        return "\n".join(lines)
 
 
 def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:

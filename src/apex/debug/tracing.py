@@ -428,15 +428,18 @@ def values_of(tensor: Tensor) -> Values:
     values = real(dense(tensor))
     values = values if values.dtype is torch.float64 else values.float()
     finite = values[torch.isfinite(values)]
+    nonfinite = values.numel() - finite.numel()
+    if not finite.numel():
+        finite = finite.new_zeros(1)
     sizes = finite[finite != 0.0].abs()
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
+    smallest = float(sizes.min()) if sizes.numel() else 0.0  # sync: tracing is a diagnosis
     return Values(
         dtypes.name(tensor.dtype),
         tuple(tensor.shape),
-        low,
-        high,
-        float(sizes.min()) if sizes.numel() else 0.0,  # sync: tracing is a diagnosis
-        values.numel() - finite.numel(),
+        float(finite.min()),
+        float(finite.max()),
+        smallest,
+        nonfinite,
     )
 
 

@@ -318,8 +318,9 @@ class AutoTrace:
         if self._traced_loss is None:
             for update in ended.updates:
                 skips = update.skipped_in_row
-                if skips and skips % self._after_skips == 0 and self._traced_loss is None:
+                if skips and skips % self._after_skips == 0:
                     self._start(ended.session, loss_id)
+                    return
         elif loss_id == self._traced_loss and threading.get_ident() == self._thread:
             self._stop()
             self._report()

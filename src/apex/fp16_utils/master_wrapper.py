@@ -190,7 +190,7 @@ class MasterWrapper:
         """Copies the model's gradients to the masters, divided by the scale; updates the scale.
 
         Gradients of passes that the script ran itself count as multiplied by the present scale, as
-        in apex. Where gradients are checked this waits for the device: ``overflow`` is on the host.
+        in apex. A check of gradients synchronizes, because ``overflow`` is on the host.
         """
         scale = self._scale or self.loss_scale
         self._pending = False

@@ -32,7 +32,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
 
 @torch.no_grad()
 def _flat_memory(params: list[nn.Parameter]) -> Tensor:
-    """Returns a memory of these fp32 parameters alone as one tensor; moves them into one first."""
+    """Returns the memory of only these fp32 parameters as one tensor; moves them into it first."""
     size = sum(map(Tensor.numel, params))
     storages = {param.untyped_storage().data_ptr() for param in params}
     if len(storages) == 1 and params[0].untyped_storage().nbytes() == 4 * size:

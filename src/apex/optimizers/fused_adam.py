@@ -79,7 +79,7 @@ class FusedAdam(FusedOptimizer):
             max_grad_norm: Greatest norm of a group's gradients; 0 for no clipping. An argument of
                 apex's first FusedAdam, as are the next three.
             eps_inside_sqrt: Whether to add ``eps`` inside the square root.
-            use_mt: Ignored: all parameters are always stepped together.
+            use_mt: Ignored: all parameters are always updated together.
             amp_scale_adjustment: Must be 1: amp unscales gradients before the step.
 
         Raises:

@@ -20,8 +20,8 @@ _OPTIONS = "momentum", "dampening", "weight_decay", "nesterov"
 class FusedSGD(FusedOptimizer):
     """Stochastic gradient descent with torch's rules for momentum and Nesterov momentum.
 
-    Momentum of fp16 parameters is fp16, as in apex and torch; that of bf16 parameters, which apex
-    did not step, is fp32.
+    Momentum of fp16 parameters is fp16, as in apex and torch. Momentum of bf16 parameters, which
+    apex did not support, is fp32.
 
     Attributes:
         wd_after_momentum: Whether to add weight decay after the momentum.

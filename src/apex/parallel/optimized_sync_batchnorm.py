@@ -116,7 +116,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """Copies all but the process group, which copies share."""
-        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
         memo[id(self.process_group)] = self.process_group
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied

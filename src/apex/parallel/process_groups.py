@@ -31,7 +31,7 @@ def checked_group(group: Any) -> ProcessGroup | None:
 
 
 def syncing_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Returns the group for communication; ``None`` if this process is alone."""
+    """Returns the group for communication; ``None`` if it is the only process."""
     if not ranks.is_running():
         return None
     chosen = torch.distributed.group.WORLD if group is None else group

@@ -239,7 +239,7 @@ class _Computed(nn.Module):
 
 
 class _WithParts:
-    """A module whose parts are those that torch passes in, for example a replica's."""
+    """A module with the parts that torch passes in, for example a replica's."""
 
     def __init__(self, module: nn.Module, parts: dict[str, Tensor]) -> None:
         self._module = module

@@ -27,8 +27,11 @@ MUCH_FASTER = 1.5
 MOST_SPREAD = 1.3
 """Largest ratio of two measurements of one speed that agree."""
 
-LEAST_SPEED, MOST_SPEED = 1e-3, 64.0
-"""No device is beyond: emulated fp16 reaches 0.012 of fp32's speed, Intel's AMX 32 times it."""
+LEAST_SPEED = 1e-3
+"""No device is slower relative to fp32; emulated fp16 reaches 0.012."""
+
+MOST_SPEED = 64.0
+"""No device is faster relative to fp32; Intel's AMX reaches 32."""
 
 
 @dataclass(frozen=True)
@@ -124,21 +127,21 @@ def advise(
     """Returns the level to start with, ``None`` on a busy machine, and a sentence."""
     if load.busy:
         return None, f"No level suggested: this machine is busy ({load}). Run again when it is not."
-    measured = [speed for by_work in speeds.values() for speed in by_work.values()]
-    if None in measured:
-        return None, "No level suggested: other programs disturbed the measurement. Run again."
+    for by_work in speeds.values():
+        if None in by_work.values():
+            return None, "No level suggested: other programs disturbed the measurement. Run again."
     fp16 = _mean(speeds["float16"])
     bf16 = _mean(speeds["bfloat16"])
     if fp16 >= LEAST_GAIN and fp16 > bf16 * MUCH_FASTER:
         return "O1", (
             f"Start with O1: fp16 is {fp16:.2g} times as fast as fp32 on {device} and bf16 only "
-            f"{bf16:.2g} times; O1 casts by operator and scales the loss. O2 stores the model in "
-            "fp16, too."
+            f"{bf16:.2g} times; O1 casts by operator and scales the loss. O2 also stores the model "
+            "in fp16."
         )
     if bf16 >= LEAST_GAIN:
         return "O4", (
             f"Start with O4: bf16 is {bf16:.2g} times as fast as fp32 on {device} and needs no "
-            "loss scaling; O4 casts by operator. O5 stores the model in bf16, too."
+            "loss scaling; O4 casts by operator. O5 also stores the model in bf16."
         )
     return "O0", (
         f"Start with O0: bf16 is {bf16:.2g} times and fp16 {fp16:.2g} times as fast as fp32 on "

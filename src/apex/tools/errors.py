@@ -1,4 +1,4 @@
-"""Errors in what the user gave: the command's own, and those of the user's code."""
+"""Errors about the user's input: the command's own, and errors raised by the user's code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ class NotWrittenError(InputError):
 def format_error(error: BaseException) -> str:
     """Returns an error's type, the first line of its message and the user's line that raised it.
 
-    The line is that of the first error of a chain. What amp or a later one adds follows on lines of
-    its own.
-
-    Of an ``InputError``, it is the message.
+    In a chain of errors, the first one has the line. Messages that amp or a later error adds follow
+    on separate lines. For an ``InputError``, returns only the message.
     """
     from apex.debug.place import is_user_file  # not for `apex migrate`, which needs no torch
 
@@ -54,7 +52,7 @@ def format_error(error: BaseException) -> str:
 
 
 def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:
-    """Yields what ``apex migrate`` says of misspelt names in a line."""
+    """Yields the suggestions of ``apex migrate`` for misspelt names in a line."""
     from apex.tools.migrate.report import migration_of  # which uses this module
 
     with suppress(InputError):

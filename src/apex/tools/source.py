@@ -1,4 +1,4 @@
-"""Python source that is looked at, not executed: reading it, and what is wrong with it."""
+"""Reads and parses Python source without executing it, and explains what is wrong with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PYTHON_2 = re.compile(
     """,
     re.VERBOSE,
 )
-"""What is valid in a line of Python 2 alone."""
+"""Matches lines that are valid only in Python 2."""
 
 
 def read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""``trace``: runs a script, and names what made inf or NaN, lost digits, or held weights still."""
+"""``trace``: runs a script and finds inf and NaN, lost precision, or weights that do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tracing:
 
     Attributes:
         ending: How the script ended.
-        found: Whether there was inf or NaN, a loss of digits, or a weight that stood still.
+        found: Whether there was inf or NaN, lost precision, or a weight that did not change.
         report: The report as text; on several ranks, each line begins with the rank.
         data: The report in JSON types.
     """
@@ -43,11 +43,11 @@ class FaultFound(BaseException):
 
 
 _STEPS = 10
-"""Optimizer steps after which ``--digits`` and ``--updates`` have seen enough."""
+"""Optimizer steps after which ``--digits`` and ``--updates`` end the script."""
 
 
 def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
-    """Runs a script's first steps, and says which operators lose digits, or which weights stay.
+    """Runs a script's first steps; reports operators that lose precision, or unchanged weights.
 
     With ``keep_going``, the script runs to its end.
     """
@@ -164,14 +164,14 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
     if seen.first is None and seen.steps:
         lines.append(
             "If the loss stands still, or is higher than in fp32: `apex trace --digits "
-            f"{script}` names operators that lose digits, `--updates` weights that stay."
+            f"{script}` finds operators that lose precision, `--updates` unchanged weights."
         )
     operators = counted(seen.operators, "operator")
     return [*lines, f"Traced {operators} and {counted(seen.steps, 'optimizer step')}."]
 
 
 def _ended(ending: Ending) -> list[str]:
-    """Returns the line on how a script ended; none if it ended by itself."""
+    """Returns the line on how a script ended; none if it ended normally."""
     if ending.stopped:
         return ["The script was stopped there; with --keep-going it runs to its end."]
     if ending.interrupted:

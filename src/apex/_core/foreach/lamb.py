@@ -37,7 +37,7 @@ def lamb_(
 ) -> None:
     """Takes one LAMB step in place; tensors of one device, any mix of floating dtypes.
 
-    The arguments are those of :func:`apex._core.foreach.adam.adam_`. Divides the gradients by 0-d
+    Takes the arguments of :func:`apex._core.foreach.adam.adam_`. Divides the gradients by 0-d
     ``divisor``, but not in place. A tensor's rate is scaled by its trust ratio, without weight
     decay only with ``nvlamb``.
     """
@@ -66,7 +66,7 @@ def directions(
     """Updates the averages and returns the directions that ``lr`` multiplies, as new tensors.
 
     A direction is ``m / (sqrt(v) + eps)`` with corrected averages, plus decoupled weight decay.
-    Where 0-d ``skip`` is set, the averages stay, and the directions hold weight decay alone.
+    Where 0-d ``skip`` is set, the averages stay, and the directions contain only weight decay.
     """
     if not rule.decoupled:
         grads = decayed(grads, params, rule.weight_decay)

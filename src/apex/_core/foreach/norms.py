@@ -25,7 +25,7 @@ _ONE_CALL = (torch.float32, *LOW_PRECISION)
 def norms_of(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Returns the norm of every tensor, 0 if empty: ``[N]`` on ``device``, fp32 or fp64."""
     tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-    # One call takes one dtype, and refuses one narrower than a tensor's own. For DTensors torch
+    # One call takes one dtype, which must not be narrower than a tensor's own. For DTensors torch
     # 2.14 takes the dtype for a dimension: https://github.com/pytorch/pytorch/pull/194033. On a CPU
     # it would hold fp32 copies of all 16-bit tensors at once.
     one_call = all(tensor.dtype in _ONE_CALL and not tensor.is_cpu for tensor in tensors)

@@ -58,7 +58,7 @@ def novograd_(
     denominators = blended / second**0.5 + rule.eps
     with working(grads, params, exp_avgs) as (wide_grads, weights, averages):
         if rule.decoupled:
-            # At a rate of 0, torch's kernel updates the averages alone, and skips by the flag.
+            # At a rate of 0, torch's kernel updates only the averages, and obeys the skip flag.
             sgd_(wide_grads, weights, averages, _momentum(rule, 0.0), skip)
             decay_(weights, rule.lr, rule.weight_decay, skip)
             descend_each_(weights, averages, rule.lr / (first * denominators), skip)

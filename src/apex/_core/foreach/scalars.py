@@ -27,7 +27,8 @@ def skip_flag(flag: Tensor | None, device: torch.device) -> Tensor | None:
 def bias_correction(beta: float, step: Scalar) -> Scalar:
     """Returns ``1 - beta ** step`` for a host or device step count.
 
-    Uses ``expm1`` on the device: in fp32, the plain form loses four digits at ``beta=0.999``.
+    Uses ``expm1`` on the device: in fp32, the plain form loses four decimal digits at
+    ``beta=0.999``.
     """
     if not isinstance(step, Tensor):
         return float(1.0 - beta**step)

@@ -37,7 +37,7 @@ from apex._engine.autocast.ambient import (
 )
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, inlined, traces_function_modes
+from apex._torch.dynamo import at_tracing, inlined, traces_function_modes, untraced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,6 +97,7 @@ class Region:
         devices, dtype = self.switch(args, kwargs)
         return under(devices, dtype, fn, args, kwargs)
 
+    @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         """Enters the region for a call with these arguments, until ``until`` closes."""
         end_stale_casts()
@@ -193,6 +194,7 @@ class LowPrecisionRegion(Region):
         with _AccurateMode(self._functions):
             return super().run_traced(fn, args, kwargs)
 
+    @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         if self._left > 0 or self._functions:
             self._left -= 1

@@ -38,17 +38,15 @@ def check(models: Sequence[nn.Module], plan: ModelPlan) -> None:
     refuse_inference_mode("amp.initialize")
     for model in models:
         _check_model(model, plan)
-    for model in models:
         # A forward pass without a backward pass leaves gathered parameters in place of its own.
         for module in fsdp.sharded_modules(model):
             module.reshard()  # type: ignore[operator]
         planned = {id(tensor): dtype for _, tensor, dtype in planned_dtypes(model, plan)}
         for name, tensor in named_tensors(model).items():
-            is_param = isinstance(tensor, nn.Parameter)
-            kind = "parameter" if is_param else "buffer"
-            fault = _fault(tensor, planned.get(id(tensor)), plan.widen_low and is_param)
+            refuse_float64 = plan.widen_low and isinstance(tensor, nn.Parameter)
+            fault = _fault(tensor, planned.get(id(tensor)), refuse_float64)
             if fault is not None:
-                raise RuntimeError(f"amp.initialize got a model whose {kind} {name} is {fault}")
+                raise RuntimeError(f"amp.initialize got a model whose {name} is {fault}")
     _check_names(plan, models)
 
 

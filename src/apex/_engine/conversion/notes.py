@@ -149,8 +149,8 @@ class Writes:
 
     def __init__(self) -> None:
         self.left = _FORWARDS
-        self._versions: dict[str, tuple[int, int, int]] = {}
-        self._changed = set[str]()
+        # What a pass saw of each of the model's tensors, and whether the one before saw another.
+        self._versions: dict[str, tuple[tuple[int, int, int], bool]] = {}
         self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
         self._told = set[str]()
         self._whole_numbers = Readback[str]()
@@ -203,7 +203,16 @@ class Writes:
                     lost.append(name)
         else:
             yield
-        self._tell_lost(model, lost)
+        if lost:
+            own = [name for name in lost if not name.endswith(_COPIED)]
+            self.tell(
+                "tensors",
+                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
+                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
+                type(model).__name__,
+                ", ".join(lost[:4]),
+                keeping(model, own),
+            )
         names = positional_names(forward)
         self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
 
@@ -222,20 +231,18 @@ class Writes:
         for copied, its_link in list(self._copies.items()):
             for name, param in named_parameters(copied):
                 watched.append((name + _COPIED, param, its_link))
-        before = self._changed
-        self._changed = set()
         for name, tensor, its_link in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
             has_master = its_link.masters.pair_of(tensor) is not None
             if has_master or not is_counted or not has_values(tensor):
                 continue
             version = its_link.loads, tensor._version, tensor.data_ptr()
-            last = self._versions.get(name, version)
-            self._versions[name] = version
-            if last != version and last[0] == its_link.loads:
-                self._changed.add(name)
-                if name in before:
-                    yield name, tensor
+            versions = its_link.writes._versions
+            last, was_changed = versions.get(name, (version, False))
+            is_changed = last != version and last[0] == its_link.loads
+            versions[name] = version, is_changed
+            if is_changed and was_changed:
+                yield name, tensor
 
     def _check_arguments(
         self, model: nn.Module, given: dict[str, Any], cast: dict[str, Any]
@@ -276,18 +283,6 @@ class Writes:
                     number,
                     [name],
                 )
-
-    def _tell_lost(self, model: nn.Module, names: Sequence[str]) -> None:
-        if names:
-            own = [name for name in names if not name.endswith(_COPIED)]
-            self.tell(
-                "tensors",
-                "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
-                "running average stops moving, a bf16 counter sticks at 256): %s. %s",
-                type(model).__name__,
-                ", ".join(names[:4]),
-                keeping(model, own),
-            )
 
     def tell(self, what: str, text: str, *args: object) -> None:
         """Logs a warning, once for each ``what``."""

@@ -24,7 +24,7 @@ from apex._engine.conversion.plan import ModelPlan
 from apex._engine.masters import MasterTable
 from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
-from apex._torch.dynamo import at_tracing, is_tracing
+from apex._torch.dynamo import at_tracing, before_each_run, is_tracing
 from apex._torch.modules import own_tensors
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class ModelState:
         """Records the active DDP wrapper."""
         session = self.link.session
         wrapper = active_wrapper()
+        if traced:
+            before_each_run(_guard(_reference(wrapper)))
         if session is not None and wrapper is not None:
             session.ddp_tracker.mark_forward(wrapper, session, traced=traced)
 
@@ -91,6 +93,20 @@ class ModelState:
         if not self.plan.casts_down:
             return type(None), ()
         return rebuild, ("model_state", self.plan, self.link, self.inner_forward, self.handles)
+
+
+def _guard(traced: object) -> Callable[[], None]:
+    """Returns a function that raises once another wrapper is active, which is to be recorded."""
+
+    def check() -> None:
+        if _reference(active_wrapper()) != traced:
+            raise RuntimeError("another wrapper is active now")
+
+    return check
+
+
+def _reference(wrapper: nn.Module | None) -> object:
+    return None if wrapper is None else weakref.ref(wrapper)
 
 
 def rebuild_state(plan: ModelPlan, *parts: Any) -> ModelState:

@@ -63,11 +63,9 @@ class Converted(nn.Module):
         if not state.link.is_copy:  # which are cast to be saved
             state.link.writes.tell(
                 "dtype",
-                "%s.to(%s) after amp.initialize: the model's weights are now %s, no longer %s. "
-                "Weights cast to 16 bits train without fp32 masters: for those, or another level, "
-                "call amp.restore and then amp.initialize (O2 or O5 for masters).",
+                "%s.to(%s) after amp.initialize: the model's weights are no longer %s. To train at "
+                "another level, or with fp32 masters (O2 or O5), call amp.restore and initialize.",
                 type(self).__name__,
-                after,
                 after,
                 before,
             )

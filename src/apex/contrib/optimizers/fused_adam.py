@@ -46,7 +46,7 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):  # type: ignore[misc]
             weight_decay: Decay rate.
             max_grad_norm: Greatest norm of a group's gradients; 0 for no clipping.
             amsgrad: Not supported.
-            use_mt: Ignored: all parameters are always stepped together.
+            use_mt: Ignored: all parameters are always updated together.
             amp_scale_adjustment: Must be 1: amp unscales gradients before the step.
 
         Raises:

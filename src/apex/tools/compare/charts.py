@@ -98,7 +98,9 @@ def _chart(
     curves = {level: points for level, points in curves.items() if len(points) > 1}
     if not curves:
         return None
-    points = [point for curve in curves.values() for point in curve]
+    points: list[Point] = []
+    for curve in curves.values():
+        points += curve
     steps = max(point.step for point in points)
     values = [-2 * area, 2 * area] if area else []
     values += [point.value for point in points]

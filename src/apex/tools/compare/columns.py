@@ -40,6 +40,8 @@ TABLES = {
 
 def legend() -> str:
     """Returns a line for each column, for the help text."""
-    columns = [column for table in TABLES.values() for column in table.values()]
+    columns: list[Column] = []
+    for table in TABLES.values():
+        columns += table.values()
     width = max(len(column.heading) for column in columns)
     return "\n".join(f"  {c.heading:{width}}  {c.meaning}" for c in dict.fromkeys(columns))

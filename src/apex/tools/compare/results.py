@@ -47,7 +47,8 @@ class Level:
 
 
 BASELINE = "O0"
-_HALF, _BF16 = torch.float16, torch.bfloat16
+_HALF = torch.float16
+_BF16 = torch.bfloat16
 _PLAIN = {"opt_level": "O5", "master_weights": False, "keep_batchnorm_fp32": False}
 _TORCH: Any = {"autocast": True, "casts": True}
 

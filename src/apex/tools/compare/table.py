@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -65,7 +66,8 @@ def comparison_text(comparison: Comparison) -> str:
 def table_text(table: Table) -> str:
     """Returns a table with a rule below its headings."""
     lines = [[column.heading for column in table.columns.values()]]
-    lines += [[cells[name] for name in table.columns] for _, cells in table.rows]
+    for _, cells in table.rows:
+        lines.append([cells[name] for name in table.columns])
     columns = aligned(lines, [column.is_left for column in table.columns.values()])
     heading, *body = ["  ".join(line).rstrip() for line in columns]
     return "\n".join([heading, "-" * len(heading), *body])
@@ -80,29 +82,30 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
     """Returns a level's cells by the names of the columns."""
+    cells: dict[str, str] = defaultdict(lambda: NOTHING)
+    cells["level"] = result.name
+    if result.times:
+        cells["time"] = f"{result.milliseconds:.4g}"
     speed = comparison.speed(result)
+    if speed is not None:
+        cells["speed"] = f"{speed.median:.2f}x"
+    for verdict in comparison.recommendation.verdicts:
+        if verdict.level == result.name:
+            cells["verdict"] = verdict.word
     record = result.training
-    words = {verdict.level: verdict.word for verdict in comparison.recommendation.verdicts}
-    columns = [name for table in TABLES.values() for name in table]
-    cells = {
-        **dict.fromkeys(columns, NOTHING),
-        "level": result.name,
-        "time": f"{result.milliseconds:.4g}" if result.times else NOTHING,
-        "speed": NOTHING if speed is None else f"{speed.median:.2f}x",
-        "verdict": words.get(result.name, NOTHING),
-    }
-    if record is not None:
-        loss = end_loss(record.losses)
-        cells |= {
-            "memory": size(result.memory),
-            "saved": size(record.saved_bytes),
-            "stored": f"{record.stored.per_param:.1f}",
-            "loss": f"{loss:.4g}" if math.isfinite(loss) else "diverged",
-            "apart": _apart(result, comparison),
-            "evaluation": NOTHING if record.evaluation is None else f"{record.evaluation:.4g}",
-            "skipped": f"{len(record.skipped)} of {len(record.losses)}",
-            "frozen": NOTHING if record.frozen is None else percent(record.frozen),
-        }
+    if record is None:
+        return cells
+    loss = end_loss(record.losses)
+    cells["memory"] = size(result.memory)
+    cells["saved"] = size(record.saved_bytes)
+    cells["stored"] = f"{record.stored.per_param:.1f}"
+    cells["loss"] = f"{loss:.4g}" if math.isfinite(loss) else "diverged"
+    cells["apart"] = _apart(result, comparison)
+    cells["skipped"] = f"{len(record.skipped)} of {len(record.losses)}"
+    if record.evaluation is not None:
+        cells["evaluation"] = f"{record.evaluation:.4g}"
+    if record.frozen is not None:
+        cells["frozen"] = percent(record.frozen)
     return cells
 
 

@@ -1,7 +1,7 @@
 """Wall time of interleaved steps, their ratios with an interval, and how busy the machine is.
 
-The interval of a median is that of the sign test: whatever the distribution, the number of values
-below the true median is binomial with probability 1/2, so two order statistics enclose it.
+The interval of a median is the sign test's. For any distribution, the number of values below the
+true median is binomial with probability 1/2, so two order statistics enclose it.
 
 Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
 """
@@ -30,7 +30,7 @@ EMULATION_RATIO = 4.0
 """A dtype counts as emulated if its matrix product takes this many times as long as fp32's."""
 
 BUSY = 1.5
-"""Load per core above which the machine counts as busy; one program alone reaches 1."""
+"""Load per core above which the machine counts as busy; a single program reaches 1."""
 
 LEAST_SECONDS = 0.3
 """Seconds that are enough to measure an operator among other programs."""
@@ -149,7 +149,12 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
         times = operator_seconds(dtype, device).values()
     finally:
         torch.set_num_threads(threads)
-    return max(1 / least_ratio(pairs) if pairs else math.inf for pairs in times)
+    slowest = 0.0
+    for pairs in times:
+        if not pairs:
+            return math.inf
+        slowest = max(slowest, 1 / least_ratio(pairs))
+    return slowest
 
 
 def operator_seconds(

@@ -35,8 +35,8 @@ LAST_STEPS = 10
 class Trainer:
     """Trains a model that is prepared for one level.
 
-    Several levels are alive at once while they are timed, and the ambient casts of one would apply
-    to the others' losses. So casts are off but in ``run``, which turns its own level's on.
+    Several levels are active while they are timed, and the ambient casts of one would apply to the
+    others' losses. So casts are off except in ``run``, which turns on its own level's casts.
     """
 
     def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:

@@ -57,7 +57,8 @@ class _Timed:
     @property
     def saved(self) -> int:
         """The bytes that it saves if they are worth mentioning; otherwise 0."""
-        ours, fp32 = self.result.memory, self.base.memory
+        ours = self.result.memory
+        fp32 = self.base.memory
         return fp32 - ours if ours <= LEAST_MEMORY_GAIN * fp32 else 0
 
     @property

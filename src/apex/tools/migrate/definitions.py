@@ -91,7 +91,7 @@ def parameters(definition: Definition) -> frozenset[str] | None:
         arguments = node.args
         if arguments.kwarg is not None:
             return None
-        listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        listed = [*arguments.args, *arguments.kwonlyargs]
         return frozenset(argument.arg for argument in listed)
     if not isinstance(node, ast.ClassDef) or len(node.bases) > 1:
         return None

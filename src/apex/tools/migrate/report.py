@@ -75,9 +75,9 @@ class Migration:
         if self.unread:
             parts.append("\n".join(f"{file}: {reason}" for file, reason in self.unread))
         works, note, fails = self.counts.values()
-        files = "1 file" if self.files == 1 else f"{self.files} files"
         parts.append(
-            f"{files}: {works} uses work unchanged, {note} with a note, {fails} unsupported."
+            f"Files: {self.files}. Uses that work unchanged: {works}, with a note: {note}, "
+            f"unsupported: {fails}."
         )
         return "\n\n".join(parts)
 
@@ -107,9 +107,11 @@ def migration_of(path: Path) -> Migration:
     for file in files:
         try:
             text = read(file)
-            found = names(parse(text, file)) if mentions_apex(text) else []
+            if not mentions_apex(text):
+                continue
+            found = names(parse(text, file))
             uses += [Use(str(file), name.line, name.name, *verdict_of(name)) for name in found]
-        except InputError as error:  # noqa: PERF203 - one bad file must not end the search
+        except InputError as error:  # one bad file must not end the search
             if file == path:
                 raise
             unread.append((str(file), str(error).removeprefix(f"{file} ")))
