@@ -9,8 +9,10 @@ from torch import Tensor
 
 from apex._core.foreach import norms
 from apex._engine import masters
-from apex._torch import dtensor, foreach, parameters
+from apex._torch import dtensor, parameters
+from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
+from apex._torch.foreach import group
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -60,8 +62,14 @@ def clip_grad_norm_(
         masters.set_clip_divisor(grad, divisor)
         prepared.masters.has_clipped = True
     if grads:
-        foreach.divide_(dtensor.dense_values(grads), [divisor] * len(grads))
+        _divide_(dtensor.dense_values(grads), divisor)
     return norm
+
+
+def _divide_(grads: list[Tensor], divisor: Tensor) -> None:
+    factor = divisor.reciprocal()  # fp16 holds it, unlike large divisors
+    for same in group(grads):
+        torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
 
 
 def _pending_grads(prepared: PreparedOptimizer) -> list[Tensor]:
