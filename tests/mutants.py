@@ -134,8 +134,8 @@ MUTANTS = [
     Mutant(
         "scratch gradients that reach masters",
         f"{ENGINE}/masters.py",
-        "if not pair.lazy or pair.model.grad is None:",
-        "if pair.model.grad is None:",
+        "pair.model.grad if pair.lazy else None",
+        "pair.model.grad",
         "tests/loop/test_facts.py tests/loop/test_gradients.py",
     ),
     Mutant(

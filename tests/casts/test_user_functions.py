@@ -148,12 +148,7 @@ def test_class_static_and_inherited_methods_are_replaced_in_kind(session):
             return cls.__name__, x.dtype
 
     before = dict(vars(Base))
-    for holder, name in (
-        (Base, "plain"),
-        (Base, "own"),
-        (Double, "apply"),
-        (torch.Tensor, "exp2"),
-    ):
+    for holder, name in ((Base, "plain"), (Base, "own"), (Double, "apply"), (torch.Tensor, "exp2")):
         amp.register_half_function(holder, name)
     x = ones(F32)
     assert Base.plain(x) is Base().plain(x) is Double.apply(x).dtype is x.exp2().dtype is F16

@@ -279,10 +279,7 @@ MEASURED = {
     ),
     "chain of gradients": ("digits", {"bfloat16": script("bfloat16", loop=MANY)}),
     "an average that cannot fall": ("updates", {"bfloat16": ADAM}),
-    "frozen": (
-        "updates",
-        {way: script(way, optimizer=sgd("1e-5")) for way in ("bfloat16", "O3")},
-    ),
+    "frozen": ("updates", {way: script(way, optimizer=sgd("1e-5")) for way in ("bfloat16", "O3")}),
 }
 
 

@@ -25,7 +25,7 @@ from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._torch import dtensor
 from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
-from apex._torch.parameters import grad_of, set_grad, without_overrides
+from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
     from apex._core.op_table import AutocastSpec
@@ -299,10 +299,11 @@ def unscale_grads(
     The model keeps its own, multiplied by ``scale``, where its session has a scale.
     """
     pairs: dict[MasterPair, None] = {}  # each once, as optimizers may share some
-    unique_params: dict[Tensor, None] = {}
+    params: dict[int, Tensor] = {}
     for prepared in prepared_optimizers:
         pairs.update(dict.fromkeys(prepared.pairs))
-        unique_params.update(dict.fromkeys(prepared.params()))
+        for param in prepared.params():
+            params[id(param)] = param
     masters: list[Tensor] = []
     grads: list[Tensor] = []
     for pair in pairs:
@@ -314,10 +315,10 @@ def unscale_grads(
             pair.model.grad = None
     copies = fp32_copies(grads, masters)
     # Masters have gradients of a loss that uses them itself.
-    params = [*unique_params]
-    scaler.unscale_([*dtensor.values_of(params), *dtensor.dense_values(copies)], scale)
+    values = dtensor.values_of(params.values())
+    scaler.unscale_([*values, *dtensor.dense_values(copies)], scale)
     if scaler.dynamic:  # all ranks that hold shards must step or skip together
-        dtensor.share_flag_(scaler.found_inf, params)
+        dtensor.share_flag_(scaler.found_inf, params.values())
     add_grads(masters, copies)
     _add_stashed(prepared_optimizers)
 
@@ -327,14 +328,8 @@ def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
     grads: list[Tensor] = []
     for prepared in prepared_optimizers:
         stashed = prepared.masters.stashed
-        if not stashed:
-            continue
-        for param in prepared.params():
-            if id(param) not in stashed:
-                continue
-            grad = grad_of(param)
-            set_grad(param, stashed.pop(id(param))[1])
-            if grad is not None:
+        for param in prepared.params() if stashed else ():
+            if id(param) in stashed:
                 params.append(param)
-                grads.append(grad)
+                grads.append(stashed.pop(id(param))[1])
     add_grads(params, grads)

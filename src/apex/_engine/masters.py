@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -40,7 +40,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from apex._core import rounding
 from apex._pickle import rebuild
 from apex._torch import dtensor, foreach, parameters, ranks
-from apex._torch.copies import has_values
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
@@ -60,6 +59,8 @@ class Master(nn.Parameter):
 
     To kernels, deep copies and files it is a plain parameter.
     """
+
+    _apex_pair: Callable[[], MasterPair | None] = staticmethod(lambda: None)
 
     @property
     def data(self) -> Tensor:
@@ -89,10 +90,10 @@ class LazyMaster(Master):
     @untraced
     def grad(self) -> Tensor | None:
         """The fp32 gradient; a pending one is moved here first."""
-        pair = self.__dict__.get(_PAIR, _no_pair)()  # optimizers read it several times in a step
+        pair = self._apex_pair()  # quickly: optimizers read it several times in a step
         if pair is not None and pair.model.grad is not None:
             if pair.stand_in is not None:
-                return cast(Tensor, pair.stand_in)
+                return pair.stand_in
             move_grads_to_masters([pair])
         return grad_of(self)
 
@@ -108,14 +109,9 @@ for master_class in (Master, LazyMaster):
     parameters.allow_foreach(master_class)
 
 
-def _no_pair() -> None:
-    return None
-
-
 def pair_of_master(tensor: Tensor) -> MasterPair | None:
     """Returns the pair of a master; ``None`` for other tensors."""
-    pair: MasterPair | None = vars(tensor).get(_PAIR, _no_pair)()
-    return pair
+    return tensor._apex_pair() if isinstance(tensor, Master) else None
 
 
 class MasterState(enum.Enum):
@@ -217,6 +213,8 @@ def update_model_from_masters(pairs: Iterable[MasterPair]) -> None:
     """Rounds every written master into its model parameter."""
     with without_overrides():
         written = [pair for pair in pairs if pair.master._version != pair._master_version]
+        for pair in written:
+            pair._storage = pair.model.detach()
     round_masters(written)
 
 
@@ -242,13 +240,8 @@ def round_masters(pairs: Sequence[MasterPair]) -> None:
 def mark_synced(pairs: Iterable[MasterPair]) -> None:
     """Records that model parameters hold their rounded masters."""
     for pair in pairs:
-        model = pair.model
         pair._master_version = pair.master._version
-        pair._model_version = model._version
-        # A fake parameter, which is of another class, has no address.
-        is_real = type(model) is nn.Parameter or has_values(model)
-        if is_real and model.data_ptr() != pair._storage.data_ptr():
-            pair._storage = model.detach()
+        pair._model_version = pair.model._version
 
 
 @untraced
@@ -263,17 +256,19 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
     Before a step, marks all masters as written: torch's fused kernels count no writes.
     """
     any_moved = False
+    trained = MasterState.TRAINED  # each look-up of an Enum's member takes 0.1 us
     with without_overrides():
         for pair in pairs:
             model = pair.model
             if (
-                pair.state is not MasterState.TRAINED
+                pair.state is not trained
                 or model._version != pair._model_version
                 or model.data_ptr() != pair._storage.data_ptr()
             ):
                 if model.device != pair.master.device:
                     _move_master(pair)
                     any_moved = True
+                pair._storage = model.detach()
                 if pair.master._version == pair._master_version:
                     _update_master(pair, before_step=before_step)
             if before_step:
@@ -309,27 +304,27 @@ def _update_master(pair: MasterPair, *, before_step: bool) -> None:
 def move_grads_to_masters(pairs: Iterable[MasterPair]) -> None:
     """Moves pending gradients to the masters, in fp32, or adds them there."""
     moved: list[MasterPair] = []
+    grads: list[Tensor] = []
     with without_overrides():
         for pair in pairs:
-            if not pair.lazy or pair.model.grad is None:
+            grad = pair.model.grad if pair.lazy else None
+            if grad is None:
                 continue
             if grad_of(pair.master) is None:
                 moved.append(pair)
+                grads.append(grad)
             else:
-                _move_grads([pair])  # one by one, as memory for copies of all may be lacking
+                _move_grads([pair], [grad])  # one by one, as memory for all copies may be lacking
         if moved:
-            _move_grads(moved)
+            _move_grads(moved, grads)
 
 
-def _move_grads(pairs: Sequence[MasterPair]) -> None:
+def _move_grads(pairs: Sequence[MasterPair], grads: Sequence[Tensor]) -> None:
     masters: list[Tensor] = []
-    grads: list[Tensor] = []
     divisors: list[Tensor | None] = []
-    for pair in pairs:
-        grad = cast(Tensor, pair.model.grad)
+    for pair, grad in zip(pairs, grads, strict=True):
         masters.append(pair.master)
-        grads.append(grad)
-        divisors.append(clip_divisor(grad))
+        divisors.append(getattr(grad, _CLIP_DIVISOR, None))
     copies = fp32_copies(grads, masters)  # first, because memory may run out
     for pair in pairs:
         pair.model.grad = None
@@ -358,33 +353,29 @@ def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns fp32 copies of gradients, with the device and memory layout of ``like``.
+    """Returns copies of gradients with the dtype, fp32, device and memory layout of ``like``.
 
     Sparse ones stay sparse, with duplicate rows summed, in fp32: the 16-bit sum could overflow.
     Strides are those of ``like``, which torch's fused CPU kernels assume.
     """
-    copies: list[Tensor] = []
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
+    if dtensor.are_plain(grads) and not any(map(foreach.has_graph, grads)):
+        copies = [*map(torch.empty_like, like)]
+        if copies:
+            foreach.copy_(copies, grads)
+        return copies
+    copies = []
     for grad, param in zip(grads, like, strict=True):
         if grad.is_sparse:
             copies.append(grad.to(device=param.device, dtype=torch.float32).coalesce())
-            continue
-        target = torch.empty_like(param, dtype=torch.float32)
-        copies.append(target)
-        if grad.requires_grad:  # part of a graph, of which the kernel is not
-            target.copy_(grad)
         else:
-            targets.append(target)
-            sources.append(grad)
-    if targets:
-        foreach.copy_(targets, sources)
+            copies.append(torch.empty_like(param).copy_(grad))  # also in the gradient's graph
     return copies
 
 
 def clip_divisor(grad: Tensor) -> Tensor | None:
     """Returns what a clip has left to divide a pending gradient by, if anything."""
-    return vars(grad).get(_CLIP_DIVISOR)
+    divisor: Tensor | None = getattr(grad, _CLIP_DIVISOR, None)
+    return divisor
 
 
 def set_clip_divisor(grad: Tensor, divisor: Tensor) -> None:
@@ -436,7 +427,9 @@ class MasterTable:
     def take_earlier_grads(self) -> None:
         """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
         if not self.lazy:
-            _move_grads([pair for pair in self.pairs() if pair.model.grad is not None])
+            for pair in self.pairs():
+                if pair.model.grad is not None:
+                    _move_grads([pair], [pair.model.grad])
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""

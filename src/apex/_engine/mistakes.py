@@ -44,9 +44,6 @@ _MARK = "_apex_mark"
 _SAMPLED = 8
 """Parameters whose gradients are inspected."""
 
-_INSPECTED_STEPS = 8
-"""Steps of an optimizer that are inspected for writes to the model which they overwrite."""
-
 _SMALL = 2**14
 """Most elements of a weight that is compared with its master: copies take memory."""
 
@@ -317,7 +314,7 @@ class BlockInspection:
 # -- gradients of a few parameters ----------------------------------------------------------------
 
 
-def _sample(params: Sequence[Any]) -> Sequence[Any]:
+def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
     return params[:: max(1, len(params) // _SAMPLED)]
 
 
@@ -407,24 +404,25 @@ def inspect_step(prepared: PreparedOptimizer) -> None:
     if mistake is None and not (prepared.steps and prepared.had_block):
         mistake = _find_mistake_without_block(prepared, session)
     session.mistakes.warn(mistake)
-    if prepared.steps < _INSPECTED_STEPS:
-        small = [pair for pair in prepared.pairs if pair.model.numel() <= _SMALL]
-        _inspect_weights(_sample(small), session.mistakes)
+    if prepared.pairs and prepared.steps < _INSPECTED_BLOCKS:
+        # One a step, as old scripts that clip weights clip all of them.
+        pair = prepared.pairs[prepared.steps % len(prepared.pairs)]
+        _inspect_weight(pair, session.mistakes)
 
 
 @torch.no_grad()
-def _inspect_weights(pairs: Iterable[MasterPair], mistakes: Mistakes) -> None:
-    """Warns of writes that torch does not count, which the step is about to overwrite.
+def _inspect_weight(pair: MasterPair, mistakes: Mistakes) -> None:
+    """Warns of a write that torch does not count, which the step is about to overwrite.
 
-    Compares a few small weights with their masters; does not wait for the device. Differences of
-    some roundings do not count: a script has moved weights and put them back.
+    Compares a small weight with its master; does not wait for the device. Differences of some
+    roundings do not count: a script has moved weights and put them back.
     """
-    for pair in pairs:
-        if pair.counts_as_synced and not capturing(pair.model.device):
-            weight = dtensor.local(pair.model)
-            master = dtensor.local(pair.master)
-            lost = (master - weight).abs().sum() > master.abs().sum() / 32
-            mistakes.lost_writes.send(None, lost.float().reshape(1))
+    is_small = pair.model.numel() <= _SMALL
+    if is_small and pair.counts_as_synced and not capturing(pair.model.device):
+        weight = dtensor.local(pair.model)
+        master = dtensor.local(pair.master)
+        lost = (master - weight).abs().sum() > master.abs().sum() / 32
+        mistakes.lost_writes.send(None, lost.float().reshape(1))
     for _, (is_lost,) in mistakes.lost_writes.poll():
         if is_lost:
             mistakes.warn(Mistake.LOST_WRITE)

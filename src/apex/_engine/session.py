@@ -277,10 +277,12 @@ class Session:
                 set_grad(pair.master, None)
             elif grad is not None:
                 grad.detach().zero_()
+            if not pair.lazy:
+                param.grad = None
         self.drop_cleared(cleared)
 
     def drop_cleared(self, params: Iterable[Tensor]) -> None:
-        """Drops what the model, and unfinished passes, hold for cleared stepped parameters.
+        """Drops what unfinished passes hold for cleared stepped parameters.
 
         A delayed pass ends for an optimizer whose parameters are all among them.
         """
@@ -289,9 +291,6 @@ class Session:
         for key in cleared & stashed.keys():
             del stashed[key]
         for prepared in self._prepared_optimizers:
-            for pair in prepared.pairs:
-                if not pair.lazy and id(pair.master) in cleared:
-                    pair.model.grad = None
             delayed = prepared.open_pass
             if delayed is None or delayed.is_open or not prepared.is_live:
                 continue

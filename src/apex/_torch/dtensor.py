@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, distributed
 
+from apex._torch.parameters import grad_of
 from apex._torch.sparse import stored_values
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 _MODULE = "torch.distributed.tensor"
 """Used only if a script has imported it: loading it takes a second."""
+
+_layout = operator.attrgetter("layout")
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -28,8 +32,8 @@ def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Returns whether any of ``tensors`` is a DTensor."""
     module = sys.modules.get(_MODULE)
     if module is not None:
-        for tensor in tensors:
-            if isinstance(tensor, module.DTensor):
+        for tensor_class in {*map(type, tensors)}:  # in a fraction of the time of all tensors
+            if issubclass(tensor_class, module.DTensor):
                 return True
     return False
 
@@ -58,7 +62,7 @@ def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
-def groups(params: Sequence[Tensor]) -> dict[Any, str]:
+def groups(params: Collection[Tensor]) -> dict[Any, str]:
     """Returns the process groups of ranks that hold different parts of ``params``.
 
     Each comes with the device type on which it communicates. There is one per mesh dimension over
@@ -74,7 +78,7 @@ def groups(params: Sequence[Tensor]) -> dict[Any, str]:
     return by_dimension
 
 
-def share_flag_(flag: Tensor, params: Sequence[Tensor]) -> None:
+def share_flag_(flag: Tensor, params: Collection[Tensor]) -> None:
     """Sets 0-d ``flag`` to its maximum over all ranks that hold parts of ``params``.
 
     All these ranks must call it. Waits for the device only if their backend does.
@@ -92,10 +96,7 @@ def share_flag_(flag: Tensor, params: Sequence[Tensor]) -> None:
 
 def are_plain(grads: Sequence[Tensor]) -> bool:
     """Returns whether ``grads`` are dense, and none of them a DTensor."""
-    for grad in grads:
-        if grad.layout is not torch.strided:
-            return False
-    return not any_dtensor(grads)
+    return {*map(_layout, grads)} <= {torch.strided} and not any_dtensor(grads)
 
 
 def dense_values(grads: list[Tensor]) -> list[Tensor]:
@@ -110,12 +111,12 @@ def dense_values(grads: list[Tensor]) -> list[Tensor]:
     return [stored_values(value) if value.is_sparse else value for value in values]
 
 
-def values_of(params: Sequence[Tensor]) -> list[Tensor]:
+def values_of(params: Collection[Tensor]) -> list[Tensor]:
     """Returns the :func:`dense_values` of the parameters' gradients.
 
     Replaces sparse gradients by coalesced ones before, and partial ones by reduced ones.
     """
-    grads = [param.grad for param in params if param.grad is not None]
+    grads = [grad for grad in map(grad_of, params) if grad is not None]
     if are_plain(grads):
         return grads
     grads = []

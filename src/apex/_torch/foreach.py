@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,9 @@ from torch.optim import Optimizer
 from apex._torch.copies import moved
 from apex._torch.dispatcher import AUTOCAST_KEYS, has_kernel
 
-_has_graph = operator.attrgetter("requires_grad")
+has_graph = operator.attrgetter("requires_grad")
+"""Returns whether a gradient is part of a graph, as after ``create_graph=True``."""
+
 _dtype = operator.attrgetter("dtype")
 
 
@@ -61,7 +64,7 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
 
     The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
     """
-    if torch.is_grad_enabled() and any(map(_has_graph, grads)):  # which the kernel does not record
+    if torch.is_grad_enabled() and any(map(has_graph, grads)):  # which the kernel does not record
         values = [grad.detach() for grad in grads]
         _unscale_and_check_(values, torch.ones_like(inverse_scale), found_inf)
         torch._foreach_mul_(grads, inverse_scale)
@@ -73,16 +76,6 @@ def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: T
         copy_(grads, wide)
     else:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
-
-
-def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target, in its dtype; autograd records nothing."""
-    _by_dtype(torch._foreach_copy_, targets, sources)
-
-
-def add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Adds each source to its target, in its dtype."""
-    _by_dtype(torch._foreach_add_, targets, sources)
 
 
 def _by_dtype(
@@ -104,6 +97,13 @@ def _by_dtype(
         same_sources.append(source)
     for same_targets, same_sources in by_dtypes.values():
         kernel(same_targets, same_sources)
+
+
+copy_ = functools.partial(_by_dtype, torch._foreach_copy_)
+"""Copies each source into its target, in its dtype; autograd records nothing."""
+
+add_ = functools.partial(_by_dtype, torch._foreach_add_)
+"""Adds each source to its target, in its dtype."""
 
 
 def divide_(tensors: Sequence[Tensor], divisors: Sequence[Tensor | None]) -> None:

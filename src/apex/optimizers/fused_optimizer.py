@@ -331,7 +331,7 @@ class FusedOptimizer(Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict; fp32 state of 16-bit parameters stays fp32.
+        """Loads a state dict; state of 16-bit parameters keeps its saved dtype, such as fp32.
 
         torch casts state to the dtype of its parameter.
         """
@@ -339,8 +339,7 @@ class FusedOptimizer(Optimizer):
         saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, param in zip(saved_ids, params_of(self), strict=True):
             for name, saved in state_dict["state"].get(key, {}).items():
-                wide = isinstance(saved, Tensor) and saved.dtype in (torch.float32, torch.float64)
-                if wide and is_low_precision(param):
+                if isinstance(saved, Tensor) and is_low_precision(param):
                     self.state[param][name] = saved.detach().to(param.device, copy=True)
 
 

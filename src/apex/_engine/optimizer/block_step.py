@@ -56,15 +56,13 @@ measured on a GPU.
 
 @untraced
 def begin(prepared: PreparedOptimizer) -> BlockStep | None:
-    """Begins a step block by block if the gradients pending on the model are large enough.
+    """Begins a step block by block if the masters are large enough.
 
     Expects an optimizer whose fused kernels alone read gradients.
     """
     elements = 0
-    with parameters.without_overrides():
-        for pair in prepared.pairs:
-            if pair.model.grad is not None:
-                elements += pair.model.numel()
+    for pair in prepared.pairs:
+        elements += pair.model.numel()
     least = device_elements
     if prepared.pairs[0].master.device.type == "cpu":
         least = least_elements

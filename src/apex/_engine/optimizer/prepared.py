@@ -276,15 +276,22 @@ class PreparedOptimizer:
             grad = grad_of(param)
             if grad is not None:
                 self.masters.stashed[id(param)] = param, self._own_copy(param, grad)
-        self.remove_grads()
+                set_grad(param, None)
+        for pair in self.pairs:
+            pair.model.grad = None
 
-    def remove_grads(self) -> None:
-        """Removes the gradients of masters and models, without reading pending ones."""
+    def remove_grads(self) -> list[nn.Parameter]:
+        """Removes the gradients of masters and models, without reading pending ones.
+
+        Returns the stepped parameters.
+        """
+        params = self.params()
         with without_overrides():
-            for param in self.params():
+            for param in params:
                 set_grad(param, None)
             for pair in self.pairs:
                 pair.model.grad = None
+        return params
 
     def _own_copy(self, param: nn.Parameter, grad: Tensor) -> Tensor:
         """Returns a gradient that the next pass leaves alone: of a view of a bucket, a copy."""
@@ -304,6 +311,9 @@ class PreparedOptimizer:
             now = grad_version(param)
             if now is None or now != version:
                 cleared.append(param)
+                pair = masters.pair_of_master(param)
+                if pair is not None and not pair.lazy:
+                    pair.model.grad = None
         if self.session is not None:
             self.session.drop_cleared(cleared)
 
@@ -342,9 +352,10 @@ class PreparedOptimizer:
         if failed:
             return
         shared = self.shared_pairs()
+        trained = MasterState.TRAINED  # each look-up of an Enum's member takes 0.1 us
         with without_overrides():
             for pair in self.pairs:
-                pair.state = MasterState.TRAINED
+                pair.state = trained
                 if pair not in shared:
                     set_grad(pair.master, None)
         if self._captured is not None:

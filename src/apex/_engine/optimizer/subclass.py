@@ -80,9 +80,9 @@ class AmpOptimizer(Optimizer):
             prepared.clear_grads_by(functools.partial(own_method, *args, **kwargs))
             return
         # Also for optimizers that never called torch's constructor (timm's Lookahead).
-        prepared.remove_grads()
+        cleared = prepared.remove_grads()
         if prepared.session is not None:
-            prepared.session.drop_cleared(prepared.params())
+            prepared.session.drop_cleared(cleared)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
