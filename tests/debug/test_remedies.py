@@ -9,9 +9,8 @@ import pytest
 from apex.debug.causes import data
 from apex.debug.check import FrozenUpdates
 from apex.debug.rounding import RoundingTrace
-from apex.tools.script import Script
+from apex.tools.script import FaultFound, Script
 from apex.tools.script_trace import ScriptTrace
-from apex.tools.trace import FaultFound
 
 HEAD = """\
 import torch
@@ -92,7 +91,7 @@ def first_of(tmp_path):
         tools = {"digits": RoundingTrace, "updates": FrozenUpdates}
         tool = ScriptTrace(on_fault=stop) if look == "nan" else tools[look]()
         with tool:
-            ending = Script(str(path)).run(stop=FaultFound)
+            ending = Script(str(path)).run()
         assert not ending.error, text
         return tool.first if look == "nan" else tool.worst
 

@@ -85,7 +85,6 @@ class RNNCell(nn.Module):
 
     def reset_parameters(self, gain: float = 1) -> None:
         """Reinitializes all parameters uniformly within +-1/sqrt(hidden_size); ignores ``gain``."""
-        del gain
         bound = 1.0 / math.sqrt(self.hidden_size)
         for param in self.parameters():
             nn.init.uniform_(param, -bound, bound)

@@ -24,7 +24,6 @@ def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
 
 def _get_current_dtype(dtype: torch.dtype | None = None) -> torch.dtype:
     """Returns autocast's dtype on CUDA, or fp32 if autocast is off; ignores ``dtype``."""
-    del dtype  # as in apex
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
 
 

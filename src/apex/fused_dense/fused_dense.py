@@ -84,7 +84,6 @@ class DenseNoBias(FusedDense):
     """A linear layer without bias; ``bias`` is ignored."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        del bias
         super().__init__(in_features, out_features, bias=False)
 
 

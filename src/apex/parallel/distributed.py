@@ -99,7 +99,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         **torch_options: Any,
     ) -> None:
         """Broadcasts rank 0's parameters and registers the gradient hooks."""
-        del num_allreduce_streams, allreduce_communicators, gradient_average_split_factor, prof
         if type(self).allreduce_bucket is not DistributedDataParallel.allreduce_bucket:
             raise TypeError(
                 f"{type(self).__name__} overrides allreduce_bucket, which no backward pass calls: "
@@ -186,7 +185,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             bucket_idx: Ignored.
             force_default_stream: Ignored: the call runs on the current stream.
         """
-        del bucket_idx, force_default_stream
         reduced = self._reduction(self.process_group).blocking(flatten(bucket))
         torch._foreach_copy_([*bucket], unflatten(reduced, bucket))
         return reduced

@@ -50,6 +50,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     warned = False
+    fuse_relu = False
 
     def __init__(
         self,
@@ -158,10 +159,8 @@ def convert_syncbn_model(
                 "prepared on its own, or with a parametrization. Call it before either."
             )
     for layer in layers:
-        fuse_relu = isinstance(layer, SyncBatchNorm) and layer.fuse_relu
         synced: Any = layer
         synced.__class__ = SyncBatchNorm
         synced.process_group = group
         synced.channel_last = channel_last
-        synced.fuse_relu = fuse_relu
     return module

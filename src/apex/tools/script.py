@@ -22,13 +22,17 @@ class Ending:
         status: The exit status that Python would have returned.
         error: The uncaught error, with the line of the script and what to do; ``""`` without one.
         interrupted: Whether it was interrupted from the keyboard.
-        stopped: Whether the exception given as ``stop`` ended it.
+        stopped: Whether ``FaultFound`` ended it.
     """
 
     status: int = 0
     error: str = ""
     interrupted: bool = False
     stopped: bool = False
+
+
+class FaultFound(BaseException):
+    """Ends a traced script; no ``except Exception`` catches it, and each ``finally`` runs."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +55,19 @@ class Script:
         if not self.is_module and not os.path.exists(self.name):
             raise InputError(f"there is no file {self.name}.")
 
-    def run(self, *, stop: type[BaseException]) -> Ending:
+    def run(self) -> Ending:
         """Runs the script as ``__main__``; an uncaught error is printed as Python prints it.
 
-        The exception ``stop`` ends the script without an error. A process that the script forks
-        ends here, too, with the script's exit status.
+        ``FaultFound`` ends the script without an error. A process that the script forks ends here,
+        too, with the script's exit status.
         """
         process = os.getpid()
-        ending = self._run(stop)
+        ending = self._run()
         if os.getpid() != process:
             sys.exit(ending.status)
         return ending
 
-    def _run(self, stop: type[BaseException]) -> Ending:
+    def _run(self) -> Ending:
         try:
             with self.as_python():
                 if self.is_module:
@@ -71,7 +75,7 @@ class Script:
                 else:
                     # Absolute, as __file__ is under Python, for scripts that change the folder.
                     runpy.run_path(os.path.abspath(self.name), run_name="__main__")
-        except stop:
+        except FaultFound:
             return Ending(stopped=True)
         except SystemExit as left:
             return Ending(_status(left.code))

@@ -17,7 +17,7 @@ from apex.debug.check import FrozenUpdates
 from apex.debug.common import counted, json_types
 from apex.debug.overflow import headed, hit_lines
 from apex.debug.rounding import RoundingTrace
-from apex.tools.script import Ending, Script
+from apex.tools.script import Ending, FaultFound, Script
 from apex.tools.script_trace import ScriptTrace, Seen
 
 
@@ -36,10 +36,6 @@ class Tracing:
     found: bool
     report: str
     data: dict[str, Any]
-
-
-class FaultFound(BaseException):
-    """Ends a traced script; no ``except Exception`` catches it, and each ``finally`` runs."""
 
 
 _STEPS = 10
@@ -66,7 +62,7 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
     with measuring:
         hook = register_optimizer_step_post_hook(count)
         try:
-            ending = script.run(stop=FaultFound)
+            ending = script.run()
         finally:
             hook.remove()
     lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
@@ -89,7 +85,7 @@ def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tra
             notify(_marked(f"{fault}; the report follows at the end."))
 
     with ScriptTrace(on_fault=on_fault) as running:
-        ending = script.run(stop=FaultFound)
+        ending = script.run()
     seen = running.seen()
     lines = _verdict(script.name, seen, ending)
     lines += _remarks(script.name, seen, ending)

@@ -39,7 +39,6 @@ def clip_grad_norm_(
         TypeError: If a gradient is sparse, a norm no number, or ``parameters`` a module.
         ValueError: If ``max_norm`` or ``norm_type`` is negative or NaN.
     """
-    del foreach
     arguments.parameters("clip_grad_norm_", parameters)
     max_norm, norm_type = arguments.clipping("clip_grad_norm_", max_norm, norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
