@@ -8,6 +8,7 @@ import torch
 from apex.tools.compare.results import LEVELS, Comparison, Result, Stored, parse_levels
 from apex.tools.compare.results import Training as Record
 from apex.tools.compare.run import Options, compare
+from apex.tools.compare.timing import Load
 from apex.tools.compare.verdict import recommendation
 
 TARGET = """
@@ -81,6 +82,6 @@ def result_of(
 
 def comparison_of(*results, **changes):
     """Returns a comparison of made-up results, with its recommendation."""
-    values = {"target": "a.py", "machine": "a <machine>", "steps": 25, "seed": 0} | changes
-    found = Comparison(results=results, **values)
+    values = {"target": "a.py", "machine": "a <machine>", "steps": 25, "seed": 0, "load": Load()}
+    found = Comparison(results=results, **values | changes)
     return replace(found, recommendation=recommendation(found))

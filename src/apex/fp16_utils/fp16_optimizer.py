@@ -49,8 +49,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
     _keys = ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict")
     _scale_type = _Scale
     _scale_options: ClassVar[dict[str, Any]] = {
-        "init_scale": 2.0**16,
-        "scale_factor": 2.0,
+        **MasterWrapper._scale_options,
         "scale_window": 2000,
         "min_loss_scale": None,
         "max_loss_scale": 2.0**24,

@@ -139,7 +139,7 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
             if self.enabled and not scales.is_prepared(self.optimizer):
                 module: Any = model.module if is_model_wrapper(model) else model
                 options = {name: getattr(self, name) for name in _OPTIONS}
-                _, self.optimizer = amp.initialize(module, self.optimizer, **options)
+                amp.initialize(module, self.optimizer, **options)
                 ddp.rebuild_reducer(model)
                 scales.load_state_dict(self.optimizer, self._loaded_scales or {})
                 self._loaded_scales = None

@@ -104,7 +104,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 f"{type(self).__name__} overrides allreduce_bucket, which no backward pass calls: "
                 "torch sends the gradients. Pass a hook to register_comm_hook instead."
             )
-        _check(module, message_size, shared_param)
+        arguments.module("apex.parallel.DistributedDataParallel", module)
+        if not arguments.is_number(message_size) or message_size <= 0:
+            raise TypeError(
+                f"message_size is {message_size!r}; it takes a number of gradient elements above "
+                "0. Pass torch's arguments by keyword: "
+                "DistributedDataParallel(module, device_ids=[...])."
+            )
+        if shared_param is not None:
+            raise ValueError(
+                "shared_param is not supported: shared parameters need no option. To communicate "
+                "once, at the end of the backward pass, pass delay_allreduce=True."
+            )
         self.delay_allreduce = arguments.flag("delay_allreduce", delay_allreduce)
         if self.delay_allreduce:
             _check_delay({**torch_options, "allreduce_trigger_params": allreduce_trigger_params})
@@ -282,20 +293,6 @@ def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:
         )
     reduction = GradientReduction(model.process_group, always_fp32=True)
     model.register_comm_hook(reduction, _in_background)
-
-
-def _check(module: nn.Module, message_size: object, shared_param: object) -> None:
-    arguments.module("apex.parallel.DistributedDataParallel", module)
-    if not arguments.is_number(message_size) or message_size <= 0:
-        raise TypeError(
-            f"message_size is {message_size!r}; it takes a number of gradient elements above 0. "
-            "Pass torch's arguments by keyword: DistributedDataParallel(module, device_ids=[...])."
-        )
-    if shared_param is not None:
-        raise ValueError(
-            "shared_param is not supported: shared parameters need no option. To communicate "
-            "once, at the end of the backward pass, pass delay_allreduce=True."
-        )
 
 
 def _check_delay(options: dict[str, Any]) -> None:

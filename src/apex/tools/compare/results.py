@@ -211,8 +211,8 @@ class Comparison:
         steps: Training steps of each level.
         seed: Seed of all random numbers.
         results: In display order; the first is the fp32 baseline.
-        notes: Remarks for the reader.
         load: Load of the machine while they were timed.
+        notes: Remarks for the reader.
         recommendation: Derived from the results.
     """
 
@@ -221,8 +221,8 @@ class Comparison:
     steps: int
     seed: int
     results: tuple[Result, ...]
+    load: Load
     notes: tuple[str, ...] = ()
-    load: Load = field(default=Load())
     recommendation: Recommendation = field(default=Recommendation(None, ""))
 
     @property

@@ -50,8 +50,8 @@ class Trainer:
             self._scaling = _GradScaler(level, experiment, device)
         else:
             self._scaling = _Amp(level, experiment)
-        self.model: nn.Module = self._scaling.model
-        self.optimizer: Optimizer = self._scaling.optimizer
+        self.model = experiment.model
+        self.optimizer = experiment.optimizer
         self.loss_scale = self._scaling.loss_scale
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -93,20 +93,19 @@ class _Amp:
 
     def __init__(self, level: Level, experiment: Experiment) -> None:
         options = {"opt_level": level.name, **level.options}
+        self._optimizer = experiment.optimizer
         with _quiet():
-            self.model, self.optimizer = amp.initialize(
-                experiment.model, experiment.optimizer, verbosity=0, **options
-            )
+            amp.initialize(experiment.model, self._optimizer, verbosity=0, **options)
 
     def loss_scale(self) -> float:
-        return float(scales.state_dict(self.optimizer)["loss_scaler0"]["loss_scale"])
+        return float(scales.state_dict(self._optimizer)["loss_scaler0"]["loss_scale"])
 
     def backward(self, loss: Tensor) -> None:
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+        with amp.scale_loss(loss, self._optimizer) as scaled_loss:
             scaled_loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        self.optimizer.step()
+        self._optimizer.step()
 
 
 @contextmanager
@@ -127,8 +126,7 @@ class _GradScaler:
     """Scales with ``GradScaler`` in fp16, beside ``torch.autocast``."""
 
     def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
-        self.model = experiment.model
-        self.optimizer = experiment.optimizer
+        self._optimizer = experiment.optimizer
         scaled = level.dtype is torch.float16
         self._scaler = torch.amp.GradScaler(device.type, enabled=scaled)
 
@@ -139,7 +137,7 @@ class _GradScaler:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        self._scaler.step(self.optimizer)
+        self._scaler.step(self._optimizer)
         self._scaler.update()
 
 

@@ -44,10 +44,6 @@ class _Timed:
     base: Result
 
     @property
-    def name(self) -> str:
-        return self.result.name
-
-    @property
     def is_faster(self) -> bool | None:
         """Whether it is faster, None if that is unclear; see Note [Verdict on speed]."""
         if self.speed.median >= LEAST_GAIN:
@@ -129,25 +125,25 @@ def _judged(
         best = min(ties, key=lambda candidate: candidate.preference)
         ties.remove(best)
         text = (
-            f"Use {best.name} ({best.result.level.meaning}): {best.facts}, and a final loss within "
-            "the noise of fp32."
+            f"Use {best.result.name} ({best.result.level.meaning}): {best.facts}, and a final loss "
+            "within the noise of fp32."
         )
         if ties:
-            names = [candidate.name for candidate in ties]
+            names = [candidate.result.name for candidate in ties]
             text += f" Equally fast within the spread: {', '.join(names)}."
-        return _Judged(best.name, text, ties)
+        return _Judged(best.result.name, text, ties)
     if unclear:
         best = _fastest(unclear)
         return _Judged(
             None,
-            f"No verdict on speed: the times vary too much ({comparison.load}). {best.name} looked "
-            f"{best.facts}. Run again with more --rounds.",
+            f"No verdict on speed: the times vary too much ({comparison.load}). {best.result.name} "
+            f"looked {best.facts}. Run again with more --rounds.",
         )
     if not sound:
         return _Judged(BASELINE, "Stay in fp32: no other level is usable.")
     best = _fastest(sound)
     return _Judged(
-        BASELINE, f"Stay in fp32: {best.name}, the fastest usable level, is {best.facts}."
+        BASELINE, f"Stay in fp32: {best.result.name}, the fastest usable level, is {best.facts}."
     )
 
 
@@ -213,7 +209,7 @@ def _verdict(
 def size(count: float) -> str:
     """Returns bytes in a suitable unit."""
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
+        if count < 1000:
+            return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} GiB"
