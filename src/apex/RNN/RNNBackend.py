@@ -24,7 +24,8 @@ Hiddens = Sequence[Any]
 """A tensor ``[layers, batch, features]`` per hidden state, or with ``collect_hidden`` a list."""
 
 
-def _parameter(*shape: int) -> nn.Parameter:
+def new_parameter(*shape: int) -> nn.Parameter:
+    """Returns a parameter without values."""
     return nn.Parameter(torch.empty(shape))
 
 
@@ -61,13 +62,13 @@ class RNNCell(nn.Module):
         self.output_size = hidden_size if output_size is None else output_size
         self.gate_size = gate_multiplier * hidden_size
         self.n_hidden_states = n_hidden_states
-        self.w_ih = _parameter(self.gate_size, input_size)
-        self.w_hh = _parameter(self.gate_size, self.output_size)
+        self.w_ih = new_parameter(self.gate_size, input_size)
+        self.w_hh = new_parameter(self.gate_size, self.output_size)
         self._projects = self.output_size != hidden_size
         if self._projects:
-            self.w_ho = _parameter(self.output_size, hidden_size)
-        self.b_ih = _parameter(self.gate_size) if bias else None
-        self.b_hh = _parameter(self.gate_size) if bias else None
+            self.w_ho = new_parameter(self.output_size, hidden_size)
+        self.b_ih = new_parameter(self.gate_size) if bias else None
+        self.b_hh = new_parameter(self.gate_size) if bias else None
         self.hidden: list[Tensor | None] = [None] * n_hidden_states
         self.reset_parameters()
 

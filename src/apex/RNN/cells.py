@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from apex.RNN.RNNBackend import RNNCell
+from apex.RNN.RNNBackend import RNNCell, new_parameter
 
 __all__ = ["GRUCell", "LSTMCell", "ReLUCell", "TanhCell", "mLSTMCell", "mLSTMRNNCell"]
 
@@ -81,8 +81,8 @@ class mLSTMRNNCell(RNNCell):  # noqa: N801
         self, input_size: int, hidden_size: int, bias: bool = False, output_size: int | None = None
     ) -> None:
         super().__init__(4, input_size, hidden_size, mLSTMCell, 2, bias, output_size)
-        self.w_mih = nn.Parameter(torch.empty(self.output_size, self.input_size))
-        self.w_mhh = nn.Parameter(torch.empty(self.output_size, self.output_size))
+        self.w_mih = new_parameter(self.output_size, self.input_size)
+        self.w_mhh = new_parameter(self.output_size, self.output_size)
         self.reset_parameters()
 
     def new_like(self, new_input_size: int | None = None) -> mLSTMRNNCell:
