@@ -102,7 +102,7 @@ def origins() -> dict[str, str]:
     places = {}
     for name in ROOTS:
         spec = importlib.util.find_spec(name)
-        places[name] = str(spec and spec.origin)
+        places[name] = (spec and spec.origin) or "nowhere"
     return places
 
 
