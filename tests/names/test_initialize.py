@@ -336,7 +336,7 @@ def test_bad_models_are_refused(level):
     refused(TypeError, "got the class Linear instead of a model.*first", nn.Linear, level=level)
     refused(RuntimeError, "scripted model", torch.jit.script(nn.Linear(1, 1)), level=level)
     if level == "O1":
-        words = r"parameter last\.weight is float64.*model\.float\(\) first, or use a level"
+        words = r"last\.weight is float64.*model\.float\(\) first, or use a level"
         model.last.double()
         refused(RuntimeError, words, model, loops.sgd(model.parameters()), level=level)
     with torch.inference_mode():
