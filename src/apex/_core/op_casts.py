@@ -100,7 +100,8 @@ def tensors_in(args: Iterable[Any], kwargs: Kwargs) -> list[Tensor]:
 
 def floating_dtypes(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
     """Returns the castable dtypes of tensors."""
-    return CASTABLE.intersection([tensor.dtype for tensor in tensors])
+    # No method of a frozenset: torch 2.6 cannot guard it in compiled code.
+    return frozenset([tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE])
 
 
 def widest(dtypes: Collection[torch.dtype]) -> torch.dtype | None:
