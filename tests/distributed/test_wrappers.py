@@ -36,9 +36,8 @@ COMPILED = {
 
 
 def accumulate_compiled(rank, level, where):
-    """Trains two models, of which the second runs the first one's compiled code."""
     try:
-        for _ in range(2):
+        for _ in range(2):  # the second model runs the first one's compiled code
             model, optimizer = prepare(level, seed=rank)
             result = accumulate(rank, COMPILED[where](model), optimizer, model)
         return result
