@@ -141,6 +141,16 @@ def test_an_average_of_weights_that_stands_still_is_named(update):
     assert trace.worst.op in ("aten.mul_", "aten.lerp_", "aten.mul")
 
 
+def test_a_loss_of_large_logits_is_named():
+    torch.manual_seed(0)
+    for mode in ("bf16", "O5"):
+        training = Training(mlp(), mode, lambda y, z: F.cross_entropy(y.bfloat16() + 500, z))
+        with amp.debug.trace_rounding(training.model) as trace:
+            training.step(*sample(training.model))
+        assert (trace.worst.op, trace.worst.module) == ("aten._log_softmax", "")
+        assert not trace.worst.inside
+
+
 def test_gradients_of_two_means_that_nearly_cancel_are_no_fault():
     torch.manual_seed(0)
     critic = mlp(nn.Tanh, depth=2).half()

@@ -328,8 +328,9 @@ def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
     grads: list[Tensor] = []
     for prepared in prepared_optimizers:
         stashed = prepared.masters.stashed
-        for param in prepared.params() if stashed else ():
-            if id(param) in stashed:
-                params.append(param)
-                grads.append(stashed.pop(id(param))[1])
+        if stashed:
+            for param in prepared.params():
+                if id(param) in stashed:
+                    params.append(param)
+                    grads.append(stashed.pop(id(param))[1])
     add_grads(params, grads)

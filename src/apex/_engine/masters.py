@@ -47,9 +47,6 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
-_PAIR = "_apex_pair"
-"""Attribute of a master: a weak reference to its pair."""
-
 _CLIP_DIVISOR = "_apex_clip_divisor"
 """Attribute of a pending gradient: what a clip divides it by, 0-d."""
 
@@ -61,6 +58,7 @@ class Master(nn.Parameter):
     """
 
     _apex_pair: Callable[[], MasterPair | None] = staticmethod(lambda: None)
+    """Returns the pair, in a master that has one."""
 
     @property
     def data(self) -> Tensor:
@@ -151,7 +149,7 @@ class MasterPair:
         # Scripts set attributes on parameters, which their optimizers may read.
         for name, value in vars(model).items():
             vars(master).setdefault(name, value)
-        vars(master)[_PAIR] = weakref.ref(self)
+        master._apex_pair = weakref.ref(self)
         mark_synced([self])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -324,7 +322,7 @@ def _move_grads(pairs: Sequence[MasterPair], grads: Sequence[Tensor]) -> None:
     divisors: list[Tensor | None] = []
     for pair, grad in zip(pairs, grads, strict=True):
         masters.append(pair.master)
-        divisors.append(getattr(grad, _CLIP_DIVISOR, None))
+        divisors.append(clip_divisor(grad))
     copies = fp32_copies(grads, masters)  # first, because memory may run out
     for pair in pairs:
         pair.model.grad = None
@@ -353,7 +351,7 @@ def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies of gradients with the dtype, fp32, device and memory layout of ``like``.
+    """Returns fp32 copies of gradients, with the device and memory layout of fp32 ``like``.
 
     Sparse ones stay sparse, with duplicate rows summed, in fp32: the 16-bit sum could overflow.
     Strides are those of ``like``, which torch's fused CPU kernels assume.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from apex._engine.session import Session
 
 _INSPECTED_BLOCKS = 32
-"""Blocks of a session that are inspected: a mistake shows in the first, and later ones are free."""
+"""Blocks of a session, and steps of an optimizer, that are inspected; later ones are free."""
 
 _MARK = "_apex_mark"
 """Attribute of a gradient that a block has reached: its origin, and its version then."""

@@ -102,7 +102,8 @@ def origins() -> dict[str, str]:
     places = {}
     for name in ROOTS:
         spec = importlib.util.find_spec(name)
-        places[name] = (spec and spec.origin) or "nowhere"
+        origin = None if spec is None else spec.origin
+        places[name] = origin or "nowhere"
     return places
 
 

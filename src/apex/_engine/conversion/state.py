@@ -95,11 +95,11 @@ class ModelState:
         return rebuild, ("model_state", self.plan, self.link, self.inner_forward, self.handles)
 
 
-def _guard(traced: object) -> Callable[[], None]:
-    """Returns a function that raises once another wrapper is active, which is to be recorded."""
+def _guard(recorded: object) -> Callable[[], None]:
+    """Returns a function that raises if the active wrapper is not the recorded one."""
 
     def check() -> None:
-        if _reference(active_wrapper()) != traced:
+        if _reference(active_wrapper()) != recorded:
             raise RuntimeError("another wrapper is active now")
 
     return check

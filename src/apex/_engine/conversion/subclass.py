@@ -64,7 +64,8 @@ class Converted(nn.Module):
             state.link.writes.tell(
                 "dtype",
                 "%s.to(%s) after amp.initialize: the model's weights are no longer %s. To train at "
-                "another level, or with fp32 masters (O2 or O5), call amp.restore and initialize.",
+                "another level, or with fp32 masters (O2 or O5), call amp.restore, then "
+                "amp.initialize.",
                 type(self).__name__,
                 after,
                 before,
