@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -81,31 +81,33 @@ def at_tracing(fn: Callable[P, R]) -> Callable[P, R]:
     return fn
 
 
-def before_each_run(fn: Callable[[], object]) -> None:
-    """Has the code that dynamo traces call ``fn`` each time before it runs.
+def recompile_on_change(function: Callable[..., object], *args: Hashable) -> None:
+    """Adds a guard to the code that dynamo traces: it holds while the function's result is equal.
 
-    As a guard, the only Python that dynamo runs at that point. If ``fn`` raises an exception,
-    dynamo compiles the code again instead.
+    Before each run, dynamo calls ``function(*args)``. If the result is another than at tracing, it
+    compiles the code again. The guard keeps the arguments and the result alive.
     """
     context: Any = torch._guards.TracingContext.try_get()
     sources: Any = sys.modules.get("torch._dynamo.source")
     if context is not None and sources is not None:  # neither in an export without dynamo
-        guard: Any = torch._guards.Guard(sources.GlobalStateSource(), _guard_of(fn))
+        create = _guard_of(function, args, function(*args))
+        guard: Any = torch._guards.Guard(sources.GlobalStateSource(), create)
         context.guards_context.dynamo_guards.add(guard)
 
 
-@functools.cache  # one function, one guard, in however many models of the code
-def _guard_of(fn: Callable[[], object]) -> Callable[[Any, object], None]:
-    def called(frame_locals: object) -> bool:
-        fn()
-        return True
+@functools.cache  # equal guards are one, in however many operators of the code
+def _guard_of(
+    function: Callable[..., object], args: tuple[Hashable, ...], expected: Hashable
+) -> Callable[[Any, object], None]:
+    def is_unchanged(frame_locals: object) -> bool:
+        return function(*args) == expected
 
     def create(builder: Any, guard: object) -> None:
         root = builder.guard_manager.root
         try:
-            root.add_lambda_guard(called, [fn.__name__], None)
+            root.add_lambda_guard(is_unchanged, [function.__name__], None)
         except TypeError:  # older releases (2.6) take no stack of the user's code
-            root.add_lambda_guard(called, [fn.__name__])
+            root.add_lambda_guard(is_unchanged, [function.__name__])
 
     return create
 

@@ -87,17 +87,6 @@ def newest(device: str, dtype: torch.dtype) -> AutocastSpec | None:
     return None
 
 
-@functools.cache
-def _guard(device: str, dtype: torch.dtype, spec: AutocastSpec | None) -> Callable[[], None]:
-    """Returns a function that raises once other rows apply than in compiled code."""
-
-    def check() -> None:
-        if newest(device, dtype) != spec:
-            raise RuntimeError("other rows apply now")
-
-    return check
-
-
 _TAG = "-apex-"
 
 
@@ -148,7 +137,7 @@ def _build(op: str, device: str) -> Callable[..., Any]:
         low = torch.get_autocast_dtype(device)
         spec = newest(device, low)
         if type(args[0]) not in _PLAIN:
-            dynamo.before_each_run(_guard(device, low, spec))
+            dynamo.recompile_on_change(newest, device, low)
         if op in op_rows.COMPARISONS:
             args = (*map(_as_tensor, args[:2]), *args[2:])
         tensors = tensors_in(args, kwargs)

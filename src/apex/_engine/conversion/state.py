@@ -24,7 +24,7 @@ from apex._engine.conversion.plan import ModelPlan
 from apex._engine.masters import MasterTable
 from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
-from apex._torch.dynamo import at_tracing, before_each_run, is_tracing
+from apex._torch.dynamo import at_tracing, is_tracing, recompile_on_change
 from apex._torch.modules import own_tensors
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ModelState:
         session = self.link.session
         wrapper = active_wrapper()
         if traced:
-            before_each_run(_guard(_reference(wrapper)))
+            recompile_on_change(_reference_to_wrapper)
         if session is not None and wrapper is not None:
             session.ddp_tracker.mark_forward(wrapper, session, traced=traced)
 
@@ -95,17 +95,9 @@ class ModelState:
         return rebuild, ("model_state", self.plan, self.link, self.inner_forward, self.handles)
 
 
-def _guard(recorded: object) -> Callable[[], None]:
-    """Returns a function that raises if the active wrapper is not the recorded one."""
-
-    def check() -> None:
-        if _reference(active_wrapper()) != recorded:
-            raise RuntimeError("another wrapper is active now")
-
-    return check
-
-
-def _reference(wrapper: nn.Module | None) -> object:
+def _reference_to_wrapper() -> weakref.ref[nn.Module] | None:
+    """Returns a weak reference to the active DDP wrapper, which compiled code may outlive."""
+    wrapper = active_wrapper()
     return None if wrapper is None else weakref.ref(wrapper)
 
 
