@@ -86,8 +86,7 @@ def with_mixin(mixin: Any, own: type) -> Any:
         return type(self) if is_tracing() else own
 
     def change_class(self: object, new: type) -> None:
-        is_generated = mixin_of(new) is not None
-        swap_class(self, new if is_generated else with_mixin(mixin, new))
+        swap_class(self, with_mixin(mixin, plain_class(new)))
 
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     overrides: dict[str, Any] = getattr(mixin, "_apex_overrides", lambda own: {})(own)

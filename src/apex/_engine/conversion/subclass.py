@@ -50,10 +50,8 @@ class Converted(nn.Module):
         A 16-bit model that is cast to another dtype becomes plain first, with its exact values.
         Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
         """
+        state = _own_state(self)
         apply: Any = super()._apply
-        state = state_of(self)
-        if state is None:
-            return apply(fn, *args, **kwargs)
         before = state.plan.param_dtype or torch.float32
         after = fn(torch.empty(0, dtype=before, device="cpu")).dtype
         if after is before:
@@ -75,58 +73,64 @@ class Converted(nn.Module):
     @untraced
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of the parameters, and of the masters of those that it cleared."""
-        state = state_of(self)
         before = [(param, grad_version(param)) for _, param in named_parameters(self)]
         super().zero_grad(*args, **kwargs)
-        if state is None or state.link.session is None:
+        session = _own_state(self).link.session
+        if session is None:
             return
         cleared: list[Tensor] = []
         for param, version in before:
             if param.grad is None or grad_version(param) != version:
                 cleared.append(param)
-        state.link.session.clear_grads(cleared)
+        session.clear_grads(cleared)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
-        state = state_of(self)
+        state = _own_state(self)
         with _as_plain(self):
             # The protocol that names the class in a form that pickle accepts for our object, too.
             reduced: Any = self.__reduce_ex__(1)
-        if state is None or isinstance(reduced, str):
+        if isinstance(reduced, str):
             return reduced
-        func, args, inner, *items = [*reduced, None, None, None][:5]
+        function, args, inner, *items = [*reduced, None, None, None][:5]
         if isinstance(inner, dict):
-            inner = {name: value for name, value in inner.items() if name != STATE}
+            inner = {**inner}
+            inner.pop(STATE, None)
             if state.inner_forward is not None:
                 inner.setdefault("forward", state.inner_forward)
         if not state.plan.casts_down:
-            return func, args, inner, *items
+            return function, args, inner, *items
         if inner is None:  # what the class rebuilds has no hooks yet
             state = replace(state, handles=[])
-        return func, args, (state, inner), *items, functools.partial(rebuild, "model")
+        return function, args, (state, inner), *items, functools.partial(rebuild, "model")
 
     def __copy__(self: Any) -> Any:
         """Returns a converted model that shares parameters, session and masters."""
-        state = state_of(self)
         with _as_plain(self):
             new = copy.copy(self)
-        if state is not None and isinstance(new, nn.Module) and new is not self:
+        if isinstance(new, nn.Module) and new is not self:
             # Its hooks are the original's.
-            set_state(new, replace(state, handles=[]), ExitStack())
+            set_state(new, replace(_own_state(self), handles=[]), ExitStack())
         return new
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Returns a converted model with its own parameters; optimizers copy the masters."""
-        state = state_of(self)
         with _as_plain(self):
             new = copy.deepcopy(self, memo)
-        if state is not None and isinstance(new, nn.Module) and new is not self:
+        if isinstance(new, nn.Module) and new is not self:
+            state = _own_state(self)
             parts = state.region, state.link, state.inner_forward, state.handles
             copied = ModelState(state.plan, *copy.deepcopy(parts, memo))
             if state.plan.casts_down:
                 state.link.writes.note_copy(new, copied.link)
             set_state(new, copied, ExitStack())
         return new
+
+
+def _own_state(model: nn.Module) -> ModelState:
+    """Returns the state of an object of a generated class, which always has one."""
+    state: ModelState = vars(model)[STATE]
+    return state
 
 
 def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
@@ -165,9 +169,8 @@ class _Method:
             return function
         if _is_traced():
             return functools.partial(function, model)  # dynamo cannot trace MethodType
-        state = state_of(model)
-        if state is not None and not _is_compiling():
-            state.link.masters.update_model(model)
+        if not _is_compiling():
+            _own_state(model).link.masters.update_model(model)
         return MethodType(function, model)
 
 
@@ -271,9 +274,8 @@ def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
 @contextmanager
 def _as_plain(model: nn.Module) -> Iterator[None]:
     """Gives a model its own class for a while, with the values that its masters have."""
-    state, converted = state_of(model), type(model)
-    if state is not None:
-        state.link.masters.update_model(model)
+    converted = type(model)
+    _own_state(model).link.masters.update_model(model)
     swap_class(model, plain_class(converted))
     try:
         yield
