@@ -18,7 +18,6 @@ from apex._core.param_groups import params_of
 from apex._engine.conversion.plan import ModelPlan, matches, named_submodules, planned_dtypes
 from apex._engine.conversion.state import state_of
 from apex._torch import dtensor, fsdp
-from apex._torch.modules import named_tensors
 
 
 def check(models: Sequence[nn.Module], plan: ModelPlan) -> None:
@@ -41,10 +40,8 @@ def check(models: Sequence[nn.Module], plan: ModelPlan) -> None:
         # A forward pass without a backward pass leaves gathered parameters in place of its own.
         for module in fsdp.sharded_modules(model):
             module.reshard()  # type: ignore[operator]
-        planned = {id(tensor): dtype for _, tensor, dtype in planned_dtypes(model, plan)}
-        for name, tensor in named_tensors(model).items():
-            refuse_float64 = plan.widen_low and isinstance(tensor, nn.Parameter)
-            fault = _fault(tensor, planned.get(id(tensor)), refuse_float64)
+        for name, tensor, dtype in planned_dtypes(model, plan):
+            fault = _fault(tensor, dtype, plan)
             if fault is not None:
                 raise RuntimeError(f"amp.initialize got a model whose {name} is {fault}")
     _check_names(plan, models)
@@ -89,10 +86,9 @@ def _check_model(model: nn.Module, plan: ModelPlan) -> None:
             )
 
 
-def _fault(tensor: Tensor, planned: torch.dtype | None, refuse_float64: bool) -> str | None:
-    """Returns what makes a parameter or buffer unfit, with the remedy."""
-    is_cast = planned not in (None, tensor.dtype)
-    low = planned if planned in dtypes.LOW_PRECISION else None
+def _fault(tensor: Tensor, planned: torch.dtype, plan: ModelPlan) -> str | None:
+    """Returns what makes a parameter or buffer unfit, with the fix."""
+    is_cast = planned is not tensor.dtype
     if tensor.is_meta:
         return (
             "on the meta device and has no values. Materialize the model first: "
@@ -100,6 +96,7 @@ def _fault(tensor: Tensor, planned: torch.dtype | None, refuse_float64: bool) ->
         )
     if tensor.is_inference() and is_cast:
         return "made under torch.inference_mode(). Make or load the model under torch.no_grad()."
+    low = planned if plan.casts_down and planned in dtypes.LOW_PRECISION else None
     if dtensor.is_dtensor(tensor) and dtypes.is_castable(tensor) and (low or is_cast):
         scale = ", loss_scale='dynamic'" if low is torch.float16 else ""
         return (
@@ -109,7 +106,8 @@ def _fault(tensor: Tensor, planned: torch.dtype | None, refuse_float64: bool) ->
             "model: model.float() before fully_shard."
         )
     # A 0-d tensor combines with any dtype, like a Python number.
-    if refuse_float64 and tensor.dtype is torch.float64 and tensor.dim():
+    is_double = isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float64
+    if plan.widen_low and is_double and tensor.dim():
         return (
             "float64; the op casts of O1 and O4 leave float64 as it is, and operators cannot "
             "combine it with 16-bit inputs. Call model.float() first, or use a level that converts "

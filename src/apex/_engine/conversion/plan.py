@@ -72,7 +72,9 @@ def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:
     """Returns the modules that compute in fp32, each with whether it is the outermost one."""
     chosen: dict[nn.Module, bool] = {}
     for name, module in named_submodules(model):
-        if module not in chosen and any(matches(rule, name, module) for rule in plan.fp32_modules):
+        if module in chosen:
+            continue
+        if any(matches(rule, name, module) for rule in plan.fp32_modules):
             for part in module.modules():
                 chosen.setdefault(part, part is module)
     return chosen
@@ -81,8 +83,8 @@ def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:
 def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Tensor, torch.dtype]]:
     """Yields every parameter and buffer, once, with its qualified name and planned dtype.
 
-    Skips those that the plan does not cast. A tensor shared by an fp32 module and another is
-    planned as fp32.
+    The planned dtype of a tensor that is not cast is its own. A tensor that an fp32 module shares
+    with another module is planned as fp32.
     """
     kept = set(modules_in_fp32(model, plan))
     if plan.keep_batchnorm_fp32:
@@ -93,15 +95,16 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Ten
     # fp32 modules first, because the first to yield a shared tensor decides.
     for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in kept):
         for key, tensor in own_tensors(module, name):
-            dtype = plan.param_dtype
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            dtype = plan.param_dtype or tensor.dtype
             if plan.casts_down:
                 if module in kept or _is_fp32_buffer(plan, key, tensor):
                     dtype = torch.float32
             elif plan.widen_low and dtypes.is_low_precision(tensor):
                 dtype = torch.float32
-            if dtype is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield key, tensor, dtype
+            yield key, tensor, dtype
 
 
 def _is_fp32_buffer(plan: ModelPlan, name: str, tensor: Tensor) -> bool:
