@@ -1,18 +1,18 @@
-"""The autocast switches of a thread: casts of sessions that began in it, and steps without them.
+"""The autocast state of a thread: casts of sessions that began in it, and steps without casts.
 
 Note [Ambient casts]
     A session turns autocast on in the thread that called ``initialize``. Outside of
-    ``torch.autocast`` blocks, the switch is that of the newest live session that began in the
-    thread; without one, it is as before the first of them. Inside a block, the block decides: a
-    session that begins there casts in its models' forward passes only.
+    ``torch.autocast`` blocks, the newest live session that began in the thread sets autocast's
+    state. Without a session, the state is as before the first one. Inside a block, the block
+    decides: a session that begins there casts in its models' forward passes only.
 
-    A session may end inside a block, or in another thread, which cannot set the switch. So the next
-    forward or amp call of the thread does, outside of blocks.
+    A session may end inside a block, or in another thread, where the state cannot be set. The
+    thread's next forward or amp call outside of blocks then sets it.
 
 Note [Steps that raise]
-    Casts of sessions are off in steps of optimizers that amp has not prepared, too. torch calls no
-    hook after a step that raised an exception. Casts then stay off until the next forward or amp
-    call of the thread.
+    Casts of sessions are also off in steps of optimizers that amp has not prepared. torch calls no
+    hook after a step that raised an exception. Casts then stay off until the thread's next forward
+    or amp call.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch.optim import Optimizer
 
 from apex._core.op_table import AutocastSpec
+from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast import kernels
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS
@@ -36,8 +37,9 @@ from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 OFF = torch.float32
 """The CPU's autocast dtype in ``casts_off`` blocks, and nowhere else.
 
-By it, regions inside stay off: also those that torch.utils.checkpoint recomputes, that run in
-autograd's threads, or that dynamo traces, for all of which torch carries the dtype along.
+A region that is entered inside such a block sees this mark and stays off. torch copies the dtype
+into checkpoint recomputation, autograd's threads and dynamo traces, which a flag of ours would not
+reach.
 """
 
 State = tuple[bool, torch.dtype]
@@ -50,7 +52,7 @@ def devices_on() -> list[str]:
 
 
 class UncastBlock:
-    """Turns casts off in this thread, without a trace of dynamo's."""
+    """A block without casts in this thread, which dynamo does not trace."""
 
     devices = staticmethod(devices_on)
     """Returns the device types whose casts are turned off."""
@@ -67,7 +69,7 @@ class UncastBlock:
             torch.set_autocast_enabled(device, True)
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns ``closure`` with the casts from around the block."""
+        """Returns ``closure`` wrapped to run with the casts from outside the block."""
 
         @untraced_frame
         def evaluate() -> Any:
@@ -81,30 +83,35 @@ class UncastBlock:
 
 
 class _Thread(threading.local):
-    depth = 0
-    """The depth of blocks at which the casts that are on are a session's.
+    """The casts of sessions in one thread.
 
-    Deeper, they are of a block of the script.
+    Attributes:
+        sessions: The specs of the sessions that began in the thread, by their token, oldest first.
+        before: The state of each device type before the first session.
+        cache: Whether autocast cached weights before the first session.
+        depth: The number of autocast blocks around the casts that are a session's. Deeper inside,
+            casts belong to a block of the script.
+        steps: The steps without casts that run now, outermost first.
     """
 
-    cache = True
-    """Whether autocast cached weights before the first session."""
-
     def __init__(self) -> None:
-        self.sessions: dict[object, AutocastSpec] = {}  # by the token of their spec, oldest first
-        self.before: dict[str, State] = {}  # by device type, before the first session
-        self.steps: list[_UncastStep] = []  # outermost first
+        self.sessions: dict[object, AutocastSpec] = {}
+        self.before: dict[str, State] = {}
+        self.cache = True
+        self.depth = 0
+        self.steps: list[_UncastStep] = []
 
-    def switches(self) -> dict[str, State]:
+    def states(self) -> dict[str, State]:
         """Returns the state of each device type: by the newest session, or as before the first."""
-        switches = dict(self.before)
+        states = dict(self.before)
         for spec in [*self.sessions.values()]:  # a finalizer may end a session meanwhile
-            switches.update(dict.fromkeys(spec.device_types, (True, spec.dtype)))
-        return switches
+            for device in spec.device_types:
+                states[device] = True, spec.dtype
+        return states
 
-    def set_switches(self) -> None:
+    def set_states(self) -> None:
         """Sets autocast's state by the sessions, outside of blocks."""
-        for device, (enabled, dtype) in self.switches().items():
+        for device, (enabled, dtype) in self.states().items():
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         # No weight cache outside of regions, where changes of weights go unnoticed.
@@ -115,7 +122,7 @@ _here = _Thread()
 
 
 def begin_casts(token: object, spec: AutocastSpec) -> None:
-    """Turns casts by a live spec on in this thread, until it ends; see Note [Ambient casts]."""
+    """Turns on the casts of a live spec in this thread, until it ends; see Note [Ambient casts]."""
     end_stale_casts()
     if autocast_depth() > 0:
         return
@@ -125,40 +132,43 @@ def begin_casts(token: object, spec: AutocastSpec) -> None:
             _here.before[device] = state
         _here.cache = torch.is_autocast_cache_enabled()
     _here.sessions[token] = spec
-    _here.set_switches()
+    _here.set_states()
 
 
 def end_casts(token: object) -> None:
-    """Ends a spec, and its casts as soon as their thread can; safe in finalizers and any thread."""
+    """Ends a spec; its casts end as soon as their thread can end them.
+
+    Safe in finalizers and in any thread.
+    """
     kernels.deactivate_spec(token)
     end_stale_casts()
 
 
 @untraced
 def end_stale_casts() -> None:
-    """Ends this thread's casts of sessions that have ended, and steps that raised."""
+    """Ends steps that raised, and this thread's casts of sessions that have ended."""
     while _here.steps:
         _here.steps[-1].__exit__()
     ended = _here.sessions.keys() - kernels.live.keys()
     if not ended:
         return
     kernels.tag_caches()
-    # A block, a pass and dynamo restore the switch at their end.
+    # A block, a backward pass and dynamo restore autocast's state when they end.
     if autocast_depth() > 0 or backward_id() != -1 or is_compiling_here():
         return
-    # An operator or a step has turned it off for a while. A script may have set dtypes.
-    if any(on and not torch.is_autocast_enabled(d) for d, (on, _) in _here.switches().items()):
-        return
+    for device, (enabled, _) in _here.states().items():
+        if enabled and not torch.is_autocast_enabled(device):
+            return  # a kernel or a step has turned casts off for a while
     for token in ended:
         _here.sessions.pop(token, None)
-    _here.set_switches()
+    _here.set_states()
 
 
 def _end_in_fork() -> None:
-    """Ends casts in a forked process: a data loader's results must not depend on its start."""
+    """Ends casts in a forked process, because a spawned data loader would not have them either."""
     if _here.sessions:
         _here.sessions.clear()
-        _here.set_switches()
+        _here.set_states()
 
 
 if sys.platform != "win32":
@@ -166,13 +176,13 @@ if sys.platform != "win32":
 
 
 def begin_run(until: ExitStack) -> None:
-    """Notes that a region has opened its blocks, until ``until`` closes."""
+    """Records until ``until`` closes that the innermost block now is a region's, not a script's."""
     until.callback(setattr, _here, "depth", _here.depth)
     _here.depth = autocast_depth()
 
 
 def devices_of_sessions() -> list[str]:
-    """Returns the device types whose autocast is on as sessions set it, not a user's own block."""
+    """Returns the device types with casts of a session; none inside a block of the script."""
     return devices_on() if autocast_depth() == _here.depth else []
 
 
@@ -180,7 +190,7 @@ def devices_of_sessions() -> list[str]:
 
 
 class _UncastStep(UncastBlock):
-    """A step, without its closure."""
+    """A step without casts of sessions; its closure keeps them."""
 
     devices = staticmethod(devices_of_sessions)
 
@@ -197,14 +207,13 @@ class _UncastStep(UncastBlock):
             super().__exit__()
 
 
-def begin_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Begins a step without casts; returns its arguments if they hold a closure."""
+def begin_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Call | None:
+    """Begins a step without casts; returns its arguments if one of them is a closure."""
     step = _UncastStep(optimizer)
     step.__enter__()
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": step.with_casts(kwargs["closure"])}
+    closure = kwargs.get("closure")
+    if callable(closure):
+        return args, {**kwargs, "closure": step.with_casts(closure)}
     if len(args) > 1 and callable(args[1]):
         itself, closure, *others = args
         return (itself, step.with_casts(closure), *others), kwargs
@@ -212,7 +221,7 @@ def begin_step(
 
 
 def end_step(optimizer: Optimizer) -> None:
-    """Ends the innermost step of an optimizer, and those inside it that raised."""
+    """Ends the innermost step of ``optimizer``, and the steps inside it that raised."""
     if optimizer not in [step.optimizer for step in _here.steps]:
         return  # an amp call inside the step has ended it
     while _here.steps[-1].optimizer is not optimizer:

@@ -2,10 +2,10 @@
 
 Note [Accurate operators]
     A 16-bit model (O2, O3, O5) has no op casts, but a few operators have 16-bit kernels that lose
-    accuracy, or return garbage. A function mode finds the functions of
+    accuracy or return garbage. A function mode finds the functions of
     :data:`apex._core.op_rows.INACCURATE` in the model's first forward passes and runs them in fp32.
-    If there was one, it does so in all later ones: a mode costs each call of torch some
-    microseconds.
+    Later forward passes enter the mode only if it has found one, because a mode costs each call of
+    torch some microseconds.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ACCURATE_FORWARDS = 32
-"""How many forward passes of a 16-bit model are searched for inaccurate operators."""
+"""Number of forward passes of a 16-bit model that are searched for inaccurate operators."""
 
 Switch = tuple[Sequence[str], torch.dtype | None]
-"""Device types, and the dtype that autocast casts to on them; ``None`` turns it off."""
+"""Device types, and the dtype that autocast casts to there; ``None`` turns autocast off."""
 
 _log = logging.getLogger("apex")
 
@@ -60,32 +60,38 @@ def under(
     args: Args,
     kwargs: Kwargs,
 ) -> R:
-    """Calls ``fn`` under autocast to ``dtype``; ``None`` turns it off. Dynamo can trace it."""
+    """Calls ``fn`` under autocast to ``dtype``; ``None`` turns autocast off.
+
+    One device type at a time, because dynamo compiles ExitStack's methods wrongly after a graph
+    break.
+    """
     if not devices:
         return fn(*args, **kwargs)
-    with torch.autocast(
-        devices[0], dtype, enabled=dtype is not None, cache_enabled=weight_cache_is_safe
-    ):
-        return under(devices[1:], dtype, fn, args, kwargs)
+    first, *others = devices
+    enabled = dtype is not None
+    with torch.autocast(first, dtype, enabled, weight_cache_is_safe):
+        return under(others, dtype, fn, args, kwargs)
 
 
 class Region:
     """Runs functions with the casts of sessions off; a user's own autocast stays.
 
-    Subclasses turn casts on, or add to that. Picklable and deep-copyable.
+    Subclasses turn casts on, or also run accurate operators. Picklable and deep-copyable.
 
     Note [Casts in a recompute]
-        torch.utils.checkpoint opens blocks of its own around a recompute, in which the casts of a
-        session look like a user's. So the same casts are off as in the last forward pass, by what
-        torch brings back and differs between threads with a session and others: the weight cache.
+        torch.utils.checkpoint opens its own blocks around a recompute, in which the casts of a
+        session look like a user's. A recompute therefore turns off the casts that the last forward
+        pass turned off. Threads with a session and threads without one differ in the weight cache
+        setting, which torch restores in a recompute, so each setting has its own record.
     """
 
     def __init__(self) -> None:
+        # What the last forward pass turned off, by whether autocast cached weights.
         self._turned_off: dict[bool, Sequence[str]] = {}
 
     @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``fn(*args, **kwargs)``, called inside the region; dynamo can trace it."""
+        """Calls ``fn(*args, **kwargs)`` inside the region; dynamo can trace it."""
         if _is_compiling():
             return self.run_traced(fn, args, kwargs)
         with ExitStack() as until:
@@ -93,7 +99,7 @@ class Region:
             return fn(*args, **kwargs)
 
     def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        """Does what :meth:`run` does, where dynamo traces it."""
+        """Does what :meth:`run` does, while dynamo traces it."""
         devices, dtype = self.switch(args, kwargs)
         return under(devices, dtype, fn, args, kwargs)
 
@@ -110,7 +116,7 @@ class Region:
         begin_run(until)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
-        """Returns what the region switches for a call with these arguments."""
+        """Returns how the region sets autocast for a call with these arguments."""
         if _is_compiling():
             return devices_cast(), None
         is_cached = torch.is_autocast_cache_enabled()
@@ -122,19 +128,18 @@ class Region:
 
 
 class AmbientRegion(Region):
-    """Runs functions under the casts that are on around them, as a later session's."""
+    """Runs functions under the casts around them, such as a later session's."""
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         return (), None
 
 
 class AutocastRegion(Region):
-    """Runs functions with op casts on; while it lives, its rows apply to autocast of its dtype.
+    """Runs functions with op casts on, in any thread, except in ``casts_off``.
 
-    They are on in any thread, except in ``casts_off``. A weight used by several operators is cast
-    once in the outermost run.
-
-    Pickling or copying makes an independent region with the same spec.
+    While the region is alive, its rows apply under autocast to its dtype. A weight used by several
+    operators is cast once in the outermost run. Pickling or copying makes an independent region
+    with the same spec.
 
     Raises:
         ValueError: If a device type of the spec has no autocast.
@@ -152,21 +157,22 @@ class AutocastRegion(Region):
         return AutocastRegion, (self.spec,)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
-        # The digest is a guard: code with other rows is compiled again.
+        # Reading the digest makes dynamo guard it: code with other rows is compiled again.
         if not self._digest or torch.get_autocast_dtype("cpu") is OFF:
             return (), None
         for value in (*args, *kwargs.values()):
             # Most arguments are tensors, for which a walk would take 3 us more.
-            for tensor in [value] if isinstance(value, Tensor) else tree.tensors(value):
+            tensors = [value] if isinstance(value, Tensor) else tree.tensors(value)
+            for tensor in tensors:
                 if tensor.dtype is torch.float64:
                     self._accept_float64()
         return self.spec.device_types, self.spec.dtype
 
     @at_tracing
     def _accept_float64(self) -> None:
-        """Lets float64 data meet fp32 weights in operators that torch itself casts, too.
+        """Lets float64 data meet fp32 weights also in operators that torch itself casts.
 
-        Their kernels of ours would cost each call some 5 us, so they wait for such data.
+        This needs our kernels of these operators, which cost each call some 5 us.
         """
         for device in self.spec.device_types:
             kernels.register(device, self.spec.table.rows)
@@ -177,10 +183,7 @@ class AutocastRegion(Region):
 
 
 class LowPrecisionRegion(Region):
-    """Runs 16-bit models: without casts of sessions, and with accurate operators.
-
-    See Note [Accurate operators].
-    """
+    """Runs 16-bit models without casts of sessions; see also Note [Accurate operators]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +191,7 @@ class LowPrecisionRegion(Region):
         self._functions: set[str] = set()
 
     def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        # An export takes a mode for a side effect of the model.
+        # An export treats a mode as a side effect of the model.
         if not traces_function_modes or torch.compiler.is_exporting():
             return super().run_traced(fn, args, kwargs)
         with _AccurateMode(self._functions):
@@ -203,7 +206,7 @@ class LowPrecisionRegion(Region):
 
 
 class _AccurateMode(TorchFunctionMode):
-    """Runs inaccurate functions on fp32 copies, and rounds the result; notes their names."""
+    """Runs inaccurate functions on fp32 copies, and rounds the result; records their names."""
 
     def __init__(self, noted: set[str]) -> None:
         super().__init__()
@@ -217,7 +220,8 @@ class _AccurateMode(TorchFunctionMode):
         if name not in op_rows.INACCURATE:
             return func(*args, **kwargs)
         low = [tensor for tensor in tensors_in(args, kwargs) if is_low_precision(tensor)]
-        if not low or low[0].device.type not in op_rows.INACCURATE[name]:
+        inaccurate_on = op_rows.INACCURATE[name]
+        if not low or low[0].device.type not in inaccurate_on:
             return func(*args, **kwargs)
         if name not in self._noted and not _is_compiling():
             self._noted.add(name)
@@ -226,12 +230,13 @@ class _AccurateMode(TorchFunctionMode):
                 name,
             )
         args, kwargs = tree.cast_arguments(args, kwargs, torch.float32)
-        return tree.cast_tensors(func(*args, **kwargs), low[0].dtype)
+        result = func(*args, **kwargs)
+        return tree.cast_tensors(result, low[0].dtype)
 
 
 @contextmanager
 def casts_off() -> Iterator[None]:
-    """A context or decorator in which nothing is cast, in regions inside, too."""
+    """A context or decorator in which nothing is cast, also in regions inside it."""
     if not _is_compiling():
         end_stale_casts()
     with _off(devices_on()):
@@ -240,16 +245,17 @@ def casts_off() -> Iterator[None]:
 
 @contextmanager
 def _off(devices: Sequence[str]) -> Iterator[None]:
-    if not devices:
+    if devices:
+        first, *others = devices
+        with torch.autocast(first, enabled=False, cache_enabled=False), _off(others):
+            yield
+    else:
         with torch.autocast("cpu", OFF, enabled=False, cache_enabled=False):
             yield
-        return
-    with torch.autocast(devices[0], enabled=False, cache_enabled=False), _off(devices[1:]):
-        yield
 
 
 def devices_cast() -> list[str]:
-    """Returns the device types whose autocast is on, to the dtype of a live session."""
+    """Returns the device types whose autocast is on with the dtype of a live session."""
     return [device for device in devices_on() if _is_ours(device)]
 
 
@@ -259,8 +265,8 @@ def _is_ours(device: str) -> bool:
 
 
 def active_dtype() -> torch.dtype | None:
-    """Returns the dtype that this thread casts to now, which can be traced; None without casts."""
+    """Returns the dtype that this thread casts to now; None without casts. Dynamo can trace it."""
     if not _is_compiling():
         end_stale_casts()
-    on = devices_cast()
-    return torch.get_autocast_dtype(on[0]) if on else None
+    devices = devices_cast()
+    return torch.get_autocast_dtype(devices[0]) if devices else None
