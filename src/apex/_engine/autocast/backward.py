@@ -23,7 +23,7 @@ _FIRST_GRADIENTS = (
     (torch.autograd.backward, "grad_tensors"),
     (torch.autograd.grad, "grad_outputs"),
 )
-"""What runs a backward pass, and its argument with the gradients to begin with."""
+"""The functions that run a backward pass, and the name of their argument with first gradients."""
 
 
 class BackwardAutocast(TorchFunctionMode):
@@ -31,15 +31,16 @@ class BackwardAutocast(TorchFunctionMode):
 
     Note [Casts in a backward pass]
         autograd's formulas compute in the dtypes of the forward. Python code in the same pass (a
-        function's own backward, a hook) may mix dtypes, which apex cast, or run a forward again,
-        with gradients enabled. So autocast is off in the pass, and a function mode, which formulas
-        bypass, turns it on for such calls. A pass outside of ``scale_loss`` runs under its thread's
-        casts; there, our kernels leave the calls alone that this mode does.
+        function's own backward, a hook) may mix dtypes, which apex cast. It may also run a forward
+        again, with gradients enabled. So autocast is off in the pass, and a function mode, which
+        formulas bypass, turns it on for such calls. A pass outside ``scale_loss`` runs under its
+        thread's casts. There, our kernels do not cast the calls that this mode would not cast.
     """
 
     def __init__(self, spec: AutocastSpec) -> None:
         super().__init__()
         self._spec = spec
+        # The thread of the last pass, and the autocast blocks that it was in.
         self._start = 0, 0
 
     @inlined_with_calls
@@ -59,13 +60,19 @@ class BackwardAutocast(TorchFunctionMode):
 
     @untraced_frame
     def _run_pass(self, run: Any, name: str, tensors: Any, *inputs: Any, **options: Any) -> Any:
-        """Runs a backward pass without casts, but with this mode, which torch left to call it.
+        """Runs a backward pass without casts, but with this mode, which is off in its own method.
 
-        ``name`` is that of the argument with the gradients to begin with.
+        Args:
+            run: The function that runs the pass; torch passes it the first gradients by keyword.
+            name: The keyword of the first gradients.
+            tensors: The tensors to begin with.
+            inputs: The other positional arguments.
+            options: The keyword arguments.
         """
-        gradients = options.pop(name, None)
+        gradients = options.get(name)
         if gradients is None:
-            gradients = [None] * (len(tensors) if isinstance(tensors, (list, tuple)) else 1)
+            count = 1 if isinstance(tensors, Tensor) else len(tensors)
+            gradients = [None] * count
         elif isinstance(gradients, Tensor):
             gradients = [gradients]
         self._start = threading.get_ident(), autocast_depth()
@@ -75,10 +82,10 @@ class BackwardAutocast(TorchFunctionMode):
 
 
 def _entering(mode: TorchFunctionMode, until: ExitStack, gradients: Iterable[Any]) -> Iterator[Any]:
-    """Yields a pass's first gradients, and enters a mode as torch takes them.
+    """Yields a pass's first gradients, and enters a mode when torch reads them.
 
-    A mode that is on at the call would get the call itself, again and again. torch looks for modes
-    first, then takes the gradients, then starts the pass, so the mode is on in the pass alone.
+    A mode that is on at the call would handle the call itself, again and again. torch looks for
+    modes first, then reads the gradients, then starts the pass, so the mode is on only in the pass.
     """
     mode.__enter__()  # type: ignore[no-untyped-call]
     until.callback(leave_function_mode, mode)
@@ -89,9 +96,13 @@ def _entering(mode: TorchFunctionMode, until: ExitStack, gradients: Iterable[Any
 def _is_in_pass(thread: int, depth: int) -> bool:
     """Returns whether Python code of a backward pass runs, outside of autocast blocks in it.
 
-    torch.utils.checkpoint recomputes in such blocks, which set the switch as in the forward.
+    torch.utils.checkpoint recomputes in such blocks, with autocast's state from the forward.
+
+    Args:
+        thread: The thread that started the pass.
+        depth: The number of autocast blocks around the pass, which other threads are not in.
     """
-    outside = depth if thread == threading.get_ident() else 0
     if backward_id() == -1 or torch.get_autocast_dtype("cpu") is OFF:
         return False
-    return autocast_depth() == outside
+    around = depth if thread == threading.get_ident() else 0
+    return autocast_depth() == around

@@ -1,15 +1,15 @@
 """Autocast kernels, which cast an operator's arguments by its row in a live session's table.
 
 Note [Kernels stay]
-    torch's autocast state is the only state. Kernels are registered once per process, for
-    autocast's dispatch keys alone. Each looks up the newest live session whose dtype is autocast's;
-    without one it does what torch's own kernel does.
+    torch's autocast state is the only state. Kernels are registered once per process, and only for
+    autocast's dispatch keys. Each kernel looks up the newest live session whose dtype is
+    autocast's. Without such a session, it does what torch's own kernel does.
 
 Note [Casts of our own]
-    Our kernels cast by themselves also where torch's own kernel would do the same. From Python it
-    can be called with the GIL held only (``torch.library.get_kernel``), and it locks autocast's
-    weight cache. Another thread that has the lock may need the GIL to let go of a tensor that
-    Python knows: a deadlock. Calls and redispatches of operators release the GIL.
+    Our kernels do not call torch's autocast kernels, even where these would cast alike. Python can
+    call them only with the GIL held (``torch.library.get_kernel``), and they lock autocast's weight
+    cache. Another thread that holds the lock may need the GIL to release a tensor that Python
+    refers to, which is a deadlock. Calls and redispatches of operators release the GIL.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
 from apex._torch.dispatcher import AUTOCAST_KEYS
 
-_PLAIN = (Tensor, nn.Parameter)  # what no compiler traces
-
+_PLAIN = (Tensor, nn.Parameter)
+"""Classes of tensors that no compiler traces."""
 
 _MODULES = (__name__, dynamo.__name__, "torch._ops")
-"""Those whose functions are between the caller of an operator and :func:`_is_left_alone`."""
+"""Modules whose functions are between the caller of an operator and :func:`_is_left_alone`."""
 
 live: dict[object, AutocastSpec] = {}
-"""The specs of sessions, oldest first, each by a token of its own."""
+"""The specs of live sessions by their tokens, oldest first."""
 
 _registered: set[tuple[str, str]] = set()
+"""Device type and operator of each of our kernels."""
+
 _lock = threading.Lock()
 
 
 def activate_spec(spec: AutocastSpec) -> object:
-    """Makes a spec apply under autocast to its dtype.
+    """Makes the rows of ``spec`` apply under autocast to its dtype.
 
-    Returns the token for :func:`deactivate_spec`.
+    Returns a token for :func:`deactivate_spec`.
 
     Raises:
-        ValueError: If a device type has no autocast known to us.
+        ValueError: If a device type of the spec has no autocast known to us.
     """
     unknown = [device for device in spec.device_types if device not in AUTOCAST_KEYS]
     if unknown:
@@ -91,21 +93,21 @@ _TAG = "-apex-"
 
 
 def tag_caches() -> None:
-    """Names the live rows in the key of compilers' caches, which outlive the process.
+    """Adds the live rows to the key of compilers' caches, which outlive the process.
 
-    Code compiled under casts has them built in, and the caches do not see the kernels: a process
-    without apex would load it. Each thread has its own key, so a session that ended in another
-    thread is named until this thread's next amp call.
+    Casts are built into code that was compiled under them, and the caches do not see our kernels.
+    Without the tag, a process without apex would load such code. Each thread has its own key, so
+    the rows of a session that ended in another thread stay in it until this thread's next amp call.
     """
     from torch.compiler import config
 
-    rules = "-".join(sorted({spec.digest for spec in [*live.values()]}))
+    digests = {spec.digest for spec in [*live.values()]}
     others_tag, _, _ = config.cache_key_tag.partition(_TAG)
-    config.cache_key_tag = others_tag + _TAG + rules if rules else others_tag
+    config.cache_key_tag = others_tag + "".join(_TAG + digest for digest in sorted(digests))
 
 
 def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
-    """Yields the operators that torch does not cast as the table says."""
+    """Yields the operators that need a kernel of ours: torch casts others than the table says."""
     default = OpTable.default().rows
     for op in {*default, *table.rows, *op_rows.NATIVE_DIFFERENCES[device]}:
         native = native_category(op, device)
@@ -115,7 +117,7 @@ def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
             yield op
 
 
-@functools.cache  # as it was before our kernels were there
+@functools.cache  # the first call comes before our kernel of the operator
 def native_category(op: str, device: str) -> str | None:
     """Returns the category of torch's own autocast for an operator; None if it has no kernel."""
     if not dispatcher.has_kernel(f"aten::{op}", AUTOCAST_KEYS[device]):
@@ -129,7 +131,7 @@ def _build(op: str, device: str) -> Callable[..., Any]:
     below = dispatcher.keys_below_autocast(device)
     native = native_category(op, device)
     types = [str(argument.type) for argument in operator._schema.arguments]
-    takes_number = types[:2] == ["Tensor", "Tensor"]  # for the second one: x.add(1.0)
+    takes_number = types[:2] == ["Tensor", "Tensor"]  # as the second one, in x.add(1.0)
     has_cudnn = device == "cuda" and torch.version.hip is None
 
     @dynamo.untraced
@@ -149,14 +151,14 @@ def _build(op: str, device: str) -> Callable[..., Any]:
         else:
             category = spec.table.rows.get(op)
             if category == "low_precision" and any(t.layout is not torch.strided for t in tensors):
-                category = "fp32"
+                category = "fp32"  # torch lacks 16-bit kernels of sparse products
             elif category == "fp32_inplace" and not dispatcher.is_above_autograd(keyset, args[0]):
                 category = None  # torch's own kernels work in place on memory of their own
             elif category == "recurrent" and has_cudnn and low is torch.float16:
                 category = None  # cuDNN's inner row casts the weights into one piece, to fp16 only
         is_number = takes_number and not isinstance(args[1], Tensor)
-        if category in (None, "refuses") and not is_number:  # a redispatch takes none
-            # Operators inside still have casts.
+        if category in (None, "refuses") and not is_number:  # a redispatch accepts no number
+            # Operators inside this one still have casts.
             return operator.redispatch(keyset & below, *args, **kwargs)
         cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, dtypes)
         torch.set_autocast_enabled(device, False)
@@ -169,10 +171,10 @@ def _build(op: str, device: str) -> Callable[..., Any]:
 
 
 def _is_left_alone() -> bool:
-    """Returns whether a call of one dtype in a backward pass outside of ``scale_loss`` is as given.
+    """Returns whether a one-dtype call in a backward pass outside ``scale_loss`` is not cast.
 
-    autograd's formulas are, and Python code that does not enable gradients. What enables them runs
-    a forward again; torch's own recomputes are in an autocast block.
+    Neither autograd's formulas are cast nor Python code with gradients disabled. Code that enables
+    gradients runs a forward pass again; torch's own recomputes run in an autocast block.
     """
     if autocast_depth() > 0:
         return False
@@ -180,7 +182,7 @@ def _is_left_alone() -> bool:
 
 
 def _as_tensor(constant: Any) -> Tensor:
-    """Returns an operand of a comparison; TorchScript compares constants, some of them numbers."""
+    """Returns an operand of a comparison as a tensor: TorchScript also compares numbers."""
     if isinstance(constant, Tensor):
         return constant
     dtype = torch.float64 if isinstance(constant, float) else None
