@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex._core.dtypes import CASTABLE, LOW_PRECISION, name
+from apex._core.dtypes import CASTABLE, LOW_PRECISION
 from apex._core.tree import Args, Kwargs
 
 
@@ -46,8 +46,8 @@ def cast_operands(
             dtype = low
         case "fp32":
             dtype = torch.float32
-        case "banned" | "banned_16bit":
-            _refuse(op, dtypes & _BANNED[category])
+        case "banned":
+            _refuse_fp16(op, dtypes)
             dtype = torch.float32
         case "promote":
             dtype = widest(dtypes)
@@ -71,15 +71,11 @@ def cast_operands(
     return _cast(args, dtype), cast_kwargs
 
 
-_BANNED = {"banned": {torch.float16}, "banned_16bit": {*LOW_PRECISION}}
-
-
-def _refuse(op: str, refused: frozenset[torch.dtype]) -> None:
-    if refused:
-        dtype = " and ".join(map(name, refused))
+def _refuse_fp16(op: str, dtypes: frozenset[torch.dtype]) -> None:
+    if torch.float16 in dtypes:
         raise NotImplementedError(
-            f"{op} got a {dtype} tensor under amp. It cannot resolve probabilities near 0 "
-            f"and 1, so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
+            f"{op} got a float16 tensor under amp. It cannot resolve probabilities near 0 and 1, "
+            f"so the loss can become inf or NaN. Call {op}_with_logits (as a module: "
             "torch.nn.BCEWithLogitsLoss) on the values before the sigmoid, which is stable in "
             "any precision; pass fp32 tensors (.float()); or run it in fp32 through "
             "amp.init(allow_banned=True) or "

@@ -14,7 +14,6 @@ Category = Literal[
     "fp32",
     "promote",
     "banned",
-    "banned_16bit",
     "destination",
     "fp32_inplace",
     "recurrent",
@@ -26,7 +25,6 @@ Category = Literal[
 Both leave calls with only float64 tensors unchanged.
 ``promote``: all to the widest floating-point dtype among them.
 ``banned``: as ``fp32``, but fp16 raises NotImplementedError.
-``banned_16bit``: as ``banned``, but bf16 also raises.
 ``destination``: all to the dtype of the tensor that is written to: ``self``, or ``out``.
 ``fp32_inplace``: none; a low-precision ``self``, which cannot hold an fp32 result, raises
 NotImplementedError (``x **= 2`` makes a new fp32 tensor).

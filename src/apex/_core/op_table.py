@@ -102,10 +102,10 @@ class OpTable:
         removed = operators(namespace, name)
         return OpTable({op: category for op, category in self.rows.items() if op not in removed})
 
-    def with_bans(self, category: Category) -> OpTable:
-        """Returns the table with banned operators in ``category``."""
+    def without_bans(self) -> OpTable:
+        """Returns the table with banned operators in fp32."""
         rows = self.rows.items()
-        return OpTable({op: category if row == "banned" else row for op, row in rows})
+        return OpTable({op: "fp32" if row == "banned" else row for op, row in rows})
 
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
         """Returns the table with the operators of ``name`` in ``category``.

@@ -103,7 +103,7 @@ def init(
         loss_scale: A number, or ``"dynamic"``.
         enable_caching: Value of ``handle.has_cache``; casts are not cached in any case.
         verbose: Value of ``handle.verbose``; has no other effect.
-        allow_banned: Whether ``binary_cross_entropy`` runs in fp32 on 16-bit input instead of
+        allow_banned: Whether ``binary_cross_entropy`` runs in fp32 on fp16 input instead of
             raising.
         patch_type: ``torch.float16``, or ``torch.bfloat16`` for O4's casts.
 

@@ -345,7 +345,6 @@ def _plan(policy: Policy, **names: Any) -> ModelPlan:
         dtype = None
     return ModelPlan(
         param_dtype=dtype,
-        input_dtype=dtype,
         output_dtype=policy.output_dtype,
         keep_batchnorm_fp32=policy.batchnorm_fp32,
         cast=_initialize.custom_cast(),

@@ -49,11 +49,13 @@ def start_init_session(
 ) -> Session:
     """Starts the session of ``amp.init``, which has no models and casts in this thread.
 
-    As in the original, ``binary_cross_entropy`` also rejects bf16, and ``x.cpu()`` is fp32.
+    As in the original, ``x.cpu()`` is fp32.
     """
     properties = level_defaults("O1" if dtype is torch.float16 else "O4")
     properties.loss_scale = as_loss_scale("loss_scale", loss_scale)
-    table = lists.op_table(dtype).with_bans("fp32" if allow_banned else "banned_16bit")
+    table = lists.op_table(dtype)
+    if allow_banned:
+        table = table.without_bans()
     session = new_session(to_policy(properties), ScaleRule(max_scale=2.0**24), table=table)
     _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
     session.start()

@@ -63,28 +63,24 @@ _COPIED = " of a deep copy"
 
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
-    """Adds the remedy to the text of an error that torch raised for the plan's dtypes."""
+    """Adds the fix to the text of an error that torch raised for the plan's dtypes."""
     fault = errors.fault_of_16_bits(error)
     text = str(error)
     if fault is None or _PREPARED in text:  # by a method, or another prepared model, inside
         return
-    others = _of_another_dtype(model, plan) if fault == "mixed" else []
+    others: list[str] = []
+    if fault == "mixed":
+        for name, tensor, dtype in planned_dtypes(model, plan):
+            if dtypes.is_castable(tensor) and tensor.dtype is not dtype:
+                others.append(f"{name} ({dtypes.name(tensor.dtype)})")
     if others or fault == "no room" or plan.casts_down:
-        remedy = (_HOLDS if others else _COMPUTES).format(
+        message = _HOLDS if others else _COMPUTES
+        fix = message.format(
             model=type(model).__name__,
             dtype=plan.param_dtype or torch.float32,
             found=", ".join(others[:4]),
         )
-        error.args = (f"{text}\n{remedy}",)
-
-
-def _of_another_dtype(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """Returns the names and dtypes of parameters and buffers that differ from the plan's."""
-    return [
-        f"{name} ({dtypes.name(tensor.dtype)})"
-        for name, tensor, dtype in planned_dtypes(model, plan)
-        if dtypes.is_castable(tensor) and tensor.dtype is not dtype
-    ]
+        error.args = (f"{text}\n{fix}",)
 
 
 def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:

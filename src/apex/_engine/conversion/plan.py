@@ -32,8 +32,8 @@ class ModelPlan:
     """The dtypes of a converted model; ``None`` leaves a dtype unchanged.
 
     Attributes:
-        param_dtype: Dtype of parameters and buffers.
-        input_dtype: Dtype of every floating tensor passed to ``forward``.
+        param_dtype: Dtype of parameters and buffers, and of every floating tensor passed to
+            ``forward``.
         output_dtype: Dtype of every floating tensor that ``forward`` returns.
         keep_batchnorm_fp32: Whether batch norm layers stay in fp32. Their inputs are not cast, and
             their output has the dtype of their input.
@@ -49,7 +49,6 @@ class ModelPlan:
     """
 
     param_dtype: torch.dtype | None
-    input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     keep_batchnorm_fp32: bool = False
     fp32_modules: tuple[Rule, ...] = ()

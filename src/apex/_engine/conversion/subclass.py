@@ -30,7 +30,6 @@ from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_version
 
 _is_compiling = torch.compiler.is_compiling
-_is_traced = torch.compiler.is_dynamo_compiling  # not in what dynamo itself calls
 
 
 class Converted(nn.Module):
@@ -167,7 +166,7 @@ class _Method:
         function = getattr(self._base, self._name)  # now, as scripts replace methods
         if model is None:
             return function
-        if _is_traced():
+        if torch.compiler.is_dynamo_compiling():  # false in Python that dynamo itself calls
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         if not _is_compiling():
             _own_state(model).link.masters.update_model(model)
@@ -208,7 +207,7 @@ def begin_call(
     """Begins a forward pass: returns its arguments, cast by the plan."""
     state.begin_forward(model)
     plan = state.plan
-    dtype = plan.input_dtype
+    dtype = plan.param_dtype
     if dtype is None:
         return args, kwargs
     if plan.cast is not None:
