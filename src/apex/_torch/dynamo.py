@@ -59,18 +59,13 @@ def untraced_frame(fn: Callable[P, R]) -> Callable[P, R]:
     return _mark(fn, recursive=False)
 
 
-def inlined(fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks ``fn`` as :func:`untraced_frame` does, except where compiled code traces a call."""
-    return _mark(fn, recursive=False, disable=False)
-
-
 traces_function_modes = TORCH_VERSION >= (2, 8)
 """Whether dynamo traces the code of function modes."""
 
 
-def inlined_with_calls(fn: Callable[P, R]) -> Callable[P, R]:
+def inlined(fn: Callable[P, R]) -> Callable[P, R]:
     """Marks ``fn`` as :func:`untraced` does, except where compiled code traces a call."""
-    # Before torch 2.8, what turns dynamo off for calls cannot be traced.
+    # Before torch 2.8, dynamo cannot trace the wrapper that turns it off for calls.
     return _mark(fn, recursive=traces_function_modes, disable=False)
 
 

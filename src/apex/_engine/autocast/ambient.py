@@ -121,7 +121,7 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
-def begin_casts(token: object, spec: AutocastSpec) -> None:
+def begin_casts(token: object) -> None:
     """Turns on the casts of a live spec in this thread, until it ends; see Note [Ambient casts]."""
     end_stale_casts()
     if autocast_depth() > 0:
@@ -131,7 +131,7 @@ def begin_casts(token: object, spec: AutocastSpec) -> None:
             state = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             _here.before[device] = state
         _here.cache = torch.is_autocast_cache_enabled()
-    _here.sessions[token] = spec
+    _here.sessions[token] = kernels.live[token]
     _here.set_states()
 
 

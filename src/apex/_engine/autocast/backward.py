@@ -16,7 +16,7 @@ from apex._core.op_table import AutocastSpec
 from apex._engine.autocast.ambient import OFF, UncastBlock
 from apex._engine.autocast.region import under
 from apex._torch.autograd import autocast_depth, backward_id, leave_function_mode
-from apex._torch.dynamo import at_tracing, inlined_with_calls, untraced_frame
+from apex._torch.dynamo import at_tracing, inlined, untraced_frame
 
 _FIRST_GRADIENTS = (
     (Tensor.backward, "gradient"),
@@ -43,7 +43,7 @@ class BackwardAutocast(TorchFunctionMode):
         # The thread of the last pass, and the autocast blocks that it was in.
         self._start = 0, 0
 
-    @inlined_with_calls
+    @inlined
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

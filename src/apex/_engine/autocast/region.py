@@ -37,7 +37,7 @@ from apex._engine.autocast.ambient import (
 )
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
-from apex._torch.dynamo import at_tracing, inlined, traces_function_modes, untraced
+from apex._torch.dynamo import at_tracing, traces_function_modes, untraced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,7 +89,6 @@ class Region:
         # What the last forward pass turned off, by whether autocast cached weights.
         self._turned_off: dict[bool, Sequence[str]] = {}
 
-    @inlined
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls ``fn(*args, **kwargs)`` inside the region; dynamo can trace it."""
         if _is_compiling():
@@ -179,7 +178,7 @@ class AutocastRegion(Region):
 
     def begin_ambient(self) -> None:
         """Turns casts on in this thread until the region ends; see Note [Ambient casts]."""
-        begin_casts(self._token, self.spec)
+        begin_casts(self._token)
 
 
 class LowPrecisionRegion(Region):

@@ -118,8 +118,7 @@ class Converted(nn.Module):
             new = copy.deepcopy(self, memo)
         if isinstance(new, nn.Module) and new is not self:
             state = _own_state(self)
-            parts = state.region, state.link, state.inner_forward, state.handles
-            copied = ModelState(state.plan, *copy.deepcopy(parts, memo))
+            copied = ModelState(**copy.deepcopy(vars(state), memo))
             if state.plan.casts_down:
                 state.link.writes.note_copy(new, copied.link)
             set_state(new, copied, ExitStack())
@@ -241,9 +240,9 @@ def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     is_class_own = getattr(inner, "__func__", None) is generated
     state.inner_forward = None if is_class_own else inner
     kept = state.plan.fp32_inputs
-    if kept:
-        by_position = positional_names(state.inner_forward or model.forward)
-        state.uncast = (*kept, *(at for at, name in enumerate(by_position) if name in kept))
+    by_position = positional_names(state.inner_forward or model.forward)
+    positions = [at for at, name in enumerate(by_position) if name in kept]
+    state.uncast = (*kept, *positions)
     cast_parts(model, state, undo)
 
 
