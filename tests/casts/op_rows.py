@@ -3,7 +3,8 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -286,6 +287,13 @@ def mixes(args: Any, low: torch.dtype) -> Iterator[list[torch.dtype]]:
         yield from ([low, torch.float32], [torch.float32, low])
 
 
-def region_of(low: torch.dtype, device: str = "cpu") -> AutocastRegion:
+class Region(AutocastRegion):
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as until:
+            self.enter(until, args, kwargs)
+            return fn(*args, **kwargs)
+
+
+def region_of(low: torch.dtype, device: str = "cpu") -> Region:
     """Returns a region that casts by the op table."""
-    return AutocastRegion(AutocastSpec(low, (device,), OpTable.default()))
+    return Region(AutocastSpec(low, (device,), OpTable.default()))

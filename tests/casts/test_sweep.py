@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from apex._core.op_rows import INACCURATE
 from apex._core.op_table import AutocastSpec, OpTable
-from apex._engine.autocast.region import AutocastRegion
+from tests.casts.op_rows import Region
 
 if "STRESS" not in os.environ:
     # The database changes settings of the process: torch.backends' flags, default dtypes' checks.
@@ -82,7 +82,7 @@ def operators():
 
 @functools.cache
 def region(low):
-    return AutocastRegion(AutocastSpec(low, ("cpu",), OpTable.default().for_dtype(low)))
+    return Region(AutocastSpec(low, ("cpu",), OpTable.default().for_dtype(low)))
 
 
 def dense(tensor):

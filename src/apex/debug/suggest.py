@@ -274,7 +274,7 @@ class _Trials:
             tracing = self.trace if trace else nullcontext()
             with tracing, preserve_state(model, self._arguments):
                 with casts_off():
-                    loss = session.region.run(self._loss, model)
+                    loss = self._loss(model)
                 gradients = _gradients(model, loss)
             return self._error(gradients)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -16,7 +16,6 @@ from apex._engine.autocast.region import Region
 from apex._engine.conversion.state import ModelState
 from apex._engine.conversion.subclass import begin_call, end_call
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -58,16 +57,16 @@ class SubmoduleCalls(Region):
         """Whether the model computes in 16 bits."""
         return self._state.plan.casts_down
 
-    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the model's own forward, in which children do not cast."""
+    def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
+        """Runs the model's own forward, in which children do not cast, while dynamo traces it."""
         self._depth += 1
         try:
-            return self._region.run(fn, *args, **kwargs)
+            return self._region.run_traced(fn, args, kwargs)
         finally:
             self._depth -= 1
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        """Does what :meth:`run` does, until ``until`` closes."""
+        """Begins the model's own eager forward, which lasts until ``until`` closes."""
         self._depth += 1
         until.callback(self._leave)
         self._region.enter(until, args, kwargs)

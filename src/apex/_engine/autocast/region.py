@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import at_tracing, traces_function_modes, untraced
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _ACCURATE_FORWARDS = 32
@@ -89,22 +88,14 @@ class Region:
         # What the last forward pass turned off, by whether autocast cached weights.
         self._turned_off: dict[bool, Sequence[str]] = {}
 
-    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls ``fn(*args, **kwargs)`` inside the region; dynamo can trace it."""
-        if _is_compiling():
-            return self.run_traced(fn, args, kwargs)
-        with ExitStack() as until:
-            self.enter(until, args, kwargs)
-            return fn(*args, **kwargs)
-
     def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
-        """Does what :meth:`run` does, while dynamo traces it."""
+        """Calls ``fn(*args, **kwargs)`` inside the region, in code that dynamo traces."""
         devices, dtype = self.switch(args, kwargs)
         return under(devices, dtype, fn, args, kwargs)
 
     @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        """Enters the region for a call with these arguments, until ``until`` closes."""
+        """Enters the region for an eager call with these arguments, until ``until`` closes."""
         end_stale_casts()
         devices, dtype = self.switch(args, kwargs)
         if not devices:

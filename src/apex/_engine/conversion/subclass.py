@@ -180,7 +180,8 @@ def _casting_forward(own: Any) -> Any:
         run = state.inner_forward or super(Converted, self).forward
         cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
         if _is_compiling():
-            return end_call(state, state.region.run(run, *cast_args, **cast_kwargs))
+            output = state.region.run_traced(run, cast_args, cast_kwargs)
+            return end_call(state, output)
         with ExitStack() as call:
             if state.plan.casts_down and state.link.writes.left > 0:
                 given, cast = (args, kwargs), (cast_args, cast_kwargs)
