@@ -25,9 +25,9 @@ def _mark(fn: Callable[P, R], *, recursive: bool, disable: bool = True) -> Calla
         _eval_frame.skip_code(marked.__code__)
     else:
         marked = fn
-        skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
-        inside = skip if recursive else default
-        set_strategy(marked.__code__, _eval_frame._FrameExecStrategy(skip, inside))
+        action = _eval_frame._FrameAction
+        inside = action.SKIP if recursive else action.DEFAULT
+        set_strategy(marked.__code__, _eval_frame._FrameExecStrategy(action.SKIP, inside))
     marked._torchdynamo_disable = disable  # dynamo checks this before it traces a call
     result: Callable[P, R] = marked
     return result

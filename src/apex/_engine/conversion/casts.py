@@ -88,9 +88,7 @@ def undo_convert(model: nn.Module) -> None:
 
     Allocates no tensors, so it works out of memory.
     """
-    state = model.__dict__.pop(STATE, None)
-    if state is None:
-        return
+    state: ModelState = model.__dict__.pop(STATE)
     swap_class(model, plain_class(type(model)))
     while state.handles:
         state.handles.pop().remove()

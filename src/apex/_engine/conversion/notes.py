@@ -146,12 +146,16 @@ class Writes:
     def __init__(self) -> None:
         self.left = _FORWARDS
         # What a pass saw of each of the model's tensors, and whether the one before saw another.
-        self._versions: dict[str, tuple[tuple[int, int, int], bool]] = {}
+        self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
         self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
         self._told = set[str]()
         self._whole_numbers = Readback[str]()
         # Arguments on a device are searched in one pass, as that takes some 20 launches.
         self._searched = set[str]()
+
+    def note_load(self) -> None:
+        """Starts anew: tensors that a load writes are neither averages nor counters."""
+        self._versions.clear()
 
     def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
         """Watches a deep copy of the model, too: it may become an average."""
@@ -232,10 +236,10 @@ class Writes:
             has_master = its_link.masters.pair_of(tensor) is not None
             if has_master or not is_counted or not has_values(tensor):
                 continue
-            version = its_link.loads, tensor._version, tensor.data_ptr()
+            version = tensor._version, tensor.data_ptr()
             versions = its_link.writes._versions
             last, was_changed = versions.get(name, (version, False))
-            is_changed = last != version and last[0] == its_link.loads
+            is_changed = last != version
             versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor

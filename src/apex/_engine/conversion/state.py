@@ -61,19 +61,16 @@ class ModelState:
     def begin_forward(self, model: nn.Module) -> None:
         """Rounds written masters into the model, and records the active DDP wrapper.
 
-        While the pass is traced, only the latter: compiled code does neither.
+        A pass that is being traced only records the wrapper. Compiled code does neither.
         """
-        if torch.compiler.is_compiling() or is_tracing():
-            self.record_wrapper(traced=True)
-            return
-        session = self.link.session
-        if session is None:
-            return
-        if self.plan.casts_down:
-            session.masters.update_model(model)
-            if session.masters.has_clipped and torch.is_grad_enabled():
-                session.masters.move_clipped_grads()
-        self.record_wrapper(traced=False)
+        is_traced = torch.compiler.is_compiling() or is_tracing()
+        if self.plan.casts_down and not is_traced:
+            session = self.link.session
+            if session is not None:
+                session.masters.update_model(model)
+                if session.masters.has_clipped and torch.is_grad_enabled():
+                    session.masters.move_clipped_grads()
+        self.record_wrapper(traced=is_traced)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
     def record_wrapper(self, *, traced: bool) -> None:
@@ -145,7 +142,6 @@ class MasterLink:
         self._dtype = dtype
         self.is_copy = False
         self.writes = Writes()
-        self.loads = 0
         # The entry that a copy's ``state_dict`` got last.
         self._latest: Tensor | None = None
 
@@ -222,7 +218,7 @@ class MasterLink:
                 "that amp and the optimizer hold. Drop assign=True, or call amp.restore before "
                 "loading and amp.initialize after."
             )
-        self.loads += 1
+        self.writes.note_load()
         loaded: list[tuple[Tensor, Tensor]] = []
         for key, tensor in own_tensors(module):
             entry = entries.get(prefix + key)
