@@ -75,8 +75,8 @@ def with_mixin(mixin: Any, own: type) -> Any:
     Attributes that depend on ``own`` are returned by ``mixin._apex_overrides(own)``, if it has it.
     """
     # Python's weak list of subclasses serves as the cache.
-    subclasses: list[type] = type.__subclasses__(own)
-    for known in subclasses:
+    known: type
+    for known in type.__subclasses__(own):
         methods = mixin_of(known)
         if methods is not None and methods.__base__ is mixin:
             return known

@@ -93,7 +93,7 @@ def recompile_on_change(function: Callable[..., object], *args: Hashable) -> Non
 @functools.cache  # equal guards are one, in however many operators of the code
 def _guard_of(
     function: Callable[..., object], args: tuple[Hashable, ...], expected: Hashable
-) -> Callable[[Any, object], None]:
+) -> Callable[..., None]:
     def is_unchanged(frame_locals: object) -> bool:
         return function(*args) == expected
 

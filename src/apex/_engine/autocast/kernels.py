@@ -52,12 +52,12 @@ def activate_spec(spec: AutocastSpec) -> object:
     Raises:
         ValueError: If a device type of the spec has no autocast known to us.
     """
-    unknown = [device for device in spec.device_types if device not in AUTOCAST_KEYS]
-    if unknown:
-        raise ValueError(
-            f"Op casts (O1, O4) got a model on {', '.join(unknown)}; they work on "
-            f"{', '.join(AUTOCAST_KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
-        )
+    for device in spec.device_types:
+        if device not in AUTOCAST_KEYS:
+            raise ValueError(
+                f"Op casts (O1, O4) got a model on {device}; they work on "
+                f"{', '.join(AUTOCAST_KEYS)}. Use a level without op casts (O0, O2, O3, O5) there."
+            )
     for device in spec.device_types:
         register(device, _not_as_in_torch(spec.table, device))
     token = object()

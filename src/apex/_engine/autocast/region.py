@@ -143,7 +143,7 @@ class AutocastRegion(Region):
         """Ends the region: its rows no longer apply. Idempotent."""
         self.end.atexit = False
 
-    def __reduce__(self) -> tuple[type[AutocastRegion], tuple[AutocastSpec]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return AutocastRegion, (self.spec,)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
@@ -203,7 +203,7 @@ class _AccurateMode(TorchFunctionMode):
         self._noted = noted
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

@@ -61,7 +61,7 @@ def cast_function(fn: Callable[P, R], kind: Kind) -> Callable[P, R]:
 
 
 def _rule(kind: Kind, dtype: torch.dtype, call: Call) -> Callable[[Tensor], Tensor]:
-    """Returns the function that casts one tensor of a call with these arguments."""
+    """Returns the cast of one tensor among the arguments of ``call``."""
     if kind == "float":
         return lambda tensor: tensor.float() if is_low_precision(tensor) else tensor
     target: torch.dtype | None = dtype
@@ -77,7 +77,7 @@ _Function = tuple[Any, str, Kind]
 
 
 class UserRegistry:
-    """Registered functions of other modules, replaced by cast versions while a session lives.
+    """Registered functions of other modules, replaced by cast versions while a session is alive.
 
     Attributes:
         listed: Further functions that the next ``apply`` replaces.
@@ -85,16 +85,19 @@ class UserRegistry:
 
     def __init__(self) -> None:
         self.listed: list[_Function] = []
-        self._lock = threading.RLock()  # a session may end in a garbage collection of this thread
+        # Reentrant, because a session may end in a garbage collection of the thread that holds it.
+        self._lock = threading.RLock()
         self._registered: list[_Function] = []
-        # By id, as a namespace may have no hash: the module, its attribute before, and since.
+        # By the module's id, as a namespace may have no hash. The values are the module, its own
+        # attribute before the replacement, and the replacement.
         self._replaced: dict[tuple[int, str, Kind], tuple[Any, Any, Any]] = {}
+        # How often ``apply`` was called without its ``undo``.
         self._sessions = 0
 
     def register(self, module: ModuleType | type, name: str, kind: Kind) -> None:
-        """Registers ``module.name`` to be cast while a session lives.
+        """Registers ``module.name`` to be cast while a session is alive.
 
-        Another kind for a registered function casts around the first, as in apex.
+        If the function is registered with several kinds, each one wraps the one before, as in apex.
 
         Raises:
             ValueError: If the module has no such function.
@@ -111,18 +114,18 @@ class UserRegistry:
             self._registered.append((module, name, kind))
 
     def apply(self) -> None:
-        """Replaces the registered and listed functions; pairs with one ``undo``."""
+        """Replaces the registered and listed functions until the ``undo`` that belongs to it."""
         with self._lock:
             self._sessions += 1
             try:
-                for module, name, kind in (*self._registered, *self.listed):
-                    self._replace(module, name, kind)
+                for function in (*self._registered, *self.listed):
+                    self._replace(*function)
             except BaseException:
                 self.undo()
                 raise
 
     def undo(self) -> None:
-        """Ends one ``apply``; the last one restores every function."""
+        """Ends one ``apply``; the end of the last one restores every function."""
         with self._lock:
             self._sessions -= 1
             while self._replaced and not self._sessions:

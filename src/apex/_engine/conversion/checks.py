@@ -98,12 +98,11 @@ def _fault(tensor: Tensor, planned: torch.dtype, plan: ModelPlan) -> str | None:
         return "made under torch.inference_mode(). Make or load the model under torch.no_grad()."
     low = planned if plan.casts_down and planned in dtypes.LOW_PRECISION else None
     if dtensor.is_dtensor(tensor) and dtypes.is_castable(tensor) and (low or is_cast):
-        scale = ", loss_scale='dynamic'" if low is torch.float16 else ""
         return (
             "a DTensor (fully_shard, tensor parallel), which amp does not cast. For 16 bits, "
             f"fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={low})) casts, and "
-            f"keeps fp32 shards for amp.initialize(..., opt_level='O0'{scale}). Shard an fp32 "
-            "model: model.float() before fully_shard."
+            "keeps fp32 shards for amp.initialize(..., opt_level='O0'); with fp16, add "
+            "loss_scale='dynamic'. Shard an fp32 model: model.float() before fully_shard."
         )
     # A 0-d tensor combines with any dtype, like a Python number.
     is_double = isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float64
@@ -127,8 +126,10 @@ def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     modules = [pair for model in models for pair in named_submodules(model)]
     for rule in plan.fp32_modules:
         if not any(matches(rule, name, module) for name, module in modules):
-            own = [name if isinstance(rule, str) else type(each).__name__ for name, each in modules]
-            _refuse("fp32_modules", rule, "matches no submodule", own)
+            known: list[str] = []
+            for name, module in modules:
+                known.append(name if isinstance(rule, str) else type(module).__name__)
+            _refuse("fp32_modules", rule, "matches no submodule", known)
     buffers = [name for model in models for name, _ in model.named_buffers()]
     for rule in plan.fp32_buffers:
         if not any(fnmatchcase(name, str(rule)) for name in buffers):
@@ -136,7 +137,7 @@ def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
     params = [p for model in models for p in parameters_of(model.forward).values()]
     kinds = {p.kind for p in params}
     names = [p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    # Not with ``*args``, which may hold the argument as well and do not tell.
+    # Not if it also takes ``*args``, which may contain the argument without its name.
     takes_any = Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds
     for rule in plan.fp32_inputs:
         if rule not in names and not (takes_any and isinstance(rule, str)):

@@ -7,7 +7,6 @@ without a wait for the device. torch does not count writes through ``tensor.data
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("apex")
 
 AVERAGE = "Average an fp32 copy, made by amp.restore(copy.deepcopy(model))."
-"""The remedy for averages in 16 bits."""
+"""The fix for averages in 16 bits."""
 
 _PREPARED = "amp.initialize prepared the model "
 _HOLDS = (
@@ -56,14 +55,17 @@ _COMPUTES = (
 )
 
 _FORWARDS = 256
-"""Forward passes that are watched, of which one in training counts as 16: what a model writes in
-training, it writes from the start."""
+"""Budget of watched forward passes: one in evaluation costs 1, and one in training costs 16.
+
+A model that writes to its buffers in training does so from the first passes.
+"""
 
 _COPIED = " of a deep copy"
+"""What a message adds to the name of a deep copy's parameter."""
 
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
-    """Adds the fix to the text of an error that torch raised for the plan's dtypes."""
+    """Adds the fix to the text of an error that torch raised because of the plan's dtypes."""
     fault = errors.fault_of_16_bits(error)
     text = str(error)
     if fault is None or _PREPARED in text:  # by a method, or another prepared model, inside
@@ -123,9 +125,15 @@ def _loses_order(exact: Tensor, dtype: torch.dtype) -> bool:
 
 def keeping(model: nn.Module, names: Sequence[str]) -> str:
     """Returns a sentence with the arguments of ``initialize`` that keep tensors in fp32."""
-    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
+    modules: dict[str, None] = {}
+    for name in names:
+        module_name, dot, _ = name.rpartition(".")
+        if dot:
+            modules[module_name] = None
     buffers = [name for name in names if name in model._buffers]
-    lines = [f"fp32_modules={modules!r}"] if modules else []
+    lines: list[str] = []
+    if modules:
+        lines.append(f"fp32_modules={[*modules]!r}")
     if buffers:
         lines.append(f"fp32_buffers={buffers!r} (cast what is computed from them)")
     return f"To keep them in fp32: amp.initialize(..., {', '.join(lines)})." if lines else AVERAGE
@@ -135,22 +143,28 @@ def keeping(model: nn.Module, names: Sequence[str]) -> str:
 
 
 class Writes:
-    """What a model wrote in its forward passes so far; ``left`` of them are watched.
+    """Finds the small changes that a model loses because its tensors have 16 bits.
 
-    A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing; averages and
-    counters do. So buffers that two passes in a row have written are watched in the next one, by
-    :class:`Sums`. Frozen weights and deep copies are written between the passes, by loads or as an
-    average.
+    A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing, but averages
+    and counters do. So buffers that were written in two passes in a row are watched in the next
+    pass, by :class:`Sums`. Frozen weights and deep copies are written between the passes, by loads
+    or as an average.
+
+    Attributes:
+        left: What is left of the budget of watched forward passes.
     """
 
     def __init__(self) -> None:
         self.left = _FORWARDS
-        # What a pass saw of each of the model's tensors, and whether the one before saw another.
+        # By name: the tensor's version at the last pass, and whether the pass before saw another.
         self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
+        # The deep copies of the model, which may be averages of it.
         self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
+        # The topics of the warnings so far.
         self._told = set[str]()
+        # By the argument's name: a whole number that 16 bits do not hold.
         self._whole_numbers = Readback[str]()
-        # Arguments on a device are searched in one pass, as that takes some 20 launches.
+        # Arguments on a device are searched in one pass only: a search takes some 20 launches.
         self._searched = set[str]()
 
     def note_load(self) -> None:
@@ -292,10 +306,13 @@ class Writes:
 
 
 def _by_name(names: Sequence[str], call: tree.Call) -> dict[str, Any]:
-    """Returns a call's arguments by name, those in ``*args`` by position."""
+    """Returns a call's arguments by name; the position is the name of those in ``*args``."""
     args, kwargs = call
-    labels = itertools.chain(names, map(str, itertools.count(len(names))))
-    return dict(zip(labels, args, strict=False)) | kwargs
+    named = {**kwargs}
+    for position, argument in enumerate(args):
+        name = names[position] if position < len(names) else str(position)
+        named[name] = argument
+    return named
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -307,18 +324,19 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a whole number that a dtype does not hold, from a column of such, or 0.0, as [1].
+    """Returns the largest positive whole number that ``dtype`` rounds, or 0.0, as [1].
 
-    A column is what the last dimension indexes; one row is no column. Measured values are rounded
-    as well, and seldom whole: so at least half of what a column loses must be whole numbers.
-    Negative ones are those of masks, such as -10000.
+    The last dimension indexes columns; a single row counts as one column. Measured values are also
+    rounded, and seldom whole. So at least half of the rounded values of a column must be whole
+    numbers. Negative ones are those of masks, such as -10000.
     """
     columns = exact.reshape(-1, exact.shape[-1] if exact.dim() else 1)
     if columns.shape[0] == 1:
         columns = columns.T
-    changed = columns.to(dtype) != columns
+    is_rounded = columns.to(dtype) != columns
     largest = 1.0 / torch.finfo(columns.dtype).eps  # from here on, every value is whole
-    whole = changed & (columns == columns.round()) & (columns > 0.0) & (columns < largest)
-    are_codes = 2 * whole.sum(0) >= changed.sum(0)
-    codes = torch.where(whole & are_codes, columns, 0.0)
+    in_range = (columns > 0.0) & (columns < largest)
+    is_code = is_rounded & in_range & (columns == columns.round())
+    holds_codes = 2 * is_code.sum(0) >= is_rounded.sum(0)
+    codes = torch.where(is_code & holds_codes, columns, 0.0)
     return codes.amax().reshape(1)

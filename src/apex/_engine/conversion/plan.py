@@ -23,9 +23,6 @@ WIDE = (torch.float32, torch.float64)
 FP32_BUFFERS = ("inv_freq", "*.inv_freq")
 """Patterns of the buffers that stay in fp32 in every model: frequencies of rotary embeddings."""
 
-Rule = type[nn.Module] | str
-"""A module type, or an ``fnmatch`` pattern over qualified names."""
-
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -37,12 +34,12 @@ class ModelPlan:
         output_dtype: Dtype of every floating tensor that ``forward`` returns.
         keep_batchnorm_fp32: Whether batch norm layers stay in fp32. Their inputs are not cast, and
             their output has the dtype of their input.
+        cast: A cast of inputs and outputs that replaces amp's own; ``None`` for amp's own.
+        widen_low: Whether 16-bit parameters and buffers become fp32 if ``param_dtype`` is ``None``,
+            because operators cast. Float64 parameters are then rejected.
         fp32_modules: Module types and ``fnmatch`` patterns over qualified names. Matching modules
             and their submodules stay and compute in fp32: their inputs are cast to fp32, their
             outputs back to ``param_dtype``.
-        cast: Replaces amp's own cast of inputs and outputs; ``None`` for that.
-        widen_low: Whether 16-bit parameters and buffers become fp32 if ``param_dtype`` is ``None``,
-            as operators cast; float64 parameters are refused then.
         fp32_inputs: Names of arguments of ``forward`` that are not cast.
         fp32_buffers: Patterns over qualified names of buffers that stay in fp32, in addition to
             :data:`FP32_BUFFERS`.
@@ -50,10 +47,10 @@ class ModelPlan:
 
     param_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
-    keep_batchnorm_fp32: bool = False
-    fp32_modules: tuple[Rule, ...] = ()
-    cast: Cast | None = None
-    widen_low: bool = False
+    keep_batchnorm_fp32: bool
+    cast: Cast | None
+    widen_low: bool
+    fp32_modules: tuple[type[nn.Module] | str, ...] = ()
     fp32_inputs: tuple[str, ...] = ()
     fp32_buffers: tuple[str, ...] = ()
 

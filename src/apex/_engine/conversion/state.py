@@ -170,8 +170,10 @@ class MasterLink:
         hooks._state_dict_hooks.move_to_end(saving.id, last=False)
         handles = [saving, hooks.register_load_state_dict_pre_hook(self.before_loading)]
         if in_fp32:
-            handles.append(hooks.register_forward_pre_hook(self.before_fp32, with_kwargs=True))
-            handles.append(hooks.register_forward_hook(self.after_fp32))
+            handles += [
+                hooks.register_forward_pre_hook(self.before_fp32, with_kwargs=True),
+                hooks.register_forward_hook(self.after_fp32),
+            ]
         return handles
 
     def before_fp32(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:

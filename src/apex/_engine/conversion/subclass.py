@@ -33,7 +33,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class Converted(nn.Module):
-    """The methods of every generated class, which pass on what they get to the model's own."""
+    """The methods of every generated class; each one also calls the model's own method."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
@@ -132,9 +132,10 @@ def _own_state(model: nn.Module) -> ModelState:
 
 
 def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
-    """Returns ``moved``, in the dtype of ``tensor`` if its own is a lower one."""
-    is_lower = moved.dtype is not tensor.dtype and dtypes.is_low_precision(moved)
-    return tensor.to(moved.device) if is_lower else moved
+    """Returns ``moved``, but in the dtype of ``tensor`` if the move has lowered the precision."""
+    if moved.dtype is not tensor.dtype and dtypes.is_low_precision(moved):
+        return tensor.to(moved.device)
+    return moved
 
 
 class Rounded(Converted):
@@ -142,7 +143,7 @@ class Rounded(Converted):
 
     @staticmethod
     def _apex_overrides(own: Any) -> dict[str, Any]:
-        # By the first two, DataParallel and others get the weights. torch's other methods leave
+        # DataParallel and others read weights through the first two. torch's other methods leave
         # masters alone: fairscale calls some while a master holds a difference, not a weight.
         methods = ["parameters", "named_parameters"]
         for name in dir(own):
@@ -155,7 +156,7 @@ class Rounded(Converted):
 
 
 class _Method:
-    """A method of the own class that, read on a model, first rounds written masters into it."""
+    """A method of the own class; reading it on a model first rounds written masters into it."""
 
     def __init__(self, base: type, name: str) -> None:
         self._base = base
@@ -178,13 +179,14 @@ def _casting_forward(own: Any) -> Any:
         if state is None:  # restored, but a script has kept this method
             return plain_class(type(self)).forward(self, *args, **kwargs)
         run = state.inner_forward or super(Converted, self).forward
-        cast_args, cast_kwargs = begin_call(self, state, args, kwargs)
+        cast = begin_call(self, state, args, kwargs)
+        cast_args, cast_kwargs = cast
         if _is_compiling():
             output = state.region.run_traced(run, cast_args, cast_kwargs)
             return end_call(state, output)
         with ExitStack() as call:
             if state.plan.casts_down and state.link.writes.left > 0:
-                given, cast = (args, kwargs), (cast_args, cast_kwargs)
+                given = args, kwargs
                 call.enter_context(state.link.writes.watch(self, state.link, run, given, cast))
             state.region.enter(call, cast_args, cast_kwargs)
             try:
@@ -272,7 +274,7 @@ def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
 
 @contextmanager
 def _as_plain(model: nn.Module) -> Iterator[None]:
-    """Gives a model its own class for a while, with the values that its masters have."""
+    """Gives a model its own class inside the block; first rounds written masters into it."""
     converted = type(model)
     _own_state(model).link.masters.update_model(model)
     swap_class(model, plain_class(converted))
