@@ -184,7 +184,8 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
     # Not detach(), which shares autograd's version counter: a write to the master would count as a
     # write to this tensor.
     value = exact.data.to(torch.float32)
-    if torch.empty_like(value).stride() != value.stride():
+    without_gaps = torch.empty_like(value)
+    if value.stride() != without_gaps.stride():
         value = value.clone()
     return master_class(value)
 
@@ -286,7 +287,8 @@ def _move_master(pair: MasterPair) -> None:
 def _update_master(pair: MasterPair, *, before_step: bool) -> None:
     weight = pair.model.detach()
     exact = pair.master.detach()
-    value = torch.where(exact.to(weight.dtype) == weight, exact, weight)
+    rounded = exact.to(weight.dtype)
+    value = torch.where(rounded == weight, exact, weight)
     if before_step and pair.state is MasterState.FRESH and ranks.world_size() > 1:
         # As in apex: a script that broadcasts weights by itself sends no low bits.
         value = weight

@@ -259,7 +259,9 @@ class Session:
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Casts modules that were added to a model, if they hold some of these parameters."""
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
-        for model in self._models if unknown else ():
+        if not unknown:
+            return
+        for model in self._models:
             late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 

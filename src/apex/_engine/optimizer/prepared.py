@@ -297,10 +297,10 @@ class PreparedOptimizer:
         """Returns a gradient that the next pass leaves alone: of a view of a bucket, a copy."""
         if grad.layout is not torch.strided or dtensor.is_dtensor(grad):
             return grad
-        is_part = grad.untyped_storage().nbytes() != grad.nbytes
-        if is_part or (self.session is not None and self.session.ddp_tracker.owns_buffer(param)):
-            return grad.clone()
-        return grad
+        is_view = grad.untyped_storage().nbytes() != grad.nbytes
+        if self.session is not None and self.session.ddp_tracker.owns_buffer(param):
+            is_view = True
+        return grad.clone() if is_view else grad
 
     def clear_grads_by(self, clear: Callable[[], None]) -> None:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""

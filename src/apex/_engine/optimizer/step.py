@@ -240,12 +240,12 @@ def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]
     """
     if Origin.OTHER in origins_of(params_of(optimizer)):
         session.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
     weights: set[int] = set()
     for model in session.models:
-        weights.update(map(id, filter(dtypes.is_low_precision, named_tensors(model).values())))
+        weights.update(map(id, named_tensors(model).values()))
     for param in params_of(optimizer):
-        if id(param) not in weights:
+        if id(param) not in weights or not dtypes.is_low_precision(param):
             continue
         if is_fused or versions.get(id(param)) != param._version:
             session.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
@@ -291,10 +291,14 @@ class _Hooks:
             _inspect(session, optimizer, self._versions.get(optimizer, {}))
 
     def _end(self) -> None:
-        beside: list[Any] = [handle.hooks_dict_ref() for handle in self._handles]
-        if not [*self._sessions] and all(len(hooks) == 1 for hooks in beside):
-            while self._handles:
-                self._handles.pop().remove()
+        if [*self._sessions]:
+            return
+        for handle in self._handles:
+            hooks: Any = handle.hooks_dict_ref()
+            if len(hooks) > 1:
+                return
+        while self._handles:
+            self._handles.pop().remove()
 
 
 hooks = _Hooks()
