@@ -1,4 +1,4 @@
-"""Low-precision parameters and their fp32 masters: who wrote last, and whose gradient.
+"""Low-precision parameters and their fp32 masters: which is newer, and which has the gradient.
 
 Note [Which side is newer]
     A low-precision weight is its master, rounded. User code can write to either: SAM, Lookahead or
@@ -58,7 +58,7 @@ class Master(nn.Parameter):
     """
 
     _apex_pair: Callable[[], MasterPair | None] = staticmethod(lambda: None)
-    """Returns the pair, in a master that has one."""
+    """Returns the master's pair; :class:`MasterPair` sets it."""
 
     @property
     def data(self) -> Tensor:
@@ -88,7 +88,7 @@ class LazyMaster(Master):
     @untraced
     def grad(self) -> Tensor | None:
         """The fp32 gradient; a pending one is moved here first."""
-        pair = self._apex_pair()  # quickly: optimizers read it several times in a step
+        pair = self._apex_pair()  # optimizers read it several times in a step
         if pair is not None and pair.model.grad is not None:
             if pair.stand_in is not None:
                 return pair.stand_in
@@ -249,8 +249,8 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
 
     Masters move to the devices of their model parameters. Returns whether one has moved.
 
-    Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
-    to the model: autograd may have saved its weights for the backward pass.
+    An element that rounds to the model's keeps its low bits. Reads nothing on the host, and never
+    writes to the model: autograd may have saved its weights for the backward pass.
 
     Before a step, marks all masters as written: torch's fused kernels count no writes.
     """
@@ -379,7 +379,7 @@ def clip_divisor(grad: Tensor) -> Tensor | None:
 
 
 def set_clip_divisor(grad: Tensor, divisor: Tensor) -> None:
-    """Leaves the 0-d divisor of a clip to whoever moves the pending gradient, or steps with it."""
+    """Stores a 0-d divisor, applied when the pending gradient is moved or stepped with."""
     vars(grad)[_CLIP_DIVISOR] = divisor
 
 
@@ -387,7 +387,7 @@ def set_clip_divisor(grad: Tensor, divisor: Tensor) -> None:
 
 
 class MasterTable:
-    """Every master of one session, and what the session keeps for parameters.
+    """Every master of one session, and the values that it keeps for other parameters.
 
     Attributes:
         lazy: Whether the session has no loss scale.
@@ -425,7 +425,7 @@ class MasterTable:
         return pair
 
     def take_earlier_grads(self) -> None:
-        """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
+        """Moves gradients from before ``initialize`` to the masters, in a session with a scale."""
         if not self.lazy:
             for pair in self.pairs():
                 if pair.model.grad is not None:

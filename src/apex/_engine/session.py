@@ -97,7 +97,7 @@ class Session:
         self._prepared_optimizers = weakref.WeakKeyDictionary[PreparedOptimizer, None]()
         self._models = weakref.WeakSet[nn.Module]()
         self.ddp_tracker = DDPTracker()
-        # What fully_shard keeps of the models, to tell whether a pass reduces its gradients.
+        # The parameter groups of fully_shard, which tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
         self._casts = ExitStack()  # ends the op casts
         self.mistakes = Mistakes()
@@ -237,9 +237,9 @@ class Session:
     def with_sharers(
         cls, prepared_optimizers: Sequence[PreparedOptimizer]
     ) -> list[PreparedOptimizer]:
-        """Returns optimizers, and after them all that share parameters with them or each other.
+        """Returns optimizers, followed by those of all sessions that share parameters with them.
 
-        Of all sessions.
+        Sharing is transitive.
         """
         sharing = list(prepared_optimizers)
         others: list[PreparedOptimizer] = []
@@ -257,7 +257,7 @@ class Session:
         return sharing
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
-        """Casts modules that were added to a model, if they hold some of these parameters."""
+        """Casts modules that were added to a model, if they hold any of these parameters."""
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
         if not unknown:
             return
