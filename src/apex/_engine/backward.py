@@ -49,8 +49,8 @@ class _State(enum.Enum):
 class BackwardPass:
     """Context of one backward pass: returns the scaled loss and leaves unscaled gradients.
 
-    Op casts inside are those of the thread, as in apex; in the pass itself, see Note [Casts in a
-    backward pass].
+    The thread's op casts apply inside the block, as in apex. For the pass itself, see Note [Casts
+    in a backward pass].
 
     Attributes:
         session: The session that scales the loss.
@@ -61,7 +61,7 @@ class BackwardPass:
             gradients are cleared.
         scaled: Whether gradients are unusable until the pass ends: multiplied by a loss scale, or
             not yet on the masters.
-        updates: Scale updates that arrived at its end; on a device, those of earlier passes.
+        updates: Scale updates that arrived at its end; on a device, from earlier passes.
     """
 
     def __init__(

@@ -333,7 +333,7 @@ def _move_grads(pairs: Sequence[MasterPair], grads: Sequence[Tensor]) -> None:
 
 
 def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Adds gradients, which are not needed again, to those of parameters."""
+    """Adds gradients, which are not needed again, to the parameters' own."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
     for param, grad in zip(params, grads, strict=True):
@@ -356,7 +356,7 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
     """Returns fp32 copies of gradients, with the device and memory layout of fp32 ``like``.
 
     Sparse ones stay sparse, with duplicate rows summed, in fp32: the 16-bit sum could overflow.
-    Strides are those of ``like``, which torch's fused CPU kernels assume.
+    Strides equal those in ``like``, as torch's fused CPU kernels assume.
     """
     if dtensor.are_plain(grads) and not any(map(foreach.has_graph, grads)):
         copies = [*map(torch.empty_like, like)]

@@ -85,8 +85,8 @@ class Mistake(enum.Enum):
     )
     SECOND_BACKWARD = (
         "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
-        "gradients of both are divided by the loss scale (initially 65536), so those of the second "
-        "pass are lost. Add up the losses:\n"
+        "gradients of both are divided by the loss scale (initially 65536), so the second pass has "
+        "almost no effect. Add up the losses:\n"
         "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
@@ -102,8 +102,8 @@ class Mistake(enum.Enum):
         "optimizer.step(), by clip_grad_norm_(model.parameters()) or another backward pass. The "
         "step ignores them: it uses the gradients of the fp32 masters. The model's are still "
         "multiplied by the loss scale (initially 65536), so their norm is far too large, and "
-        "clipping by it freezes the parameters that are fp32 in the model, such as those of batch "
-        "norm. Write\n"
+        "clipping by it freezes the parameters that are fp32 in the model, such as batch norm's. "
+        "Write\n"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     IGNORED_BACKWARD = (
@@ -280,7 +280,7 @@ class BlockInspection:
 
     @untraced
     def _reach_other(self, param: Tensor) -> None:
-        if backward_id() == self._pass_id:  # not that of another thread
+        if backward_id() == self._pass_id:  # another thread may run a pass, too
             self._others_reached.append(param)
 
     @untraced
@@ -452,7 +452,7 @@ def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
     """Judges a GradScaler that is about to step the optimizer.
 
     Raises:
-        RuntimeError: If the gradients are those of a plain backward pass, which reach no master.
+        RuntimeError: If the gradients come from a plain backward pass, and so reach no master.
     """
     session = prepared.session
     if prepared.overflow.pending is None and prepared.has_only_scratch_grads():

@@ -151,7 +151,7 @@ class Session:
     ) -> None:
         """Makes the masters of a model's trainable parameters from their values before conversion.
 
-        Keeps these values of buffers, and with ``keep_fp32`` those of other rounded parameters.
+        Keeps the values of buffers, and with ``keep_fp32`` also of other rounded parameters.
 
         Args:
             model: A converted model.
@@ -207,7 +207,7 @@ class Session:
         subclass.prepare_class(optimizer, prepared)
 
     def register(self, prepared: PreparedOptimizer) -> None:
-        """Adds the state of an optimizer to those of the session."""
+        """Adds an optimizer's state to the session."""
         self._prepared_optimizers[prepared] = None
 
     @property
@@ -237,7 +237,7 @@ class Session:
     def with_sharers(
         cls, prepared_optimizers: Sequence[PreparedOptimizer]
     ) -> list[PreparedOptimizer]:
-        """Returns optimizers, followed by those of all sessions that share parameters with them.
+        """Returns optimizers, followed by all that share parameters with them, in any session.
 
         Sharing is transitive.
         """
@@ -266,7 +266,7 @@ class Session:
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor]) -> None:
-        """Clears masters' gradients as those of the models' parameters were, by None or zeros."""
+        """Clears masters' gradients the way the models' were cleared: by None or by zeros."""
         cleared: list[Tensor] = []
         for param in params:
             pair = self.masters.pair_of(param)

@@ -1,4 +1,4 @@
-"""Devices: those of a model, the accelerator, and the features of the CPU."""
+"""The devices of a model, the accelerator, and the features of the CPU."""
 
 from __future__ import annotations
 
