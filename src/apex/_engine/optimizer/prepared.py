@@ -412,8 +412,9 @@ class PreparedOptimizer:
             raise RuntimeError(
                 f"A CUDA graph captures the step of {type(self.optimizer).__name__}, which asks on "
                 "the host whether to skip it. Use an optimizer that skips on the device "
-                "(one of apex.optimizers, or of torch.optim with fused=True; SGD with momentum after "
-                "its first step), a static loss_scale, or call optimizer.step() outside the graph."
+                "(one of apex.optimizers, or of torch.optim with fused=True; SGD with momentum "
+                "from its second step on), a static loss_scale, or call optimizer.step() outside "
+                "the graph."
             )
         return self.overflow.is_raised()
 
