@@ -205,5 +205,6 @@ def rms_backward(
 
 def _widened(*tensors: Tensor | None) -> list[Any]:
     """Returns the tensors in the dtype of the computation; keeps None."""
-    wide = math_dtype(*(tensor for tensor in tensors if tensor is not None))
+    present = [tensor for tensor in tensors if tensor is not None]
+    wide = math_dtype(*present)
     return [None if tensor is None else tensor.to(wide) for tensor in tensors]

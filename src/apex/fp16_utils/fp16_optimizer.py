@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from apex._core import arguments
+from apex._core.param_groups import params_of
 from apex._core.scale import checked_static
 from apex.fp16_utils.loss_scaler import DynamicLossScaler
 from apex.fp16_utils.master_wrapper import MasterWrapper
@@ -75,7 +75,11 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         """Returns the gradients of each group's parameters; ``None`` after an overflow."""
         if self.overflow:
             return None
-        return [[param.grad for param in params] for params in self._stepped()]
+        grads_by_group = []
+        for params in self._stepped():
+            grads = [param.grad for param in params]
+            grads_by_group.append(grads)
+        return grads_by_group
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clips the gradients of the optimizer's parameters by their total norm.
@@ -90,8 +94,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         norms = arguments.clipping("FP16_Optimizer.clip_master_grads", max_norm, norm_type)
         if self.overflow:
             return -1
-        params = [*chain(*self._stepped())]
-        return self.clip_grad_norm(params, *norms)
+        return self.clip_grad_norm(params_of(self.optimizer), *norms)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the masters and rounds them into the model; does nothing after an overflow.

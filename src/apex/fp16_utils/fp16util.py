@@ -50,7 +50,8 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
     Changes the network in place. :class:`FP16Model` keeps the names in its ``state_dict``.
     """
-    return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
+    half = convert_network(network, torch.float16)
+    return nn.Sequential(tofp16(), BN_convert_float(half))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
@@ -199,7 +200,8 @@ def _fitting(
             f"(flat_master={flat_master}). Pass the two lists that one prep_param_lists call "
             "returned, and the same flat_master."
         )
-    if any(map(dtypes.is_low_precision, masters)) and not any(map(dtypes.is_low_precision, model)):
+    has_low_masters = any(map(dtypes.is_low_precision, masters))
+    if has_low_masters and not any(map(dtypes.is_low_precision, model)):
         raise ValueError(
             "The masters are in 16 bits and the model's parameters are not: the lists are "
             "swapped. Pass the model's parameters first, then the masters."

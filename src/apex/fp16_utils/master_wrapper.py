@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -143,6 +142,9 @@ class MasterWrapper:
         self.fp16_groups = []
         self.fp32_from_fp16_groups = []
         self.fp32_from_fp32_groups = []
+        self.all_fp16_params = []
+        self.all_fp32_from_fp16_params = []
+        self.all_fp32_from_fp32_params = []
         masters_by_id = {}
         for params in self._stepped():
             low = []
@@ -161,9 +163,9 @@ class MasterWrapper:
             self.fp16_groups.append(low)
             self.fp32_from_fp16_groups.append(masters)
             self.fp32_from_fp32_groups.append(full)
-        self.all_fp16_params = [*chain(*self.fp16_groups)]
-        self.all_fp32_from_fp16_params = [*chain(*self.fp32_from_fp16_groups)]
-        self.all_fp32_from_fp32_params = [*chain(*self.fp32_from_fp32_groups)]
+            self.all_fp16_params.extend(low)
+            self.all_fp32_from_fp16_params.extend(masters)
+            self.all_fp32_from_fp32_params.extend(full)
         exchange(self.optimizer, masters_by_id)
 
     def _stepped(self) -> list[list[nn.Parameter]]:
@@ -186,7 +188,7 @@ class MasterWrapper:
         Args:
             set_grads_to_None: Whether to remove gradients instead of setting them to zero.
         """
-        for param in chain(*self._stepped(), *self.fp16_groups):
+        for param in (*params_of(self.optimizer), *self.all_fp16_params):
             if set_grads_to_None:
                 param.grad = None
             elif param.grad is not None:

@@ -32,7 +32,8 @@ class FusedAdam(FusedOptimizer):
     """
 
     # Defaults for optimizers in files of earlier releases, which lack these attributes.
-    adam_w_mode = eps_mode = 1
+    adam_w_mode = 1
+    eps_mode = 1
     master_weights = False
 
     steps_dtensors = True

@@ -203,6 +203,7 @@ class FusedOptimizer(Optimizer):
             return loss
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
+        # Each device's flag is made once in a step.
         skip_on = functools.cache(functools.partial(skip_flag, found_inf))
         batches: list[Batch] = []
         for group in self.param_groups:
@@ -228,9 +229,9 @@ class FusedOptimizer(Optimizer):
             if grad.layout is not torch.strided or not param.is_floating_point():
                 raise RuntimeError(
                     f"{type(self).__name__} got a parameter of {param.dtype} or a sparse gradient. "
-                    "It does not support sparse gradients, and steps fp16, bf16, fp32 and fp64 "
-                    "parameters. Use another optimizer for it, such as torch.optim.SparseAdam, or "
-                    "sparse=False."
+                    "It does not support sparse gradients, only fp16, bf16, fp32 and fp64 "
+                    "parameters. Use another optimizer, such as torch.optim.SparseAdam, or an "
+                    "embedding with sparse=False."
                 )
             batch = unfinished.get(param.device)
             if batch is not None and batch.elements >= limit:
@@ -354,7 +355,7 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict; state of 16-bit parameters keeps its saved dtype, such as fp32.
 
-        torch would leave it in the dtype of the parameter.
+        torch alone would cast it to the dtype of the parameter.
         """
         super().load_state_dict(state_dict)
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):

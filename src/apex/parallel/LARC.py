@@ -34,7 +34,7 @@ class LARC:
         eps: Term added to the denominator.
     """
 
-    # So GradScaler unscales, or skips, before `step`, because the ratios need unscaled gradients.
+    # Makes GradScaler unscale, or skip, before `step`: the ratios need unscaled gradients.
     _step_supports_amp_scaling = False
 
     def __init__(

@@ -123,7 +123,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.allreduce_always_fp32 = arguments.flag("allreduce_always_fp32", allreduce_always_fp32)
         self.gradient_average = arguments.flag("gradient_average", gradient_average)
         self.gradient_predivide_factor = gradient_predivide_factor
-        self._reduction(None)  # raises for a bad factor before any communication
+        # Raises for a bad factor before any communication.
+        GradientReduction(predivide_factor=gradient_predivide_factor)
         if message_size != _MESSAGE_SIZE:
             largest = max((param.element_size() for param in module.parameters()), default=4)
             mebibytes = max(1, round(message_size * largest / 2**20))
@@ -136,15 +137,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def create_hooks(self) -> None:
         """Registers the hooks that reduce gradients; the constructor calls it once."""
         self._delayed: DelayedReduction | None = None
-        reduction = self._reduction(self.process_group)
+        reduction = self._reduction()
         if self.delay_allreduce:
             self._delayed = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)
 
-    def _reduction(self, group: Any) -> GradientReduction:
+    def _reduction(self) -> GradientReduction:
         return GradientReduction(
-            group,
+            self.process_group,
             self.allreduce_always_fp32,
             self.gradient_average,
             self.gradient_predivide_factor,
@@ -183,7 +184,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
         A gradient missing in some processes counts as zero there.
         """
-        reduce_gradients(self._reduced_params(), self._reduction(self.process_group))
+        reduce_gradients(self._reduced_params(), self._reduction())
 
     @torch.no_grad()
     def allreduce_bucket(
@@ -196,7 +197,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             bucket_idx: Ignored.
             force_default_stream: Ignored: the call runs on the current stream.
         """
-        reduced = self._reduction(self.process_group).blocking(flatten(bucket))
+        reduced = self._reduction().blocking(flatten(bucket))
         torch._foreach_copy_([*bucket], unflatten(reduced, bucket))
         return reduced
 

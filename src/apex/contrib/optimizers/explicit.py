@@ -51,8 +51,10 @@ class ExplicitOptimizer(FusedOptimizer):
             loss = super().step(closure)
         finally:
             del self._given, self._scale, self._norms
+        params = list(outputs)
+        receivers = list(outputs.values())
         with torch.no_grad():
-            store(list(outputs.values()), list(outputs))
+            store(receivers, params)
         return loss
 
     def _gradient(self, param: Tensor) -> Tensor | None:
@@ -73,12 +75,14 @@ class ExplicitOptimizer(FusedOptimizer):
         if not lists or not isinstance(lists[0], list):
             lists = [lists]
         groups = [group["params"] for group in self.param_groups]
-        counts = [len(tensors) for tensors in lists]
-        expected_counts = [len(params) for params in groups]
+        counts = [*map(len, lists)]
+        expected_counts = [*map(len, groups)]
         if counts != expected_counts:
             raise ValueError(
                 f"step got {name} in lists of {counts} tensors; it takes as many as parameters, "
                 f"{expected_counts}, in one list per group."
             )
-        pairs = zip(chain(*groups), chain(*lists), strict=True)
+        params = chain(*groups)
+        tensors = chain(*lists)
+        pairs = zip(params, tensors, strict=True)
         return {param: tensor for param, tensor in pairs if tensor is not None}
