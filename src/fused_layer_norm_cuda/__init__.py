@@ -121,7 +121,7 @@ def backward_affine(
     wide_grad, y, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
     inner = len(normalized_shape)
     dims = tuple(range(-inner, 0))
-    rows = (*y.shape[:-inner], *[1] * inner)
+    rows = y.shape[:-inner] + (1,) * inner
     factor = invvar.to(y.dtype).view(rows)
     if memory_efficient:
         if bias is not None:
