@@ -106,9 +106,9 @@ class MasterWrapper:
             verbose: Whether skipped steps are logged.
 
         Raises:
-            TypeError: If ``init_optimizer`` is not an optimizer or holds parameters of other
-                dtypes, a flag is not a bool, or ``dynamic_loss_args`` has unknown keys. Nothing has
-                changed then.
+            TypeError: If ``init_optimizer`` is not an optimizer, a parameter has another dtype, a
+                flag is not a bool, or ``dynamic_loss_args`` has unknown keys. Nothing has changed
+                then.
             ValueError: If a scale is out of range.
             RuntimeError: If ``amp.initialize`` has prepared the optimizer.
         """

@@ -1,7 +1,7 @@
 """Fused norms: modules, functions and autograd functions with apex's names, on torch's kernels.
 
 The result of a fused norm has the input's dtype; the result of a mixed norm has the weight's dtype.
-Under autocast, both have autocast's dtype, unlike torch's layer norm, whose result is fp32.
+Under autocast, both have autocast's dtype; the result of torch's own layer norm is fp32.
 
 Sources: Ba et al., "Layer Normalization", arXiv:1607.06450; Zhang and Sennrich, "Root Mean Square
 Layer Normalization", arXiv:1910.07467.

@@ -70,8 +70,8 @@ class Batch:
         count: Scalar = self.option("step")
         if not isinstance(count, Tensor) and capturing(self.device):
             raise RuntimeError(
-                "A CUDA graph captures a step whose count is on the host, so that each replay "
-                "would correct the bias of the same step. Use FusedAdam(..., capturable=True) or "
+                "A CUDA graph captures a step whose count is on the host. Each replay would "
+                "correct the bias of the same step. Use FusedAdam(..., capturable=True) or "
                 "FusedMixedPrecisionLamb, or call optimizer.step() outside the graph."
             )
         return count

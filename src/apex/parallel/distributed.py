@@ -267,7 +267,7 @@ def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:
     addition. This function converts each rank's gradient to fp32, averages in fp32 and rounds only
     the average. 16-bit gradients then take 4 bytes per element to send instead of 2. Nothing
     changes for fp32 gradients. Call it once, after wrapping the model and before the first backward
-    pass. It registers a communication hook, of which a wrapper can have only one.
+    pass. It registers a communication hook; a wrapper can have only one.
 
     Args:
         model: A model in ``torch.nn.parallel.DistributedDataParallel``.

@@ -245,7 +245,7 @@ class _Computed(nn.Module):
 
 
 class _WithParts:
-    """A module whose parts are those that torch passes in, for example of a replica."""
+    """A view of a module with the parts that torch passes in, such as the parts of a replica."""
 
     def __init__(self, module: nn.Module, parts: dict[str, Tensor]) -> None:
         self._module = module
