@@ -20,7 +20,7 @@ from apex.debug import tracing
 from apex.debug.births import Birth, Births
 from apex.debug.causes import finding_of
 from apex.debug.common import Held, held_by, listed, to_json
-from apex.debug.place import Finding, current_node, node_name, owner_of, runs_in_scaler
+from apex.debug.place import Finding, node_name, owner_of, runs_in_scaler
 from apex.debug.rules import SOFTMAXES
 from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
@@ -29,6 +29,7 @@ _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO
 _PARAMETERS = {"parameter", "master"}
+_WEIGHTS = {*_PARAMETERS, "buffer"}
 _MAX_INPUTS = 4
 
 _GROWTH = 10.0
@@ -85,37 +86,49 @@ class _Input(NamedTuple):
     kind: str
 
 
-class _Inputs:
-    """The inputs of one call as they were before it.
+class _Observed:
+    """A call, and its inputs as they were before it.
 
     Attributes:
-        call: The call with copies of the arguments that it changes, where these are small enough.
-        known: Whether they are.
-        inputs: The arguments that it reads.
+        call: The call.
+        has_copies: Whether the values of all inputs are known: those that the call overwrites have
+            at most ``limit`` elements and were copied.
     """
 
-    def __init__(self, call: Call, *, copies: bool) -> None:
-        reads_written = call.traits.reads_written
-        changed = call.written if reads_written else []
-        self.known = not changed or (copies and sum(map(Tensor.numel, changed)) <= _MAX_COPIED)
-        self._changed: dict[int, _Input] = {}
-        for tensor in changed:
-            values = tensor.detach().clone() if self.known else tensor
-            self._changed[id(tensor)] = _Input(tensor, values, kind_of(tensor))
-        self.call = call.mapped(self._values) if changed else call
-        unread = set() if reads_written else set(map(id, call.written))
-        self._read = [t for t in floating(call.arguments) if id(t) not in unread]
+    def __init__(self, call: Call, limit: int) -> None:
+        self.call = call
+        self.has_copies = True
+        self._read = list(floating(call.arguments))
+        self._overwritten: dict[int, _Input] = {}
+        if call.traits.reads_written:
+            self._keep(call.written, limit)
+        else:
+            unread = set(map(id, call.written))
+            self._read = [tensor for tensor in self._read if id(tensor) not in unread]
 
-    def _values(self, tensor: Tensor) -> Tensor:
-        known = self._changed.get(id(tensor))
+    def _keep(self, overwritten: list[Tensor], limit: int) -> None:
+        """Keeps the kinds of the inputs that the call overwrites, and copies of their values."""
+        self.has_copies = sum(map(Tensor.numel, overwritten)) <= limit
+        for tensor in overwritten:
+            values = tensor
+            if self.has_copies:
+                values = tensor.detach().clone()
+            self._overwritten[id(tensor)] = _Input(tensor, values, kind_of(tensor))
+
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """Returns the values of an argument before the call."""
+        known = self._overwritten.get(id(tensor))
         return tensor if known is None else known.values
 
     @functools.cached_property
     def inputs(self) -> list[_Input]:
+        """The arguments that the call reads."""
         inputs = []
         for tensor in self._read:
-            known = self._changed.get(id(tensor))
-            inputs.append(known or _Input(tensor, tensor, kind_of(tensor)))
+            known = self._overwritten.get(id(tensor))
+            if known is None:
+                known = _Input(tensor, tensor, kind_of(tensor))
+            inputs.append(known)
         return inputs
 
 
@@ -173,25 +186,25 @@ class OverflowTrace(Trace):
         return "\n".join([headed(first), *hit_lines(first, self.gradients)])
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Counts the optimizer's own parameters (masters) as weights."""
+        """Counts the optimizer's own parameters (masters) as weights, and checks its gradients."""
         self._optimizers.add(optimizer)
         if self._first_largest is None:
             self._first_largest = self._largest_weight
-        gradients = [param.grad for param in params_of(optimizer)]
-        scale = self._scaled.scale_of(gradients)
         if not runs_in_scaler():
-            if scale != 1.0:
-                self._add_misuse("step", scale, "step")
-            elif prepared_state(optimizer) is None:  # amp's skips what has overflowed
-                self._check_overflowed(gradients)
+            self._check_gradients(optimizer)
         super()._enter_step(optimizer)
 
-    def _check_overflowed(self, gradients: list[Tensor | None]) -> None:
-        """Adds a step on gradients from which a dynamic loss scale backs off."""
-        for gradient in floating(gradients):
-            overflow = self._born.of(gradient)
-            if overflow is not None and overflow.heals:
-                self._add_misuse("step", overflow.scale, "step", cause="skipped step")
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        """Adds a step on gradients that carry a loss scale, or from which the scale backs off."""
+        gradients = list(floating([param.grad for param in params_of(optimizer)]))
+        scale = self._scaled.scale_of(gradients)
+        if scale != 1.0:
+            self._add_misuse("step", scale, "step")
+        elif prepared_state(optimizer) is None:  # amp skips the step of a prepared one
+            for gradient in gradients:
+                overflow = self._born.of(gradient)
+                if overflow is not None and overflow.heals:
+                    self._add_misuse("step", overflow.scale, "step", cause="skipped step")
 
     @property
     def _largest_weight(self) -> float:
@@ -200,41 +213,47 @@ class OverflowTrace(Trace):
 
     # -- operators -------------------------------------------------------------------------------
 
-    def _before(self, call: Call) -> _Inputs | None:
-        """Returns the inputs; None for what sets no values."""
+    def _before(self, call: Call) -> _Observed | None:
+        """Returns the call with its inputs; None if it sets no values."""
         self._births.time += 1
-        is_view = call.traits.view and call.name != "aten.lift_fresh"
-        # What uninitialized memory holds counts once it is read.
-        if call.traits.uninitialized or (is_view and self._tracker.accumulating is None):
+        if call.traits.uninitialized:  # its values count once they are read
             return None
-        return _Inputs(call, copies=not self._in_step)
+        is_view = call.traits.view and call.name != "aten.lift_fresh"
+        if is_view and self._tracker.accumulating is None:
+            return None
+        return _Observed(call, 0 if self._in_step else _MAX_COPIED)
 
-    def _after(self, call: Call, before: _Inputs | None, result: Any) -> None:
-        """Checks what the call returned and wrote."""
+    def _after(self, call: Call, before: _Observed | None, result: Any) -> None:
+        """Checks the values that the call returned and wrote."""
         self._note_memory(call, result)
         if before is None:
             return
-        if not call.traits.exchanges:  # what it receives may come later
-            self._check(call, before, result)
+        if not call.traits.exchanges:  # the values that it receives may come later
+            self._check(before, result)
         if not self._in_step:
             misuse = self._scaled.misuse(call, result)
             if misuse:
                 scale = self._scaled.scale_of(call.arguments)
                 self._add_misuse(call.name, scale, misuse)
         target = self._tracker.accumulating
-        if target is None or not self._tracker.runs_formula:  # in a hook of it
-            return
-        for grad in floating(result):
-            self._scaled.arrive(grad)
-            birth = self._born.of(grad) if kind_of(grad) else None
-            if birth is not None and birth.heals and self._scaled.loss_scale[0] < birth.scale:
-                # The scaler has backed off since, and nothing has cleared the gradient.
-                self._add_misuse(call.name, birth.scale, "stale", cause="gradients")
+        if target is not None and self._tracker.runs_formula:  # not a hook of the target
             name = self._tracker.parameters.get(target, "(a tensor of no model)")
-            self._births.reach_gradient(name, birth, backward=backward_id())
+            for gradient in floating(result):
+                self._arrive(name, gradient, call)
+
+    def _arrive(self, name: str, gradient: Tensor, call: Call) -> None:
+        """Records that autograd adds to the gradient of the named parameter."""
+        self._scaled.arrive(gradient)
+        birth = None
+        if kind_of(gradient):
+            birth = self._born.of(gradient)
+        if birth is not None and birth.heals and self._scaled.loss_scale[0] < birth.scale:
+            # The scaler has backed off since, and nothing has cleared the gradient.
+            self._add_misuse(call.name, birth.scale, "stale", cause="gradients")
+        self._births.reach_gradient(name, birth, backward=backward_id())
 
     def _note_memory(self, call: Call, result: Any) -> None:
-        """Records which memory is a weight's cast, and which nothing has written yet."""
+        """Records which memory holds a weight's cast, and which nothing has written yet."""
         if call.traits.uninitialized and "empty" in call.name:
             for tensor in floating(result):
                 self._unwritten.note(tensor, True)
@@ -244,11 +263,13 @@ class OverflowTrace(Trace):
         if call.name == "aten._to_copy" and call.args[0] in self._tracker.parameters:
             self._casts.note(result, True)
 
-    def _check(self, call: Call, before: _Inputs, result: Any) -> None:
-        saves = call.base.startswith(tracing.SAVES_INFINITIES)
+    def _check(self, observed: _Observed, result: Any) -> None:
+        call = observed.call
+        if call.base.startswith(tracing.SAVES_INFINITIES):
+            result = result[:1]
         bad: list[Tensor] = []
         worst = "inf"
-        for tensor in tracing.outputs(call, result[:1] if saves else result):
+        for tensor in tracing.outputs(call, result):
             kind = kind_of(tensor)
             if kind:
                 bad.append(tensor)
@@ -257,33 +278,35 @@ class OverflowTrace(Trace):
             elif tracing.covers_storage(tensor):
                 self._born.discard(tensor)
         if bad:
-            self._mark_bad(call, before, bad, worst)
-        self._mark_fate(call, before, is_finite=not bad)
+            self._mark_bad(observed, bad, worst)
+        self._mark_fate(observed, is_finite=not bad)
 
-    def _mark_fate(self, call: Call, before: _Inputs, *, is_finite: bool) -> None:
-        """Records what a call does to the births that it reads."""
-        name = call.base
-        # Autograd starts a backward pass by a 1 like the loss.
-        starts = call.name == "aten.ones_like" and call.args[0].numel() == 1
-        if not starts and name not in _FATEFUL:
-            return
-        for birth in self._births_read(call, before):
-            if starts:
-                self._births.reach(birth)
-            birth.feeds_softmax |= name in SOFTMAXES
-            if is_finite:
-                birth.masked |= name in _MASKS and not birth.deliberate
-                birth.absorbed |= name in _MAP_TO_ZERO
-
-    def _mark_bad(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> None:
-        birth = self._origin(call, before, bad, kind)
-        written = set(map(id, call.written))
-        held = self._held() if written else ByMemory()
+    def _mark_bad(self, observed: _Observed, bad: list[Tensor], kind: str) -> None:
+        """Records the birth of non-finite outputs, and whether they reach a weight."""
+        birth = self._origin(observed, bad[0], kind)
+        written = set(map(id, observed.call.written))
         for tensor in bad:
             self._born.note(tensor, birth)
             # Batch norms in eval mode leave their statistics alone.
-            if not birth.deliberate and id(tensor) in written and _is_weight(held, tensor):
+            if id(tensor) in written:
+                self._reach_weight(birth, tensor)
+
+    def _mark_fate(self, observed: _Observed, *, is_finite: bool) -> None:
+        """Records what a call does to the non-finite values that it reads."""
+        call = observed.call
+        # Autograd starts a backward pass by a 1 like the loss.
+        starts_backward = call.name == "aten.ones_like" and call.args[0].numel() == 1
+        if not starts_backward and call.base not in _FATEFUL:
+            return
+        for birth in self._births_read(observed):
+            if starts_backward:
                 self._births.reach(birth)
+            if call.base in SOFTMAXES:
+                birth.feeds_softmax = True
+            if is_finite and call.base in _MAP_TO_ZERO:
+                birth.absorbed = True
+            if is_finite and call.base in _MASKS and not birth.deliberate:
+                birth.masked = True
 
     def _add_misuse(
         self,
@@ -293,7 +316,7 @@ class OverflowTrace(Trace):
         *,
         cause: str = "scaled gradients",
     ) -> None:
-        """Adds a use of gradients that still carry the loss scale, or have overflowed by it."""
+        """Adds a use of gradients that still carry the loss scale, or that it made overflow."""
         birth = Birth(
             self._tracker.place,
             op,
@@ -311,137 +334,150 @@ class OverflowTrace(Trace):
 
     # -- where values come from --------------------------------------------------------------------
 
-    def _births_read(self, call: Call, before: _Inputs) -> list[Birth]:
+    def _births_read(self, observed: _Observed) -> list[Birth]:
         """Returns the births of the non-finite inputs."""
-        return [self._input_birth(read, call, before) for read in before.inputs if read.kind]
+        return [self._input_birth(read, observed) for read in observed.inputs if read.kind]
 
-    def _origin(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
-        """Returns the birth of a call's non-finite outputs."""
-        births = self._births_read(call, before)
+    def _origin(self, observed: _Observed, bad: Tensor, kind: str) -> Birth:
+        """Returns the birth of a call's non-finite outputs, of which ``bad`` is the first."""
+        births = self._births_read(observed)
         if not births:
-            return self._first_birth(call, before, bad, kind)
+            return self._first_birth(observed, bad, kind)
         worst = min(births, key=Birth.rank)
         if not worst.reader:
-            worst.reader = call.base
+            worst.reader = observed.call.base
             worst.reader_module = self._tracker.module[0]
-        is_new_nan = kind == "nan" and all(read.kind != "nan" for read in before.inputs)
-        if worst.deliberate and worst.cause == "constant" and is_new_nan:
-            return self._birth(call, before, kind, bad, "constant")
+        is_new_nan = kind == "nan" and all(read.kind != "nan" for read in observed.inputs)
+        if is_new_nan and worst.deliberate and worst.cause == "constant":
+            return self._birth(observed, bad, kind, "constant")
         return worst
 
-    def _first_birth(self, call: Call, before: _Inputs, bad: list[Tensor], kind: str) -> Birth:
+    def _first_birth(self, observed: _Observed, bad: Tensor, kind: str) -> Birth:
         """Returns the birth of non-finite outputs of finite inputs."""
         forward = self._tracker.forward_site
-        created = self._tracker.created_site
-        if self._tracker.direction == "backward" and forward is not None and forward.birth:
+        if forward is not None and forward.birth:
             known: Birth = forward.birth
-            known.masked_again |= known.masked
+            if known.masked:
+                known.masked_again = True
             return known  # its derivative is infinite, too
-        in_update = self._stepping is not None and self._is_update(call)
-        is_constant = _number(call) is not None and not in_update
-        cause = "constant" if is_constant else ""
-        birth = self._birth(call, before, kind, bad, cause, deliberate=is_constant)
+        created = self._tracker.created_site
+        if _number(observed.call) is None or self._in_step:
+            birth = self._birth(observed, bad, kind)
+        else:
+            birth = self._birth(observed, bad, kind, "constant", deliberate=True)
         if created is not None:
             created.birth = birth
         return birth
 
-    def _input_birth(self, read: _Input, call: Call, before: _Inputs) -> Birth:
+    def _input_birth(self, read: _Input, observed: _Observed) -> Birth:
         """Returns a non-finite input's birth: this operator if the values are from outside."""
-        argument = read.argument
-        birth = self._born.of(argument)
+        birth = self._born.of(read.argument)
         if birth is None:
-            cause = self._source(argument, call)
-            is_mask = _number(call) is not None or tracing.is_mask(read.values)
-            deliberate = cause == "data" and is_mask
-            if deliberate:
-                cause = "constant"
-            bad = [argument]
-            birth = self._birth(call, before, read.kind, bad, cause, deliberate=deliberate)
-            self._born.note(argument, birth)
-            return birth
-        if not birth.deliberate and _is_weight(self._held(), read.values):
-            self._births.reach(birth)  # of an average that was not called
+            birth = self._birth_outside(read, observed)
+            self._born.note(read.argument, birth)
+        else:
+            self._reach_weight(birth, read.values)  # of an average that was not called
         return birth
 
+    def _birth_outside(self, read: _Input, observed: _Observed) -> Birth:
+        """Returns the birth of an input whose values no traced operator computed."""
+        cause = self._source(read.argument, observed.call)
+        deliberate = False
+        if cause == "data":
+            deliberate = _number(observed.call) is not None or tracing.is_mask(read.values)
+        if deliberate:
+            cause = "constant"
+        return self._birth(observed, read.argument, read.kind, cause, deliberate=deliberate)
+
     def _source(self, tensor: Tensor, call: Call) -> str:
-        held = self._held()
-        role = _role(held, tensor)
-        in_backward = self._tracker.direction == "backward"
-        if ranks.world_size() > 1 and (in_backward or role == "gradient"):
+        """Returns the cause of a non-finite value that came from outside the trace."""
+        role = self._role(tensor)
+        is_reduced = role == "gradient" or self._tracker.direction == "backward"
+        if is_reduced and ranks.world_size() > 1:
             return "another rank"
         if role == "gradient":
             return "gradients"
         if role.startswith("state"):
             return "optimizer state"
-        # Of a model that no forward has made known yet, too.
+        # Parameters of a model that no forward has made known yet are weights, too.
         loads = any(isinstance(written, nn.Parameter) for written in call.written)
-        return "weights" if loads or _is_weight(held, tensor) else "data"
+        return "weights" if loads or self._is_weight(tensor) else "data"
 
     def _birth(
         self,
-        call: Call,
-        before: _Inputs,
+        observed: _Observed,
+        bad: Tensor,
         kind: str,
-        bad: list[Tensor],
-        cause: str,
+        cause: str = "",
         *,
         deliberate: bool = False,
     ) -> Birth:
-        place = self._tracker.place
-        node = current_node()
-        backward = place.direction == "backward"
+        """Adds the birth of the values of ``bad``, an input or an output of a call."""
+        call = observed.call
         if not cause and self._is_update(call):
             cause = "update"
-        values = [] if deliberate or self._in_step else [read.values for read in before.inputs]
-        is_small = before.known and sum(map(Tensor.numel, values)) <= _MAX_COPIED
-        scale, dynamic = self._scaled.loss_scale if backward else (1.0, False)
         birth = Birth(
-            place,
+            self._tracker.place,
             call.name,
             kind,
-            bad[0].dtype,
+            bad.dtype,
             way=self._way,
             given=cause,
             deliberate=deliberate,
-            number=_number(call) if cause in ("constant", "update") else None,
             numbers=tuple(_numbers(call)),
-            inputs=tuple(map(tracing.values_of, values[:_MAX_INPUTS])) if is_small else (),
-            true=tracing.largest_in_double(before.call) if not cause and is_small else None,
-            node="" if node is None else node_name(node),
+            node=node_name(),
             formula=self._tracker.runs_formula,
             eps=self._eps,
             grown=self._has_grown(),
             heaviest=self._heaviest_weight(call),
-            negative=kind == "inf" and bool(tracing.real(tracing.dense(bad[0])).amax() < math.inf),
-            scale=scale,
-            dynamic=dynamic,
-            # A norm of scaled gradients may overflow. What comes of it is what counts.
-            absorbed=not backward and self._scaled.scale_of(call.arguments) != 1.0,
         )
+        if kind == "inf":
+            largest = tracing.real(tracing.dense(bad)).amax()
+            birth.negative = bool(largest < math.inf)  # sync: tracing is a diagnosis
+        if cause in ("constant", "update"):
+            birth.number = _number(call)
+        if birth.backward:
+            birth.scale, birth.dynamic = self._scaled.loss_scale
+        else:
+            # A norm of scaled gradients may overflow. What comes of it is what counts.
+            birth.absorbed = self._scaled.scale_of(call.arguments) != 1.0
+        if not deliberate and not self._in_step:
+            self._measure(birth, observed)
         self._name_weights(birth, bad)
         return self._births.add(birth)
+
+    def _measure(self, birth: Birth, observed: _Observed) -> None:
+        """Records the inputs' ranges and the true result, unless the inputs are too large."""
+        values = [read.values for read in observed.inputs]
+        if not observed.has_copies or sum(map(Tensor.numel, values)) > _MAX_COPIED:
+            return
+        birth.inputs = tuple(map(tracing.values_of, values[:_MAX_INPUTS]))
+        if not birth.given:
+            before = observed.call.mapped(observed.values_of)
+            birth.true = tracing.largest_in_double(before)
 
     @property
     def _eps(self) -> float:
         """The eps of the optimizer that steps; inf without one."""
-        group = {} if self._stepping is None else self._stepping.param_groups[0]
-        return float(group.get("eps", math.inf))
+        if self._stepping is None:
+            return math.inf
+        return float(self._stepping.param_groups[0].get("eps", math.inf))
 
     def _has_grown(self) -> bool:
         """Returns whether the largest weight has grown manifold since the first step."""
         first = self._first_largest or math.inf
         return self._largest_weight > _GROWTH * first
 
-    def _name_weights(self, birth: Birth, bad: list[Tensor]) -> None:
+    def _name_weights(self, birth: Birth, bad: Tensor) -> None:
         """Names the weights that a birth is about: those that were bad, or never written."""
-        own = self._held().of(bad[0])
-        if birth.given == "weights" and own is not None:
-            birth.names = own.name
+        held = self._held().of(bad)
+        if birth.given == "weights" and held is not None:
+            birth.names = held.name
         if birth.given not in ("", "weights"):
             return
         unwritten = []
         for name, role, value in held_by(self._tracker.models, self._optimizers):
-            is_own = role in (*_PARAMETERS, "buffer") and owner_of(name) == birth.place.module
+            is_own = role in _WEIGHTS and owner_of(name) == birth.place.module
             if is_own and self._unwritten.of(value):
                 unwritten.append(name)
         if unwritten:
@@ -459,19 +495,36 @@ class OverflowTrace(Trace):
                 held.note(tensor, item)
         return held
 
+    def _role(self, tensor: Tensor) -> str:
+        held = self._held().of(tensor)
+        return "" if held is None else held.role
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
+        role = self._role(tensor)
+        if role == "buffer":
+            return not tracing.is_mask(tensor)
+        return role in _WEIGHTS
+
+    def _reach_weight(self, birth: Birth, tensor: Tensor) -> None:
+        """Records that a birth's values have reached a weight, if the tensor is one."""
+        if not (birth.deliberate or birth.stepped) and self._is_weight(tensor):
+            self._births.reach(birth)
+
     def _is_update(self, call: Call) -> bool:
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
         if self._tracker.module[1] or self._tracker.direction == "backward":
             return False
-        held = self._held()
-        return self._in_step or any(_is_weight(held, tensor) for tensor in call.written)
+        return self._in_step or any(map(self._is_weight, call.written))
 
     def _heaviest_weight(self, call: Call) -> float:
         """Returns the largest absolute value of the parameters, or their casts, that a call got."""
         held = self._held()
         heaviest = 0.0
         for tensor in floating(call.arguments):
-            if self._casts.of(tensor) or _role(held, tensor) in _PARAMETERS:
+            owner = held.of(tensor)
+            is_parameter = owner is not None and owner.role in _PARAMETERS
+            if is_parameter or self._casts.of(tensor):
                 heaviest = max(heaviest, tracing.values_of(tensor).largest)
         return heaviest
 
@@ -493,17 +546,6 @@ def hit_lines(finding: Finding, gradients: Sequence[str]) -> list[str]:
     if finding.kind == "scaled" or not gradients:
         return []
     return [f"  hit    the gradients of {listed(gradients)}"]
-
-
-def _role(held: ByMemory[Held], tensor: Tensor) -> str:
-    own = held.of(tensor)
-    return "" if own is None else own.role
-
-
-def _is_weight(held: ByMemory[Held], tensor: Tensor) -> bool:
-    """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
-    role = _role(held, tensor)
-    return role in _PARAMETERS or (role == "buffer" and not tracing.is_mask(tensor))
 
 
 def _numbers(call: Call) -> Iterator[float]:
