@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -317,7 +316,7 @@ def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 
 def _copy_of(optimizer: Optimizer, wide: dict[nn.Parameter, nn.Parameter]) -> Any:
-    """Returns a plain copy of an optimizer with other parameters, and with state in their dtype."""
+    """Returns a plain copy of an optimizer with wider parameters and state."""
     attributes: dict[str, Any] = {}
     for name, value in vars(optimizer).items():
         # Hooks, and an LR scheduler's wrapper of `step`, would have side effects.
@@ -328,24 +327,29 @@ def _copy_of(optimizer: Optimizer, wide: dict[nn.Parameter, nn.Parameter]) -> An
     memo = {id(param): wider for param, wider in wide.items()}
     copied = object.__new__(plain_class(type(optimizer)))
     copied.__dict__.update(copy.deepcopy(attributes, memo))
-    for param, state in states_in(copied.state):
-        match = functools.partial(_match_dtype, dtype=param.dtype)
-        state.update(tree.map_tensors(match, state))
+    for _, state in states_in(copied.state):
+        state.update(tree.map_tensors(_widened_state, state))
     return copied
 
 
-def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
+def _widened_state(value: Tensor) -> Tensor:
     # 0-d tensors are step counts, whose dtype the kernels require.
-    if value.dim() == 0 or value.dtype not in tracing.WIDE:
+    if value.dim() == 0:
         return value
-    return value.to(dtype)
+    return value.to(_wide_dtype(value))
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns the widest dtype that a tensor's device supports, of the same kind."""
+    dtype = tracing.WIDE.get(tensor.dtype, tensor.dtype)
+    if tensor.device.type == "mps" and dtype is torch.float64:
+        return torch.float32
+    return dtype
 
 
 def _widened(param: Tensor) -> nn.Parameter:
-    """Returns a copy of a parameter and its gradient in fp64, on MPS in fp32."""
-    dtype = tracing.WIDE.get(param.dtype, param.dtype)
-    if param.device.type == "mps" and dtype is torch.float64:  # not supported there
-        dtype = torch.float32
+    """Returns a copy of a parameter and its gradient in a wide dtype."""
+    dtype = _wide_dtype(param)
     wide = nn.Parameter(param.detach().to(dtype, copy=True))
     wide.requires_grad_(param.requires_grad)
     if param.grad is not None:

@@ -16,7 +16,6 @@ from apex._core import dtypes, tree
 from apex._torch.devices import accelerator
 from apex._torch.modules import named_tensors
 from apex.debug import common
-from apex.debug.common import checked_model, preserve_state
 from apex.debug.place import Direction
 from apex.debug.tracing import Call, Trace, floating
 
@@ -75,11 +74,11 @@ def explain(
         >>> found.total.casts, found.total.cast_bytes
         (4, 360)
     """
-    inner = checked_model("explain", model, loss_fn)
+    inner = common.checked_model("explain", model, loss_fn)
     given = inputs, keywords
     for _ in range(2):  # the first run warms up kernels
         costs = _Costs(inner)
-        with preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
+        with common.preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
             output = inner(*inputs, **keywords)
             if backward or loss_fn is not None:
                 loss = common.loss_of("explain", output, loss_fn, instead=_INSTEAD)

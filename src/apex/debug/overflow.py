@@ -29,7 +29,6 @@ _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
 _FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO
 _PARAMETERS = {"parameter", "master"}
-_WEIGHTS = {*_PARAMETERS, "buffer"}
 _MAX_INPUTS = 4
 
 _GROWTH = 10.0
@@ -416,6 +415,7 @@ class OverflowTrace(Trace):
         call = observed.call
         if not cause and self._is_update(call):
             cause = "update"
+        first_largest = self._first_largest or math.inf
         birth = Birth(
             self._tracker.place,
             call.name,
@@ -427,8 +427,7 @@ class OverflowTrace(Trace):
             numbers=tuple(_numbers(call)),
             node=node_name(),
             formula=self._tracker.runs_formula,
-            eps=self._eps,
-            grown=self._has_grown(),
+            grown=self._largest_weight > _GROWTH * first_largest,
             heaviest=self._heaviest_weight(call),
         )
         if kind == "inf":
@@ -436,6 +435,10 @@ class OverflowTrace(Trace):
             birth.negative = bool(largest < math.inf)  # sync: tracing is a diagnosis
         if cause in ("constant", "update"):
             birth.number = _number(call)
+        if self._stepping is not None:
+            eps = self._stepping.param_groups[0].get("eps")
+            if isinstance(eps, int | float):  # not a pair, as Adafactor's
+                birth.eps = eps
         if birth.backward:
             birth.scale, birth.dynamic = self._scaled.loss_scale
         else:
@@ -456,18 +459,6 @@ class OverflowTrace(Trace):
             before = observed.call.mapped(observed.values_of)
             birth.true = tracing.largest_in_double(before)
 
-    @property
-    def _eps(self) -> float:
-        """The eps of the optimizer that steps; inf without one."""
-        if self._stepping is None:
-            return math.inf
-        return float(self._stepping.param_groups[0].get("eps", math.inf))
-
-    def _has_grown(self) -> bool:
-        """Returns whether the largest weight has grown manifold since the first step."""
-        first = self._first_largest or math.inf
-        return self._largest_weight > _GROWTH * first
-
     def _name_weights(self, birth: Birth, bad: Tensor) -> None:
         """Names the weights that a birth is about: those that were bad, or never written."""
         held = self._held().of(bad)
@@ -477,7 +468,7 @@ class OverflowTrace(Trace):
             return
         unwritten = []
         for name, role, value in held_by(self._tracker.models, self._optimizers):
-            is_own = role in _WEIGHTS and owner_of(name) == birth.place.module
+            is_own = role in ("parameter", "buffer") and owner_of(name) == birth.place.module
             if is_own and self._unwritten.of(value):
                 unwritten.append(name)
         if unwritten:
@@ -504,7 +495,7 @@ class OverflowTrace(Trace):
         role = self._role(tensor)
         if role == "buffer":
             return not tracing.is_mask(tensor)
-        return role in _WEIGHTS
+        return role in _PARAMETERS
 
     def _reach_weight(self, birth: Birth, tensor: Tensor) -> None:
         """Records that a birth's values have reached a weight, if the tensor is one."""
