@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
 
 
 def explained(
-    section: str, ways: Sequence[str], *, cause: str, dtype: str, facts: Mapping[str, Any]
+    section: str, ways: list[str], *, cause: str, dtype: str, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the attributes of a finding that explain its cause; ``facts`` fill the braces."""
     why = data()[section].get("why") or data()[cause]["why"]

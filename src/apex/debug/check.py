@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -206,7 +206,9 @@ class FrozenUpdates:
     @property
     def share(self) -> float:
         """``frozen / wanted``; 0 if no weight was to move."""
-        return self.frozen / self.wanted if self.wanted else 0.0
+        if not self.wanted:
+            return 0.0
+        return self.frozen / self.wanted
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         """Computes the intended values of a step; a GradScaler has unscaled the gradients."""
@@ -308,11 +310,15 @@ class FrozenUpdates:
         return "\n".join(lines)
 
 
-def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+def _wanted_values(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
     """Returns, by parameter with a gradient, the values after a step in fp64."""
     wide = {param: _widened(param) for param in params_of(optimizer)}
     _copy_of(optimizer, wide).step()
-    return {param: wider.detach() for param, wider in wide.items() if param.grad is not None}
+    wanted = {}
+    for param, wider in wide.items():
+        if param.grad is not None:
+            wanted[param] = wider.detach()
+    return wanted
 
 
 def _copy_of(optimizer: Optimizer, wide: dict[nn.Parameter, nn.Parameter]) -> Any:

@@ -266,8 +266,7 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
 
     ``left`` tells which columns are aligned to the left; the others are aligned to the right.
     """
-    columns = list(zip(*table, strict=True))
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = []
     for row in table:
         cells = []

@@ -240,8 +240,8 @@ class _Costs(Trace):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         # By operator: the seconds of each call, and the bytes that all calls moved as casts.
-        self._seconds: defaultdict[OpRow, list[float]] = defaultdict(list)
-        self._cast_bytes: Counter[OpRow] = Counter()
+        self._seconds = defaultdict[OpRow, list[float]](list)
+        self._cast_bytes = Counter[OpRow]()
 
     def _now(self) -> float:
         if accelerator() is not None:

@@ -117,7 +117,9 @@ class _Observed:
     def values_of(self, tensor: Tensor) -> Tensor:
         """Returns the values of an argument before the call."""
         known = self._overwritten.get(id(tensor))
-        return tensor if known is None else known.values
+        if known is None:
+            return tensor
+        return known.values
 
     @functools.cached_property
     def inputs(self) -> list[_Input]:
@@ -144,17 +146,23 @@ class OverflowTrace(Trace):
             )
         super().__init__(*models)
         self._births = Births()
+        # Scale of a loss that the scaler multiplied before, and whether the scale is dynamic.
         unseen = 1.0, False
         if scaler is not None and scaler.is_enabled():
             unseen = scaler.get_scale(), True
         self._scaled = ScaledGradients(unseen)
+        # Operators and lines of misuses that were added.
         self._misused: set[tuple[str, str]] = set()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Memory of weights cast, of what nothing has written yet, and of non-finite values.
-        self._casts: ByMemory[bool] = ByMemory()
-        self._unwritten: ByMemory[bool] = ByMemory()
-        self._born: ByMemory[Birth] = ByMemory()
-        self._first_largest: float | None = None  # of the weights, before the first step
+        # The optimizers that have stepped.
+        self._optimizers = weakref.WeakSet[Optimizer]()
+        # Memory of the weights' casts.
+        self._casts = ByMemory[bool]()
+        # Memory that nothing has written yet.
+        self._unwritten = ByMemory[bool]()
+        # The birth of the non-finite values in each memory.
+        self._born = ByMemory[Birth]()
+        # Largest absolute value of the weights before the first step.
+        self._first_largest: float | None = None
 
     @property
     def first(self) -> Finding | None:
@@ -182,7 +190,8 @@ class OverflowTrace(Trace):
             return self._nothing
         if first is None:
             return f"No overflow: {self._births.time} operators traced, no fault."
-        return "\n".join([headed(first), *hit_lines(first, self.gradients)])
+        lines = [headed(first), *hit_lines(first, self.gradients)]
+        return "\n".join(lines)
 
     def _enter_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Counts the optimizer's own parameters (masters) as weights, and checks its gradients."""
@@ -207,8 +216,11 @@ class OverflowTrace(Trace):
 
     @property
     def _largest_weight(self) -> float:
-        weights = self._tracker.parameters
-        return max((tracing.values_of(weight).largest for weight in weights), default=0.0)
+        """The largest absolute value of the models' parameters."""
+        largest = 0.0
+        for weight in self._tracker.parameters:
+            largest = max(largest, tracing.values_of(weight).largest)
+        return largest
 
     # -- operators -------------------------------------------------------------------------------
 
@@ -220,7 +232,10 @@ class OverflowTrace(Trace):
         is_view = call.traits.view and call.name != "aten.lift_fresh"
         if is_view and self._tracker.accumulating is None:
             return None
-        return _Observed(call, 0 if self._in_step else _MAX_COPIED)
+        limit = _MAX_COPIED
+        if self._in_step:
+            limit = 0
+        return _Observed(call, limit)
 
     def _after(self, call: Call, before: _Observed | None, result: Any) -> None:
         """Checks the values that the call returned and wrote."""
@@ -316,10 +331,13 @@ class OverflowTrace(Trace):
         cause: str = "scaled gradients",
     ) -> None:
         """Adds a use of gradients that still carry the loss scale, or that it made overflow."""
+        kind = "inf"
+        if cause == "scaled gradients":
+            kind = "scaled"
         birth = Birth(
             self._tracker.place,
             op,
-            "scaled" if cause == "scaled gradients" else "inf",
+            kind,
             torch.float32,
             way=self._way,
             given=cause,
@@ -329,7 +347,8 @@ class OverflowTrace(Trace):
         )
         if birth.site not in self._misused:
             self._misused.add(birth.site)
-            self._births.reach(self._births.add(birth), certain=not birth.masked)
+            self._births.add(birth)
+            self._births.reach(birth, certain=not birth.masked)
 
     # -- where values come from --------------------------------------------------------------------
 
@@ -359,11 +378,11 @@ class OverflowTrace(Trace):
             if known.masked:
                 known.masked_again = True
             return known  # its derivative is infinite, too
+        cause = ""
+        if _number(observed.call) is not None and not self._in_step:
+            cause = "constant"
+        birth = self._birth(observed, bad, kind, cause, deliberate=bool(cause))
         created = self._tracker.created_site
-        if _number(observed.call) is None or self._in_step:
-            birth = self._birth(observed, bad, kind)
-        else:
-            birth = self._birth(observed, bad, kind, "constant", deliberate=True)
         if created is not None:
             created.birth = birth
         return birth
@@ -399,15 +418,18 @@ class OverflowTrace(Trace):
         if role.startswith("state"):
             return "optimizer state"
         # Parameters of a model that no forward has made known yet are weights, too.
-        loads = any(isinstance(written, nn.Parameter) for written in call.written)
-        return "weights" if loads or self._is_weight(tensor) else "data"
+        if any(isinstance(written, nn.Parameter) for written in call.written):
+            return "weights"
+        if self._is_weight(tensor):
+            return "weights"
+        return "data"
 
     def _birth(
         self,
         observed: _Observed,
         bad: Tensor,
         kind: str,
-        cause: str = "",
+        cause: str,
         *,
         deliberate: bool = False,
     ) -> Birth:
@@ -480,15 +502,18 @@ class OverflowTrace(Trace):
 
     def _held(self) -> ByMemory[Held]:
         """Returns what the models and the optimizers that have stepped hold."""
-        held: ByMemory[Held] = ByMemory()
+        held = ByMemory[Held]()
         for item in held_by(self._tracker.models, self._optimizers):
             for tensor in floating(item.value):
                 held.note(tensor, item)
         return held
 
     def _role(self, tensor: Tensor) -> str:
+        """Returns the role of a tensor in the models and optimizers; ``""`` if it has none."""
         held = self._held().of(tensor)
-        return "" if held is None else held.role
+        if held is None:
+            return ""
+        return held.role
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a parameter, a master or a buffer; a mask is no weight."""
@@ -525,9 +550,12 @@ class OverflowTrace(Trace):
 
 def headed(finding: Finding) -> str:
     """Returns a finding behind the word for what it is."""
-    words = {"nan": "First NaN", "scaled": "Scaled gradients"}
-    word = words.get(finding.kind, "First inf")
-    if finding.kind == "inf" and finding.cause in ("range", "loss scale"):
+    word = "First inf"
+    if finding.kind == "nan":
+        word = "First NaN"
+    elif finding.kind == "scaled":
+        word = "Scaled gradients"
+    elif finding.cause in ("range", "loss scale"):
         word = "First overflow"
     return f"{word}: {finding}"
 
@@ -550,4 +578,7 @@ def _numbers(call: Call) -> Iterator[float]:
 
 def _number(call: Call) -> float | None:
     """Returns the inf or NaN that the script itself gave to a call, as a number; None without."""
-    return next((number for number in _numbers(call) if not math.isfinite(number)), None)
+    for number in _numbers(call):
+        if not math.isfinite(number):
+            return number
+    return None

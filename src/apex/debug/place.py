@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,9 @@ class Place:
         """The module in words, such as ``"in body.0"``."""
         if self.module:
             return f"in {self.module}"
-        return "in the model" if self.inside else "outside the model"
+        if self.inside:
+            return "in the model"
+        return "outside the model"
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,13 @@ class Finding(Place):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        known = f" This is {self.pattern}." if self.pattern else ""
+        cause = f"{self.cause}: {self.why}"
+        if self.pattern:
+            cause += f" This is {self.pattern}."
         parts = (
             ("at", self.shown),
             ("in", ", ".join(map(str, self.inputs))),
-            ("cause", f"{self.cause}: {self.why}{known}"),
+            ("cause", cause),
             *self.notes,
             ("remedy", self.remedy),
         )
@@ -186,7 +190,7 @@ class Tracker:
     def __init__(self, *models: nn.Module) -> None:
         """Collects the names."""
         # Qualified name of each module and of each parameter.
-        self.names: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.names = weakref.WeakKeyDictionary[nn.Module, str]()
         self.parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         # Whether the last module that was called ran under autocast. Operators cannot tell: in a
         # dispatch mode autocast is off.
@@ -194,14 +198,14 @@ class Tracker:
         # Whether models are found as they are called.
         self._discovers = not models
         # The models, unwrapped, in order: a dict serves as an ordered set.
-        self._models: MutableMapping[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._models = weakref.WeakKeyDictionary[nn.Module, None]()
         for model in models:
             self._models[unwrapped(model)] = None
         self._state = _ThreadState()
         # The thread that started tracking.
         self._thread = 0
         # Sites by thread and sequence number, the oldest first.
-        self._sites: OrderedDict[tuple[int, int], Site] = OrderedDict()
+        self._sites = OrderedDict[tuple[int, int], Site]()
         self._add_names()
 
     @contextmanager
@@ -219,8 +223,9 @@ class Tracker:
         finally:
             before.remove()
             after.remove()
-            if own_filter in warnings.filters:
-                cast(list[Any], warnings.filters).remove(own_filter)
+            filters: Any = warnings.filters
+            if own_filter in filters:
+                filters.remove(own_filter)
             self._state = _ThreadState()
             self._sites.clear()
 
@@ -243,7 +248,9 @@ class Tracker:
     @property
     def direction(self) -> Direction:
         """``"backward"`` while autograd computes gradients, also where a checkpoint recomputes."""
-        return "forward" if backward_id() == -1 else "backward"
+        if backward_id() == -1:
+            return "forward"
+        return "backward"
 
     @property
     def may_stop(self) -> bool:
@@ -386,7 +393,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yields each model with the prefix of its names, which is ``""`` for a single model."""
-    seen: Counter[str] = Counter()
+    seen = Counter[str]()
     models = list(models)
     for model in models:
         name = type(model).__name__

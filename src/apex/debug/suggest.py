@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes
-from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.conversion.state import state_of
 from apex._torch import ranks
@@ -244,7 +243,7 @@ class _Trials:
         self._model = model
         self._arguments = arguments
         self._loss_fn = loss_fn
-        self._policy: Policy = to_policy(level_defaults("O5"))
+        self._policy = to_policy(level_defaults("O5"))
         self.trace = RoundingTrace(model)
         self.required: list[str] = []
         self._reference = self._in_fp32()

@@ -129,8 +129,8 @@ class History:
             integer("limit", limit, least=1)
         prepared, _ = _prepared_state("History", optimizer)
         # Numbers on their way to the host, by loss.
-        self._readback: Readback[int] = Readback()
-        self._passes: deque[Pass] = deque(maxlen=limit)
+        self._readback = Readback[int]()
+        self._passes = deque[Pass](maxlen=limit)
         # Number of passes recorded, including those beyond the limit.
         self._seen = 0
         stop_listening = _listen(prepared, weakref.proxy(self))
@@ -157,18 +157,19 @@ class History:
     @property
     def skipped(self) -> int:
         """How many of ``passes`` overflowed."""
-        return len(_skipped(self.passes))
+        return sum(item.overflow for item in self.passes)
 
     def __str__(self) -> str:
         """Returns one line per loss."""
         lines = []
         for loss_id, passes in _by_loss(self.passes).items():
+            count = counted(len(passes), "backward pass", "es")
+            skipped = sum(item.overflow for item in passes)
             scales = [item.loss_scale for item in passes]
             norms = [item.grad_norm for item in passes]
             largest = max(filter(math.isfinite, norms), default=math.nan)
             lines.append(
-                f"Loss {loss_id}: {counted(len(passes), 'backward pass', 'es')}, "
-                f"{len(_skipped(passes))} skipped; "
+                f"Loss {loss_id}: {count}, {skipped} skipped; "
                 f"scale {scales[-1]:g}, from {min(scales):g} to {max(scales):g}; "
                 f"gradient norm {norms[-1]:.3g}, at most {largest:.3g}"
             )
@@ -207,11 +208,13 @@ class History:
         scales, norms = cast(Any, figure.subplots(2, 1, sharex=True))
         for loss_id, passes in _by_loss(self.passes).items():
             name = f"loss {loss_id}"
-            skipped = _skipped(passes)
+            index = [item.index for item in passes]
+            scales.step(index, [item.loss_scale for item in passes], where="post", label=name)
+            norms.plot(index, [item.grad_norm for item in passes])
+            skipped = [item for item in passes if item.overflow]
+            index = [item.index for item in skipped]
             label = f"{name}: overflow, step skipped ({len(skipped)})"
-            scales.step(*_series(passes, "loss_scale"), where="post", label=name)
-            scales.plot(*_series(skipped, "loss_scale"), "v", label=label)
-            norms.plot(*_series(passes, "grad_norm"))
+            scales.plot(index, [item.loss_scale for item in skipped], "v", label=label)
         scales.set(ylabel="loss scale")
         scales.set_yscale("log", base=2)
         scales.legend()
@@ -240,19 +243,10 @@ class History:
 
 def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
     """Returns the passes of each loss, in order of the losses."""
-    by_loss: defaultdict[int, list[Pass]] = defaultdict(list)
+    by_loss = defaultdict[int, list[Pass]](list)
     for item in passes:
         by_loss[item.loss_id].append(item)
     return dict(sorted(by_loss.items()))
-
-
-def _skipped(passes: Sequence[Pass]) -> list[Pass]:
-    return [item for item in passes if item.overflow]
-
-
-def _series(passes: Sequence[Pass], name: str) -> tuple[list[int], list[float]]:
-    """Returns the indices of passes, and one number of each: the points of a plot."""
-    return [item.index for item in passes], [getattr(item, name) for item in passes]
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
