@@ -429,13 +429,17 @@ def node_name() -> str:
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
-_ENGINE = {_TORCH + os.path.join("autograd", name) for name in ("graph.py", "__init__.py")}
-_APEX_SCALERS = (
-    "_engine/scaler.py _engine/gradients.py _engine/backward.py amp/scaler.py "
-    "fp16_utils/loss_scaler.py fp16_utils/master_wrapper.py"
+
+# How the files end that start a backward pass, and those that scale losses and unscale gradients.
+_ENGINE = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
+_SCALERS = (
+    "/torch/amp/grad_scaler.py",
+    "/apex/_engine/scaler.py",
+    "/apex/_engine/backward.py",
+    "/apex/amp/scaler.py",
+    "/apex/fp16_utils/loss_scaler.py",
+    "/apex/fp16_utils/master_wrapper.py",
 )
-_SCALERS = {os.path.join(_APEX, "apex", *name.split("/")) for name in _APEX_SCALERS.split()}
-_SCALERS.add(os.path.join(_TORCH, "amp", "grad_scaler.py"))
 
 
 def innermost_line() -> str:
@@ -479,9 +483,10 @@ def _innermost(*kinds: str) -> tuple[str, str]:
 @functools.cache
 def _kind(filename: str) -> str:
     """Returns whose code a file is: ``"engine"``, ``"scaler"``, ``"library"`` or ``"user"``."""
-    if filename in _ENGINE:
+    path = filename.replace(os.sep, "/")
+    if path.endswith(_ENGINE):
         return "engine"
-    if filename in _SCALERS:
+    if path.endswith(_SCALERS):
         return "scaler"
     if filename.startswith((_TORCH, _APEX, "<frozen")):
         return "library"
