@@ -131,23 +131,23 @@ class Held(NamedTuple):
 
 def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[Held]:
     """Yields the parameters, buffers, gradients, masters and state of models and optimizers."""
-    names: dict[int, str] = {}
+    names: dict[Tensor, str] = {}
     for prefix, model in prefixed(models):
         for name, param in named_parameters(model):
-            names[id(param)] = prefix + name
+            names[param] = prefix + name
             yield from _with_gradient(prefix + name, "parameter", param)
         for name, buffer in model.named_buffers():
             yield Held(prefix + name, "buffer", buffer)
     for optimizer in optimizers:
         prepared = prepared_state(optimizer)
         pairs = [] if prepared is None else prepared.pairs
-        weights = {id(pair.master): pair.model for pair in pairs}
+        weights: dict[Tensor, Tensor] = {pair.master: pair.model for pair in pairs}
         for param in params_of(optimizer):
-            weight = weights.get(id(param), param)
-            name = names.get(id(weight), "(a parameter of another model)")
+            weight = weights.get(param, param)  # by identity: a tensor's hash is its id
+            name = names.get(weight, "(a parameter of another model)")
             if weight is not param:
                 yield from _with_gradient(name, "master", param)
-            elif id(param) not in names:
+            elif param not in names:
                 yield from _with_gradient(name, "parameter", param)
             for key, value in optimizer.state.get(param, {}).items():
                 yield Held(name, f"state {key}", value)

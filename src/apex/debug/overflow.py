@@ -98,12 +98,12 @@ class _Observed:
         self.call = call
         self.has_copies = True
         self._read = list(floating(call.arguments))
-        self._overwritten: dict[int, _Input] = {}
+        self._overwritten: dict[Tensor, _Input] = {}
         if call.traits.reads_written:
             self._keep(call.written, limit)
         else:
-            unread = set(map(id, call.written))
-            self._read = [tensor for tensor in self._read if id(tensor) not in unread]
+            unread = set(call.written)  # a tensor's hash is its id
+            self._read = [tensor for tensor in self._read if tensor not in unread]
 
     def _keep(self, overwritten: list[Tensor], limit: int) -> None:
         """Keeps the kinds of the inputs that the call overwrites, and copies of their values."""
@@ -112,11 +112,11 @@ class _Observed:
             values = tensor
             if self.has_copies:
                 values = tensor.detach().clone()
-            self._overwritten[id(tensor)] = _Input(tensor, values, kind_of(tensor))
+            self._overwritten[tensor] = _Input(tensor, values, kind_of(tensor))
 
     def values_of(self, tensor: Tensor) -> Tensor:
         """Returns the values of an argument before the call."""
-        known = self._overwritten.get(id(tensor))
+        known = self._overwritten.get(tensor)
         if known is None:
             return tensor
         return known.values
@@ -126,7 +126,7 @@ class _Observed:
         """The arguments that the call reads."""
         inputs = []
         for tensor in self._read:
-            known = self._overwritten.get(id(tensor))
+            known = self._overwritten.get(tensor)
             if known is None:
                 known = _Input(tensor, tensor, kind_of(tensor))
             inputs.append(known)
@@ -298,11 +298,11 @@ class OverflowTrace(Trace):
     def _mark_bad(self, observed: _Observed, bad: list[Tensor], kind: str) -> None:
         """Records the birth of non-finite outputs, and whether they reach a weight."""
         birth = self._origin(observed, bad[0], kind)
-        written = set(map(id, observed.call.written))
+        written = set(observed.call.written)
         for tensor in bad:
             self._born.note(tensor, birth)
             # Batch norms in eval mode leave their statistics alone.
-            if id(tensor) in written:
+            if tensor in written:
                 self._reach_weight(birth, tensor)
 
     def _mark_fate(self, observed: _Observed, *, is_finite: bool) -> None:
