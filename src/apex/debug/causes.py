@@ -231,4 +231,6 @@ def _exceeds_fp16(birth: Birth) -> bool:
     numbers = [0.0, *birth.numbers]
     if max(numbers) > _LARGE and birth.feeds_softmax:  # a mask that is subtracted
         return True
-    return min(numbers) < -65504.0 or birth.lowest < -_LARGE
+    if min(numbers) < -65504.0:
+        return True
+    return birth.lowest < -_LARGE

@@ -207,7 +207,7 @@ def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
     device = accelerator()
     if device is not None:
         kind = device.type
-    indices: set[int] = set()
+    indices = set()
     if kind == "mps":  # has one generator and no device indices, so fork_rng cannot save it
         stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
     else:
@@ -271,7 +271,10 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[s
     for row in table:
         cells = []
         for cell, width, is_left in zip(row, widths, left, strict=True):
-            cells.append(cell.ljust(width) if is_left else cell.rjust(width))
+            if is_left:
+                cells.append(cell.ljust(width))
+            else:
+                cells.append(cell.rjust(width))
         rows.append(cells)
     return rows
 

@@ -215,7 +215,9 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
     """Returns the cells of an operator; its time is a share of ``seconds``."""
     module = row.module
     if not module:
-        module = "(model)" if row.inside else "(outside)"
+        module = "(outside)"
+        if row.inside:
+            module = "(model)"
     dtypes_in = " + ".join(map(common.short, row.dtypes_in or [""]))
     cast_bytes = ""
     if row.cast_bytes:

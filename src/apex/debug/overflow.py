@@ -281,7 +281,7 @@ class OverflowTrace(Trace):
         call = observed.call
         if call.base.startswith(tracing.SAVES_INFINITIES):
             result = result[:1]
-        bad: list[Tensor] = []
+        bad = []
         worst = "inf"
         for tensor in tracing.outputs(call, result):
             kind = kind_of(tensor)
@@ -474,7 +474,8 @@ class OverflowTrace(Trace):
     def _measure(self, birth: Birth, observed: _Observed) -> None:
         """Records the inputs' ranges and the true result, unless the inputs are too large."""
         values = [read.values for read in observed.inputs]
-        if not observed.has_copies or sum(map(Tensor.numel, values)) > _MAX_COPIED:
+        elements = sum(map(Tensor.numel, values))
+        if elements > _MAX_COPIED or not observed.has_copies:
             return
         birth.inputs = tuple(map(tracing.values_of, values[:_MAX_INPUTS]))
         if not birth.given:
@@ -531,7 +532,9 @@ class OverflowTrace(Trace):
         """Returns whether a call belongs to an optimizer step or writes masters to the model."""
         if self._tracker.module[1] or self._tracker.direction == "backward":
             return False
-        return self._in_step or any(map(self._is_weight, call.written))
+        if self._in_step:
+            return True
+        return any(map(self._is_weight, call.written))
 
     def _heaviest_weight(self, call: Call) -> float:
         """Returns the largest absolute value of the parameters, or their casts, that a call got."""

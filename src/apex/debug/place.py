@@ -408,8 +408,11 @@ def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 def owner_of(parameter: str) -> str:
     """Returns the name of the module that owns the named parameter."""
-    name = parameter.rpartition(":")[2].rpartition(".")[2]
-    return parameter.removesuffix(name).removesuffix(".")
+    module, dot, _ = parameter.rpartition(".")
+    if dot:
+        return module
+    model, colon, _ = parameter.rpartition(":")
+    return model + colon
 
 
 # -- autograd nodes by name ----------------------------------------------------------------------

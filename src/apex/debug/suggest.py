@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -257,7 +257,7 @@ class _Trials:
                 "must not keep state outside itself; eval() may help."
             )
 
-    def run(self, fp32: Sequence[str], *, trace: bool = False) -> float:
+    def run(self, fp32: list[str], *, trace: bool = False) -> float:
         """Returns the gradients' error with the modules ``fp32`` and ``required`` in fp32."""
         while True:
             model = copy.deepcopy(self._model)
@@ -270,7 +270,7 @@ class _Trials:
                     raise
                 self.required.append(name)
 
-    def _run(self, model: nn.Module, fp32: Sequence[str], *, trace: bool) -> float:
+    def _run(self, model: nn.Module, fp32: list[str], *, trace: bool) -> float:
         """Prepares a model in a session that affects no other model, and runs it."""
         plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
         inputs.check_models([model], plan)

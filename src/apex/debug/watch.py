@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -241,7 +241,7 @@ class History:
             self._seen += 1
 
 
-def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
+def _by_loss(passes: list[Pass]) -> dict[int, list[Pass]]:
     """Returns the passes of each loss, in order of the losses."""
     by_loss = defaultdict[int, list[Pass]](list)
     for item in passes:
