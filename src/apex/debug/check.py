@@ -248,7 +248,8 @@ class FrozenUpdates:
     def _after(self, *_: object) -> None:
         """Counts the weights after the step."""
         for param, old, wanted in self._wanted:
-            moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
+            differs = wanted != old.to(wanted.dtype)
+            moves = differs & torch.isfinite(wanted)
             stays = moves & (param.detach() == old)
             frozen = int(stays.count_nonzero())  # sync: a diagnosis on request
             self.wanted += int(moves.count_nonzero())  # sync: as above

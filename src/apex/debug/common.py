@@ -44,7 +44,8 @@ def checked_model(caller: str, model: Any, loss_fn: object) -> nn.Module:
 
     ``loss_fn`` is None or a function. A class, such as ``nn.MSELoss``, is not accepted.
     """
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+    is_function = callable(loss_fn) and not isinstance(loss_fn, type)
+    if loss_fn is not None and not is_function:
         raise TypeError(
             f"{caller} got {arguments.kind(loss_fn)} as loss_fn; it takes a function of the "
             "model's output that returns the loss."
@@ -81,7 +82,8 @@ def loss_of(
                 f"{caller} got a model whose output ({type(output).__name__}) holds no "
                 f"floating-point tensor, so it cannot derive a loss. Pass loss_fn=....{instead}"
             )
-        loss = torch.stack([_widened(tensor).square().mean() for tensor in floating]).sum()
+        means = [_widened(tensor).square().mean() for tensor in floating]
+        loss = torch.stack(means).sum()
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"{caller}'s loss_fn returned {type(loss).__name__}; it must take the model's output "

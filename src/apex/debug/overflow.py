@@ -139,7 +139,7 @@ class OverflowTrace(Trace):
     _NAME = "trace_overflow"
 
     def __init__(self, *models: nn.Module, scaler: Any = None) -> None:
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        if not isinstance(scaler, torch.amp.GradScaler | None):
             raise TypeError(
                 f"amp.debug.trace_overflow got {type(scaler).__name__} as the scaler; it takes the "
                 "torch.amp.GradScaler that scales the losses."
@@ -261,7 +261,8 @@ class OverflowTrace(Trace):
         birth = None
         if kind_of(gradient):
             birth = self._born.of(gradient)
-        if birth is not None and birth.heals and self._scaled.loss_scale[0] < birth.scale:
+        scale, _ = self._scaled.loss_scale
+        if birth is not None and birth.heals and scale < birth.scale:
             # The scaler has backed off since, and nothing has cleared the gradient.
             self._add_misuse(call.name, birth.scale, "stale", cause="gradients")
         self._births.reach_gradient(name, birth, backward=backward_id())

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -65,7 +66,9 @@ class Place:
     @property
     def shown(self) -> str:
         """The location and, on a line of its own, the source; ``""`` if there is none."""
-        return "\n".join(filter(None, [self.location, self.source]))
+        if not self.source:
+            return self.location
+        return f"{self.location}\n{self.source}"
 
     @property
     def where(self) -> str:
@@ -430,7 +433,7 @@ def node_name() -> str:
 # -- frames --------------------------------------------------------------------------------------
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_APEX = str(Path(__file__).absolute().parents[2]) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 # How the files end that start a backward pass, and those that scale losses and unscale gradients.

@@ -313,7 +313,8 @@ class _Trials:
                 continue
             distance = float((gradients[name] - exact).norm())
             squares.append((distance / size) ** 2)
-        return math.sqrt(sum(squares) / max(1, len(squares)))
+        mean = sum(squares) / max(1, len(squares))
+        return math.sqrt(mean)
 
 
 def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:

@@ -230,14 +230,16 @@ class History:
         scaler = ended.scaler
         scale = scaler.loss_scale
         norm = _norm(prepared.params()).to(scale.device, torch.float32)
-        self._readback.send(scaler.loss_id, torch.stack([scale, scaler.found_inf, norm]))
+        numbers = torch.stack([scale, scaler.found_inf, norm])
+        self._readback.send(scaler.loss_id, numbers)
         self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
         """Records the passes whose numbers have arrived on the host, or waits for all."""
         for loss_id, numbers in self._readback.poll(wait=wait):
             scale, found_inf, norm = numbers
-            self._passes.append(Pass(self._seen, loss_id, scale, found_inf != 0.0, norm))
+            overflow = found_inf != 0.0
+            self._passes.append(Pass(self._seen, loss_id, scale, overflow, norm))
             self._seen += 1
 
 
