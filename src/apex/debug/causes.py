@@ -81,7 +81,9 @@ def explained(
     section: str, ways: list[str], *, cause: str, dtype: str, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the attributes of a finding that explain its cause; ``facts`` fill the braces."""
-    why = data()[section].get("why") or data()[cause]["why"]
+    why = data()[section].get("why")
+    if why is None:
+        why = data()[cause]["why"]
     return {
         "cause": cause,
         "dtype": dtype,
@@ -189,9 +191,9 @@ _LARGE = 1e7
 def _facts(birth: Birth) -> dict[str, Any]:
     """Returns the facts that the conditions of causes.ini name, and those in its braces."""
     info = torch.finfo(birth.dtype)
+    is_large = 1e9 < birth.largest < info.max  # the largest number is a mask's
     grown = birth.grown
-    # The largest number of the dtype is a mask's.
-    if birth.steps and not birth.fits_fp32 and 1e9 < birth.largest < info.max:
+    if birth.steps and is_large and not birth.fits_fp32:
         grown = True
     true = birth.true or 0.0
     shown = "more"

@@ -237,7 +237,8 @@ class FrozenUpdates:
         """Records a beta that rounds to 1 in the dtype of the squared gradients' average."""
         beta = group.get("betas", [0.0])[-1]
         for param in group["params"]:
-            average = optimizer.state.get(param, {}).get("exp_avg_sq")
+            state = optimizer.state.get(param, {})
+            average = state.get("exp_avg_sq")
             if average is None:
                 continue
             eps = torch.finfo(average.dtype).eps

@@ -270,7 +270,8 @@ class _Costs(Trace):
         is_cast = call.name == _CAST and inputs and outputs
         moved = 0
         if is_cast and inputs[0].dtype is not outputs[0].dtype:
-            moved = inputs[0].numel() * (inputs[0].itemsize + outputs[0].itemsize)
+            size = inputs[0].itemsize + outputs[0].itemsize
+            moved = size * inputs[0].numel()
         row = OpRow(
             *self._tracker.module,
             self._tracker.direction,

@@ -204,12 +204,12 @@ class OverflowTrace(Trace):
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         """Adds a step on gradients that carry a loss scale, or from which the scale backs off."""
-        gradients = list(floating([param.grad for param in params_of(optimizer)]))
+        gradients = [param.grad for param in params_of(optimizer)]
         scale = self._scaled.scale_of(gradients)
         if scale != 1.0:
             self._add_misuse("step", scale, "step")
         elif prepared_state(optimizer) is None:  # amp skips the step of a prepared one
-            for gradient in gradients:
+            for gradient in floating(gradients):
                 overflow = self._born.of(gradient)
                 if overflow is not None and overflow.heals:
                     self._add_misuse("step", overflow.scale, "step", cause="skipped step")
@@ -526,7 +526,9 @@ class OverflowTrace(Trace):
 
     def _reach_weight(self, birth: Birth, tensor: Tensor) -> None:
         """Records that a birth's values have reached a weight, if the tensor is one."""
-        if not (birth.deliberate or birth.stepped) and self._is_weight(tensor):
+        if birth.deliberate or birth.stepped:
+            return
+        if self._is_weight(tensor):
             self._births.reach(birth)
 
     def _is_update(self, call: Call) -> bool:

@@ -258,12 +258,16 @@ class Tracker:
     @property
     def may_stop(self) -> bool:
         """Whether this is the thread that started tracking, outside any backward pass."""
-        return backward_id() == -1 and threading.get_ident() == self._thread
+        if self.direction == "backward":
+            return False
+        return threading.get_ident() == self._thread
 
     @property
     def runs_formula(self) -> bool:
         """Whether autograd's own formula of a derivative is running, not user code."""
-        return self.direction == "backward" and not line_within_backward()
+        if self.direction == "forward":
+            return False
+        return not line_within_backward()
 
     @property
     def place(self) -> Place:

@@ -167,7 +167,8 @@ class History:
             skipped = sum(item.overflow for item in passes)
             scales = [item.loss_scale for item in passes]
             norms = [item.grad_norm for item in passes]
-            largest = max(filter(math.isfinite, norms), default=math.nan)
+            finite = filter(math.isfinite, norms)
+            largest = max(finite, default=math.nan)
             lines.append(
                 f"Loss {loss_id}: {count}, {skipped} skipped; "
                 f"scale {scales[-1]:g}, from {min(scales):g} to {max(scales):g}; "
