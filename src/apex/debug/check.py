@@ -211,7 +211,7 @@ class FrozenUpdates:
         return self.frozen / self.wanted
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
-        """Computes the intended values of a step; a GradScaler has unscaled the gradients."""
+        """Computes the values that a step should write; a GradScaler has unscaled the gradients."""
         if self.busy or self._only not in (None, optimizer):  # a copy steps, or another optimizer
             return
         self._steps += 1

@@ -1,4 +1,4 @@
-"""What several tools share: checked arguments, preserved state, text and JSON."""
+"""Functions that several tools share: checked arguments, preserved state, text and JSON."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "
 
 
 def short(dtype: str) -> str:
-    """Returns a dtype's short name, such as ``"bf16"``, or a dash."""
+    """Returns a dtype's short name, such as ``"bf16"``; a dash for ``""``."""
     return _SHORT.get(dtype, dtype) or "—"
 
 
@@ -255,7 +255,7 @@ def counted(count: int, noun: str, plural: str = "s") -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first three names, and how many more there are."""
+    """Returns the first three names, and the number of the others."""
     text = ", ".join(names[:3])
     more = len(names) - 3
     if more > 0:

@@ -237,7 +237,7 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
 
 
 class _Costs(Trace):
-    """Times every operator on floating-point tensors that computes; views do not."""
+    """Times every operator on floating-point tensors, except views, which compute nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

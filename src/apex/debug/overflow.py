@@ -26,37 +26,38 @@ from apex.debug.scaled import ScaledGradients
 from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
 
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
-_MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}  # -inf
+# These map -inf to 0, the right result.
+_MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
 _FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO
 _PARAMETERS = {"parameter", "master"}
 _MAX_INPUTS = 4
 
 _GROWTH = 10.0
-"""Growth of the largest weight from which a training diverges."""
+"""A training diverges if its largest weight has grown by more than this factor."""
 
 _MAX_COPIED = 2**24
-"""Elements of the arguments of one call that are copied, at most: 64 MiB in fp32."""
+"""Largest number of elements that are copied for one call: 64 MiB in fp32."""
 
 
 def trace_overflow(*models: nn.Module, scaler: Any = None) -> OverflowTrace:
     """Returns a context that finds the first operator that overflows, its cause and a remedy.
 
     Enter it around one or more whole iterations, forward and backward; it may include
-    ``optimizer.step``. The trace covers every operator, whatever calls it; the models provide the
+    ``optimizer.step``. The trace covers every operator, also outside the models, which provide the
     names of modules. Deliberate infinities (masks) count as a fault only once they produce a NaN or
     reach a gradient.
 
     A check and a host sync follow each operator, so an iteration takes several times as long. The
-    trace copies what operators overwrite, one operator at a time: at most 2**24 elements (64 MiB in
-    fp32), and nothing while an optimizer steps. Models under ``torch.compile`` run uncompiled
-    inside the context, as compiled code is opaque.
+    trace copies the tensors that an operator overwrites, for one operator at a time, and at most
+    2**24 elements (64 MiB in fp32). It copies nothing while an optimizer steps. Models under
+    ``torch.compile`` run uncompiled inside the context, because compiled code is opaque.
 
     Args:
-        models: Models, as passed to ``amp.initialize`` or since wrapped by ``torch.compile`` or
-            DistributedDataParallel; or plain models. Without any, they are found as they are
+        models: The models, plain or prepared by ``amp.initialize``, and perhaps wrapped by
+            ``torch.compile`` or DistributedDataParallel. Without any, models are found as they are
             called.
-        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``, needed only if it
-            scales the loss before the context is entered.
+        scaler: The ``torch.amp.GradScaler`` of a loop without ``amp.initialize``. It is needed only
+            if it scales the loss before the context is entered.
 
     Returns:
         An :class:`OverflowTrace` context; its ``first`` is the fault, or None.
@@ -166,7 +167,7 @@ class OverflowTrace(Trace):
 
     @property
     def first(self) -> Finding | None:
-        """The first fault; None if all values were finite or all others were harmless."""
+        """The first fault; None if all non-finite values were harmless."""
         return finding_of(self._births.first())
 
     @property
@@ -354,7 +355,7 @@ class OverflowTrace(Trace):
     # -- where values come from --------------------------------------------------------------------
 
     def _births_read(self, observed: _Observed) -> list[Birth]:
-        """Returns the births of the non-finite inputs."""
+        """Returns the births of a call's non-finite inputs."""
         return [self._input_birth(read, observed) for read in observed.inputs if read.kind]
 
     def _origin(self, observed: _Observed, bad: Tensor, kind: str) -> Birth:
@@ -395,7 +396,8 @@ class OverflowTrace(Trace):
             birth = self._birth_outside(read, observed)
             self._born.note(read.argument, birth)
         else:
-            self._reach_weight(birth, read.values)  # of an average that was not called
+            # A model that was written before its first call, such as an average, is known by now.
+            self._reach_weight(birth, read.values)
         return birth
 
     def _birth_outside(self, read: _Input, observed: _Observed) -> Birth:
@@ -465,7 +467,7 @@ class OverflowTrace(Trace):
         if birth.backward:
             birth.scale, birth.dynamic = self._scaled.loss_scale
         else:
-            # A norm of scaled gradients may overflow. What comes of it is what counts.
+            # A norm of scaled gradients may overflow. It is a fault only if a result is non-finite.
             birth.absorbed = self._scaled.scale_of(call.arguments) != 1.0
         if not deliberate and not self._in_step:
             self._measure(birth, observed)
@@ -503,7 +505,7 @@ class OverflowTrace(Trace):
     # -- weights -------------------------------------------------------------------
 
     def _held(self) -> ByMemory[Held]:
-        """Returns what the models and the optimizers that have stepped hold."""
+        """Returns the tensors of the models, and of the optimizers that have stepped."""
         held = ByMemory[Held]()
         for item in held_by(self._tracker.models, self._optimizers):
             for tensor in floating(item.value):
@@ -555,7 +557,7 @@ class OverflowTrace(Trace):
 
 
 def headed(finding: Finding) -> str:
-    """Returns a finding behind the word for what it is."""
+    """Returns the text of a finding, headed by its kind."""
     word = "First inf"
     if finding.kind == "nan":
         word = "First NaN"
@@ -567,14 +569,14 @@ def headed(finding: Finding) -> str:
 
 
 def hit_lines(finding: Finding, gradients: Sequence[str]) -> list[str]:
-    """Returns the report's line on the parameters whose gradients were hit; none without any."""
+    """Returns the report's line on parameters with non-finite gradients; no line without any."""
     if finding.kind == "scaled" or not gradients:
         return []
     return [f"  hit    the gradients of {listed(gradients)}"]
 
 
 def _numbers(call: Call) -> Iterator[float]:
-    """Yields the numbers that the script itself gave to a call."""
+    """Yields the Python numbers that the script passed to a call."""
     if call.name == "aten.lift_fresh" and call.args[0].dim() == 0:
         yield float(call.args[0])
     for value in tracing.leaves(call.arguments):
@@ -583,7 +585,7 @@ def _numbers(call: Call) -> Iterator[float]:
 
 
 def _number(call: Call) -> float | None:
-    """Returns the inf or NaN that the script itself gave to a call, as a number; None without."""
+    """Returns the inf or NaN that the script passed to a call as a number; None without one."""
     for number in _numbers(call):
         if not math.isfinite(number):
             return number

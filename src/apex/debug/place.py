@@ -36,7 +36,7 @@ _current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", l
 _next_sequence: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
 _MAX_SITES = 2**17
-"""Autograd nodes whose sites are kept, the latest; a graph seldom has more."""
+"""Number of autograd nodes whose sites are kept, the latest ones. A graph seldom has more."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Place:
         module: Qualified name of the innermost module; ``""`` for the model itself and outside it.
         inside: Whether a model was running, forward or backward.
         direction: ``"forward"`` or ``"backward"``, also where a checkpoint recomputes a forward.
-        location: ``"file:line"`` of user code, in a backward pass of the forward; ``""`` if none.
+        location: ``"file:line"`` of user code; in a backward pass, the line of the forward. ``""``
+            if there is none.
     """
 
     module: str
@@ -90,13 +91,13 @@ class Finding(Place):
             ``"cancellation"``, ``"chain"``, ``"lost update"``, ``"underflow"``, ``"frozen"``.
         dtype: Name of the dtype of the result.
         what: What happened, in a line.
-        cause: Why, in one to three words.
-        why: Why, in a sentence.
+        cause: The cause, in one to three words.
+        why: The cause, in a sentence.
         remedies: What to do, the most likely way first.
         inputs: Ranges of the inputs, at most four.
         pattern: The formula to avoid, such as ``"exp of a large number"``; ``""`` if none is known.
-        heals: Whether a dynamic loss scale backs off from it, as it does to find its value.
-        notes: What else to know, each a label of at most six letters and a text.
+        heals: Whether a dynamic loss scale backs off from it, so that training goes on.
+        notes: Further facts, each a label of at most six letters and a text.
     """
 
     op: str
@@ -349,7 +350,8 @@ class Tracker:
             return Site(Place(owner_of(name), True, "backward", ""))
         number = node._sequence_nr()
         site = self._sites.get((threading.get_ident(), number))
-        if site is None or site.task == backward_id():  # no node that this pass can run
+        # This pass cannot run a node that it created itself: see Note [Sequence numbers].
+        if site is None or site.task == backward_id():
             site = self._sites.get((self._thread, number))
         return site
 
@@ -426,7 +428,10 @@ def owner_of(parameter: str) -> str:
 
 
 def node_name() -> str:
-    """Returns the running autograd node's operator, ``"Sqrt"`` for ``SqrtBackward0``, or ``""``."""
+    """Returns the running autograd node's operator: ``"Sqrt"`` for ``SqrtBackward0``.
+
+    Returns ``""`` outside a backward pass.
+    """
     node = _current_node()
     if node is None:
         return ""
@@ -440,7 +445,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _APEX = str(Path(__file__).absolute().parents[2]) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
-# How the files end that start a backward pass, and those that scale losses and unscale gradients.
+# Ends of file names: files that start a backward pass, and files of loss scalers.
 _ENGINE = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
 _SCALERS = (
     "/torch/amp/grad_scaler.py",
@@ -480,7 +485,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def _innermost(*kinds: str) -> tuple[str, str]:
-    """Returns the kind and the line of the innermost running frame of these kinds; "" without."""
+    """Returns the kind and the line of the innermost frame of these kinds; ``""`` if none runs."""
     for frame, number in traceback.walk_stack(inspect.currentframe()):
         code = frame.f_code
         kind = _kind(code.co_filename)

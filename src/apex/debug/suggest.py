@@ -33,7 +33,7 @@ from apex.debug import common
 from apex.debug.rounding import RoundingTrace
 
 _EXPLAINED = 1.1
-"""Errors up to this multiple of what remains with all faulty modules in fp32 are explained."""
+"""Errors up to this multiple of the error with all faulty modules in fp32 are explained."""
 
 _REPRODUCIBLE = 1e-3
 """Largest error between two runs in fp32."""

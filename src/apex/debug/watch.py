@@ -156,7 +156,7 @@ class History:
 
     @property
     def skipped(self) -> int:
-        """How many of ``passes`` overflowed."""
+        """Number of ``passes`` that overflowed."""
         return sum(item.overflow for item in self.passes)
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ class History:
         return "\n".join(lines) or "No backward pass recorded yet."
 
     def to_json(self) -> str:
-        """Returns ``passes`` as a JSON array of objects; a norm of inf or NaN is null."""
+        """Returns ``passes`` as a JSON array of objects; a norm that is inf or NaN is null."""
         return to_json(self.passes)
 
     def to_tensorboard(self, writer: Any, prefix: str = "amp") -> None:
