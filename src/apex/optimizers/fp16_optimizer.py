@@ -27,7 +27,7 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         return [_flat_memory(params) for params in self._stepped()]
 
     def _joined(self, params: list[nn.Parameter]) -> Any:
-        return flatten([param.detach() for param in params])
+        return flatten(super()._joined(params))
 
 
 @torch.no_grad()
