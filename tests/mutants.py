@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "a saved entry that is the rounded weight",
         f"{ENGINE}/masters.py",
-        "torch.where(exact.to(weight.dtype) == weight, exact, weight)",
+        "torch.where(rounded == weight, exact, weight)",
         "weight",
         "tests/model/test_state_dict.py tests/loop/test_masters.py",
     ),
@@ -126,9 +126,9 @@ MUTANTS = [
     Mutant(
         "the wrong operator named",
         "apex/debug/overflow.py",
-        "        if not births:\n            return self._first_birth(call, before, bad, kind)\n",
+        "        if not births:\n            return self._first_birth(observed, bad, kind)\n",
         "        if not births or births:\n"
-        "            return self._first_birth(call, before, bad, kind)\n",
+        "            return self._first_birth(observed, bad, kind)\n",
         "tests/debug/test_planted_faults.py tests/debug/test_overflow.py",
     ),
     Mutant(

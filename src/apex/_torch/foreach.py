@@ -86,7 +86,9 @@ def _by_dtype(
     In torch 2.6 to 2.10, CUDA's copy writes past targets of several
     (https://github.com/pytorch/pytorch/pull/173531).
     """
-    if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
+    target_dtypes = {*map(_dtype, targets)}
+    source_dtypes = {*map(_dtype, sources)}
+    if len(target_dtypes) == len(source_dtypes) == 1:
         kernel(list(targets), list(sources))
         return
     by_dtypes: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
@@ -113,10 +115,12 @@ def divide_(tensors: Sequence[Tensor], divisors: Sequence[Tensor | None]) -> Non
     """
     by_divisor: dict[tuple[Tensor, torch.device], list[Tensor]] = {}
     for tensor, divisor in zip(tensors, divisors, strict=True):
-        if divisor is not None:
-            by_divisor.setdefault((divisor, tensor.device), []).append(tensor)
-    for (divisor, device), divided in by_divisor.items():
-        torch._foreach_div_(divided, moved(divisor, device))
+        if divisor is None:
+            continue
+        same = by_divisor.setdefault((divisor, tensor.device), [])
+        same.append(tensor)
+    for (divisor, device), same in by_divisor.items():
+        torch._foreach_div_(same, moved(divisor, device))
 
 
 update_scale_: Callable[..., Any] = torch._amp_update_scale_

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
 
 least_elements = 2**21
-"""Elements of masters from which on it pays on a CPU.
+"""Fewest elements of masters for which it pays on a CPU.
 
 Time of the end of the backward pass and the step, relative to a step over fp32 gradients (AdamW,
 one thread of a CPU, torch 2.13): 1.0 to 1.5 for 1 M elements in 8 to 32 tensors, 0.5 to 0.8 for
@@ -72,7 +72,7 @@ def begin(prepared: PreparedOptimizer) -> BlockStep | None:
 
 
 class BlockStep(TorchDispatchMode):
-    """One step that takes the model's gradients as they are."""
+    """A dispatch mode around one step, whose kernels take the model's 16-bit gradients."""
 
     def __init__(self, prepared: PreparedOptimizer) -> None:
         """Starts as soon as the optimizer's own pre-hooks have run."""
@@ -168,7 +168,7 @@ class BlockStep(TorchDispatchMode):
 
 
 def _chosen(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
-    """Returns the tensors at some places of a list, which may be empty: a state that is not."""
+    """Returns the tensors at some indices; none of a state that the optimizer does not keep."""
     return [tensors[index] for index in indices] if tensors else []
 
 
@@ -179,21 +179,27 @@ def _run_blocks(
 
     On a CPU, a block has a 64th of all elements, within the bounds.
     """
-    models = [pair.model.detach() for pair in pairs]
-    grads = [cast(Tensor, pair.model.grad) for pair in pairs]
+    models: list[Tensor] = []
+    grads: list[Tensor] = []
+    sizes: list[int] = []
+    for pair in pairs:
+        models.append(pair.model.detach())
+        grads.append(cast(Tensor, pair.model.grad))
+        sizes.append(pair.model.numel())
     operands = [lists[0], grads, *lists[2:]]
-    sizes = [model.numel() for model in models]
     device = models[0].device
+    elements = sum(sizes)
     length = device_elements
     if device.type == "cpu":
-        share = sum(sizes) // 64
-        length = max(_LEAST, min(_GREATEST, share // _LEAST * _LEAST))
-    buffer = torch.empty(min(length, sum(sizes)), dtype=torch.float32, device=device)
+        share = elements // 64 // _LEAST * _LEAST
+        length = max(_LEAST, min(_GREATEST, share))
+    buffer = torch.empty(min(length, elements), dtype=torch.float32, device=device)
     # torch's own function parses some hundred tensors in a third of the operator's time.
     kernel = getattr(torch, func.overloadpacket.__name__)
     for block in _cuts(tuple(sizes), length):
         params, low_grads, *states = [_pieces(tensors, block) for tensors in operands]
-        kernel(params, _filled(buffer, low_grads), *states, **kwargs)
+        wide_grads = _filled(buffer, low_grads)
+        kernel(params, wide_grads, *states, **kwargs)
         foreach.copy_(_pieces(models, block), params)
     increment_version(models)
     masters.mark_synced(pairs)
@@ -228,10 +234,9 @@ def _cuts(sizes: tuple[int, ...], length: int) -> list[_Block]:
 
 
 def _pieces(tensors: Sequence[Tensor], block: _Block) -> list[Tensor]:
-    """Returns the pieces of dense tensors, in the order of memory: a whole one, or a 1-d view.
+    """Returns a block's pieces of dense tensors: a whole tensor, or a 1-d view in memory order.
 
-    A count of steps is a whole one. The list may be empty: a state that the optimizer does not
-    keep.
+    A step count is always whole. The list is empty for a state that the optimizer does not keep.
     """
     pieces: list[Tensor] = []
     if not tensors:
