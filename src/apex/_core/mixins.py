@@ -89,7 +89,7 @@ def with_mixin(mixin: Any, own: type) -> Any:
         swap_class(self, with_mixin(mixin, plain_class(new)))
 
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    overrides: dict[str, Any] = getattr(mixin, "_apex_overrides", lambda own: {})(own)
+    overrides: Any = getattr(mixin, "_apex_overrides", lambda own: {})(own)
     # A class that hides nothing, as dynamo's guards look for methods in its ``__dict__``.
     names[MIXIN] = type(mixin.__name__, (mixin,), overrides)
     names["__class__"] = property(shown_class, change_class)

@@ -60,8 +60,8 @@ def receives(func: Any) -> bool:
 
     It returns an object to wait for.
     """
-    name = func._schema.name
-    return bool(name.startswith("c10d::") and name.endswith("_"))
+    name: str = func._schema.name
+    return name.startswith("c10d::") and name.endswith("_")
 
 
 def written_arguments(func: Any) -> list[tuple[int, Any]]:

@@ -18,7 +18,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of ``model``, then its buffers, each once, by qualified name."""
     stripped = _stripped(model)
-    return {**dict(stripped.named_parameters()), **dict(stripped.named_buffers())}
+    return dict(stripped.named_parameters()) | dict(stripped.named_buffers())
 
 
 def _stripped(model: nn.Module) -> nn.Module:

@@ -38,7 +38,7 @@ _MODULES = (__name__, dynamo.__name__, "torch._ops")
 live: dict[object, AutocastSpec] = {}
 """The specs of live sessions by their tokens, oldest first."""
 
-_registered: set[tuple[str, str]] = set()
+_registered = set[tuple[str, str]]()
 """Device type and operator of each of our kernels."""
 
 _lock = threading.Lock()

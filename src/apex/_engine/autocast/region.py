@@ -177,8 +177,10 @@ class LowPrecisionRegion(Region):
 
     def __init__(self) -> None:
         super().__init__()
+        # Forward passes that are still to be searched.
         self._left = _ACCURATE_FORWARDS
-        self._functions: set[str] = set()
+        # The names of the inaccurate functions that were found.
+        self._functions = set[str]()
 
     def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:
         # An export treats a mode as a side effect of the model.

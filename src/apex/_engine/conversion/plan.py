@@ -15,9 +15,6 @@ from apex._core import dtypes
 from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
-Cast = Callable[[Any, torch.dtype], Any]
-"""Casts the floating tensors in a value to a dtype."""
-
 WIDE = (torch.float32, torch.float64)
 
 FP32_BUFFERS = ("inv_freq", "*.inv_freq")
@@ -34,7 +31,8 @@ class ModelPlan:
         output_dtype: Dtype of every floating tensor that ``forward`` returns.
         keep_batchnorm_fp32: Whether batch norm layers stay in fp32. Their inputs are not cast, and
             their output has the dtype of their input.
-        cast: A cast of inputs and outputs that replaces amp's own; ``None`` for amp's own.
+        cast: Casts the floating tensors in inputs and outputs to a dtype, in place of amp's own
+            cast; ``None`` for amp's own.
         widen_low: Whether 16-bit parameters and buffers become fp32 if ``param_dtype`` is ``None``,
             because operators cast. Float64 parameters are then rejected.
         fp32_modules: Module types and ``fnmatch`` patterns over qualified names. Matching modules
@@ -48,7 +46,7 @@ class ModelPlan:
     param_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     keep_batchnorm_fp32: bool
-    cast: Cast | None
+    cast: Callable[[Any, torch.dtype], Any] | None
     widen_low: bool
     fp32_modules: tuple[type[nn.Module] | str, ...] = ()
     fp32_inputs: tuple[str, ...] = ()
@@ -87,7 +85,7 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Ten
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 kept.update(module.modules())  # also its parametrizations
-    seen: set[int] = set()
+    seen = set[int]()
     # fp32 modules first, because the first to yield a shared tensor decides.
     for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in kept):
         for key, tensor in own_tensors(module, name):
