@@ -161,7 +161,9 @@ class Birth:
         if not self.backward or self.scale <= 1.0:
             return False
         true = self.true or 0.0
-        return math.isinf(true) or true / self.scale <= torch.finfo(self.dtype).max
+        if math.isinf(true):
+            return True
+        return true / self.scale <= torch.finfo(self.dtype).max
 
     @property
     def heals(self) -> bool:
@@ -286,8 +288,9 @@ class Births:
         With ``healing``, overflows from which a dynamic loss scale backs off also count, if there
         are no other faults.
         """
-        faults = [birth for birth in self._reached if not birth.heals]
-        faults += [birth for birth in self._lost.values() if birth.is_lost]
+        lost = [birth for birth in self._lost.values() if birth.is_lost]
+        certain = [birth for birth in self._reached if not birth.heals]
+        faults = certain + lost
         if healing:
             faults = faults or list(self._reached)
         faults = faults or self._unjudged(healing=healing)

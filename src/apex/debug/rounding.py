@@ -249,7 +249,9 @@ class RoundingTrace(Trace):
     def _after(self, call: Call, before: ShadowCall | Exception | None, result: Any) -> None:
         """Computes the shadows of the results; a result without one counts as exact."""
         with without_functions(), suspend_modes():
-            outputs = [] if call.traits.view else tracing.outputs(call, result)
+            outputs = []
+            if not call.traits.view:
+                outputs = tracing.outputs(call, result)
             if outputs and not self._follow(call, before, result):
                 for tensor in outputs:
                     self._shadows.discard(tensor)
@@ -330,10 +332,13 @@ class RoundingTrace(Trace):
         """Returns the row of a result: the error, its cause, and remedies."""
         dtype, error, tolerance, kind = verdict
         inherited = call.inherited
+        growth = "from none"
+        if inherited:
+            growth = f"{error / inherited:.0f} times"
         facts: dict[str, Any] = {
             "dtype": dtype,
             "accumulates": self._tracker.accumulating is not None,
-            "times": f"{error / inherited:.0f} times" if inherited else "from none",
+            "times": growth,
         }
         notes = []
         entered = ""
@@ -368,9 +373,11 @@ class RoundingTrace(Trace):
     def _count_underflow(self, gradient: Tensor) -> None:
         """Adds a gradient's elements to the sums, if it is in fp16."""
         shadow = self._shadows.of(gradient)
-        if shadow is None or shadow.unit != rules.roundoff(torch.float16):
+        fp16 = rules.roundoff(torch.float16)
+        if shadow is None or shadow.unit != fp16:
             return
-        exact = torch.where(gradient.isfinite(), shadow.view(gradient), 0.0)
+        exact = shadow.view(gradient)
+        exact = torch.where(gradient.isfinite(), exact, 0.0)
         lost = exact[gradient == 0.0]
         self._zeros += float(lost.count_nonzero())  # sync: tracing is a diagnosis
         self._lost_squares += rules.norm(lost) ** 2

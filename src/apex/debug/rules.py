@@ -258,7 +258,8 @@ def comparable(call: Call, values: Tensor, shadow: Tensor) -> Tensor:
     rows whose logits are all masked.
     """
     limit = torch.finfo(values.dtype).max
-    excluded = ~values.isfinite() | (shadow.abs() > limit)
+    exceeds = shadow.abs() > limit
+    excluded = exceeds | ~values.isfinite()
     if call.base in SOFTMAXES:
         logits, dim = call.args[:2]
         masked_rows = logits.amax(dim, keepdim=True) < _MASK
@@ -297,7 +298,7 @@ def _repeats(call: Call) -> int:
     most = 1
     for index in tree.tensors(call.args):
         if index.dtype is torch.int64 and index.numel():
-            counts = torch.unique(index, return_counts=True)[1]
+            _, counts = torch.unique(index, return_counts=True)
             most = max(most, int(counts.max()))  # sync: tracing is a diagnosis
     return most
 
@@ -360,7 +361,8 @@ def _is_small_change(call: Call, value: Tensor) -> bool:
     number = call.args[-1]
     if call.base in ("add", "sub"):  # a running sum, a counter
         lasts = "self" in call.traits.writes or value.numel() == 1
-        is_epsilon = isinstance(number, int | float) and abs(number) < LEAST_NUMBER
+        is_number = isinstance(number, int | float)
+        is_epsilon = is_number and abs(number) < LEAST_NUMBER
         return lasts and not is_epsilon
     if not isinstance(number, float):
         return False

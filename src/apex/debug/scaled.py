@@ -142,8 +142,9 @@ class ScaledGradients:
             if not is_number:
                 continue
             factor = float(value)
-            if any(math.isclose(factor, known, rel_tol=1e-3) for known in (scale, 1.0 / scale)):
-                return True
+            for known in (scale, 1.0 / scale):
+                if math.isclose(factor, known, rel_tol=1e-3):
+                    return True
         return False
 
     def _mixes(self, call: Call, changed: list[Tensor]) -> bool:
@@ -157,15 +158,17 @@ class ScaledGradients:
         known = set(map(id, changed))
         scaled = self._scaled(floating(call.arguments))
         operands = [tensor for tensor in scaled if id(tensor) not in known]
-        if changed:
-            return _spoils(call.base, operands)
         if call.base in ("mul", "div"):  # by a factor from their norm
+            if changed:
+                return bool(operands)
             sizes = {tensor.numel() for tensor in operands}
             return len(sizes) > 1 and 1 in sizes
-        if call.base not in DIFFERENCES:
-            return False
-        enters_loss = any(tensor.requires_grad for tensor in operands)
-        return enters_loss and self._meets_unscaled(call)
+        if call.base in DIFFERENCES:
+            if changed:
+                return not operands
+            enters_loss = any(tensor.requires_grad for tensor in operands)
+            return enters_loss and self._meets_unscaled(call)
+        return bool(changed) and call.base.startswith(_CLAMPS)
 
     def _meets_unscaled(self, call: Call) -> bool:
         """Returns whether one of two operands carries no scale, and is no 0, epsilon or inf."""
@@ -176,15 +179,3 @@ class ScaledGradients:
             if self.scale_of([operand]) == 1.0:
                 return True
         return False
-
-
-def _spoils(name: str, operands: list[Tensor]) -> bool:
-    """Returns whether an operator makes the scaled gradients wrong that it writes.
-
-    ``operands`` are its other inputs that are scaled.
-    """
-    if name in ("mul", "div"):  # by a factor from their norm
-        return bool(operands)
-    if name in DIFFERENCES:
-        return not operands
-    return name.startswith(_CLAMPS)

@@ -134,8 +134,10 @@ class Shadows(ByMemory[Shadow]):
     def _added(self, tensor: Tensor) -> Shadow:
         """Adds a shadow of a tensor's storage, equal to its present values."""
         real = tensor.dtype.to_real()
-        whole = tensor.new_empty(0, dtype=real).set_(tensor.untyped_storage())
-        shadow = Shadow(own_values(whole).clone(), real)
+        whole = tensor.new_empty(0, dtype=real)
+        whole.set_(tensor.untyped_storage())
+        values = own_values(whole).clone()
+        shadow = Shadow(values, real)
         self.note(tensor, shadow)
         return shadow
 
@@ -213,14 +215,15 @@ class ShadowCall:
         self._written = set(map(id, tree.tensors(call.overwritten)))
         self.own = self._in_fp32(own_values)
         self.shadows = self._in_fp32(shadows.values_of)
-        if call.base in rules.DECIDED_BY_SECOND:
+        if call.base in rules.DECIDED_BY_SECOND:  # as in the run; see Note [Decisions]
             self.shadows.args[1] = self.own.args[1]
         self.before: Tensor | None = None
         changed = rules.changed_a_little(call)
         if changed is not None and self._is_state(changed, shadows.of(changed)):
             self.before = own_values(changed).clone()
         self.inputs = self._read(shadows)
-        self.unit = max((read.unit for read in self.inputs), default=0.0)
+        units = [read.unit for read in self.inputs]
+        self.unit = max(units, default=0.0)
         self.inherited = 0.0
         self.origin: Origin | None = None
         self._inherit()
@@ -266,12 +269,12 @@ class ShadowCall:
     def _inherit(self) -> None:
         """Finds the largest error among the inputs, and where it entered."""
         sizes = [read.mean_size for read in self.inputs]
-        sizes += [abs(x) for x in self.own.arguments if isinstance(x, int | float)]
+        sizes += [abs(number) for number in self.own.arguments if isinstance(number, int | float)]
         largest = max(sizes, default=0.0) or 1.0
         worst = _NEGLIGIBLE * self.unit
         for read in self.inputs:
             share = 1.0
-            if self.base in rules.SUMS_OF_OPERANDS:
+            if self.base in rules.SUMS_OF_OPERANDS:  # see Note [Chains]
                 share = read.mean_size / largest
             error = share * read.distance.relative
             shadow = read.shadow
@@ -290,9 +293,10 @@ class ShadowCall:
         Returns each tensor that the call returned in ``result`` or wrote, with its value in fp32.
         """
         if self.base == "native_dropout":
-            values, share = in_fp32.args[:2]
+            values, dropped = in_fp32.args[:2]
             mask = result[1]  # the run's decision
-            wide: Any = (values * mask / (1.0 - share or 1.0), mask)
+            kept = 1.0 - dropped or 1.0
+            wide: Any = (values * mask / kept, mask)
         else:
             wide = in_fp32.run()
         lows = [*self._call.written, *floating(result)]
@@ -375,7 +379,8 @@ class Results:
         kind = self._kind(index, error)
         # The residual of a regression is meant to be a small difference.
         base = self._call.base
-        is_residual = base.startswith(rules.RESIDUALS) or (base == "sub" and not self._place.inside)
+        is_in_loss = base == "sub" and not self._place.inside
+        is_residual = is_in_loss or base.startswith(rules.RESIDUALS)
         if kind == "cancellation" and is_residual:
             tolerance = max(tolerance, rules.LOST_RESIDUAL)
         return Verdict(dtype, error, tolerance, kind)
@@ -396,8 +401,9 @@ class Results:
                 size = max(size, sizes[index])
         if not size:
             return 0.0, tolerance
-        largest = max((read.distance.size for read in call.inputs), default=0.0)
-        if call.base in rules.DIFFERENCES and size < _NOISE * largest:
+        operands = [read.distance.size for read in call.inputs]
+        noise = _NOISE * max(operands, default=0.0)
+        if call.base in rules.DIFFERENCES and size < noise:
             raise NoVerdictError(
                 "it cancels so far that fp32 holds hardly a digit of its result, either"
             )
@@ -422,8 +428,8 @@ class Results:
     def _kind(self, index: int, error: float) -> str:
         """Returns what lost digits, as in ``RoundingRow``."""
         low, exact = self._exact[index]
-        own_error = rules.distance_of_result(self._call.own, low, exact).relative
-        if 2 * own_error > error:
+        distance = rules.distance_of_result(self._call.own, low, exact)
+        if 2 * distance.relative > error:
             return "rounding"
         largest = max(read.distance.relative for read in self._call.inputs)
         if rules.AMPLIFICATION * largest > error:
@@ -439,7 +445,7 @@ class Results:
         for pair in self.pairs:
             origin = call.origin
             if origin is None:
-                error = rules.distance(pair.low, pair.high).relative
-                if error:
-                    origin = Origin(call.name, self._place, error)
+                distance = rules.distance(pair.low, pair.high)
+                if distance.difference:
+                    origin = Origin(call.name, self._place, distance.relative)
             shadows.write(pair, unit=call.unit, entry=entry, origin=origin)

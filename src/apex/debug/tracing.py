@@ -215,8 +215,8 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A forked data loader worker is another process. Fake tensors have no values.
-        if os.getpid() != self._process or computes_shapes_only():
+        is_forked = os.getpid() != self._process  # such as a data loader's worker
+        if is_forked or computes_shapes_only():
             return func(*args, **kwargs)
         # A tensor class such as DTensor redispatches the operators on its inner tensors.
         plain = Tensor.__torch_dispatch__
@@ -508,7 +508,8 @@ def largest_in_double(call: Call) -> float | None:
     Returns ``inf`` if the result is infinite or NaN in float64, too; None if the operator cannot
     be rerun. The arguments must be as they were before the call.
     """
-    if call.may_communicate or torch.Tag.nondeterministic_seeded in call.func.tags:
+    is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+    if is_random or call.may_communicate:
         return None
     try:
         call = call.mapped(_widened)
