@@ -126,7 +126,8 @@ class Birth:
     def fits_fp32(self) -> bool:
         """Whether a value beyond fp16's range is, as far as known, in that of fp32 and bf16."""
         true = self.true or 0.0
-        return self.dtype is torch.float16 and true <= torch.finfo(torch.float32).max
+        limit = torch.finfo(torch.float32).max
+        return self.dtype is torch.float16 and true <= limit
 
     @property
     def cause(self) -> str:

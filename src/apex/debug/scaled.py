@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -88,9 +87,9 @@ class ScaledGradients:
             return ""
         return "penalty" if call.base in DIFFERENCES and not changed else "change"
 
-    def _scaled(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+    def _scaled(self, values: Any) -> list[Tensor]:
         """Returns the tensors that carry a scale."""
-        return [tensor for tensor in tensors if self.scale_of([tensor]) != 1.0]
+        return [tensor for tensor in floating(values) if self.scale_of([tensor]) != 1.0]
 
     def _follow_backward(self, call: Call, result: Any) -> str:
         """Records the results of a scaled pass; returns ``"hook"`` where user code clips one.
@@ -156,7 +155,7 @@ class ScaledGradients:
             # One number may be a factor from a norm, which is wrong only where it multiplies.
             return max(tensor.numel() for tensor in floating(call.arguments)) > 1
         known = set(map(id, changed))
-        scaled = self._scaled(floating(call.arguments))
+        scaled = self._scaled(call.arguments)
         operands = [tensor for tensor in scaled if id(tensor) not in known]
         if call.base in ("mul", "div"):  # by a factor from their norm
             if changed:

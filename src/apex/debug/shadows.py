@@ -260,7 +260,8 @@ class ShadowCall:
         lows = floating(self._call.arguments)
         highs = floating(self.shadows.arguments)
         for low, high in zip(lows, highs, strict=True):
-            is_read = self._call.traits.reads_written or id(low) not in self._written
+            is_written = id(low) in self._written
+            is_read = self._call.traits.reads_written or not is_written
             if is_read and can_shadow(low):
                 distance = rules.distance(low, high)
                 inputs.append(Input(low, distance, shadows.of(low)))
@@ -348,7 +349,8 @@ class Results:
                 raise NoVerdictError("its result has another shape in fp32")
             if kind_of(low) and not kind_of(high):
                 overflows = True
-            self.pairs.append(Pair(low, rules.comparable(call.own, low, high)))
+            shadow = rules.comparable(call.own, low, high)
+            self.pairs.append(Pair(low, shadow))
         self.overflows = overflows and not any(map(kind_of, floating(call.own.arguments)))
 
     @functools.cached_property

@@ -183,11 +183,12 @@ def traits(func: Any) -> Traits:
     if receives(func) and "Tensor" in str(schema.arguments[1].type):  # the tensors to send
         overwrites = True
     aliases = any(result.alias_info is not None for result in schema.returns)
+    shares_memory = aliases or base in _SHARING
     return Traits(
         name=f"{namespace}.{name}",
         base=base,
         defaults={argument.name: argument.default_value for argument in schema.arguments},
-        view=not written and (aliases or base in _SHARING),
+        view=shares_memory and not written,
         writes=tuple(argument.name for argument in written),
         reads_written=not overwrites,
         exchanges=namespace.startswith(EXCHANGES) and name != "wait_tensor",
