@@ -39,26 +39,21 @@ def is_of_apex(name: str) -> bool:
 def definition_of(name: str) -> Definition:
     """Returns the definition of a full name; for an object's attribute, the object's."""
     module, *parts = name.split(".")
-    return _find(module, parts)
-
-
-def _find(module: str, parts: list[str]) -> Definition:
-    if not is_of_apex(module):
-        return Definition(".".join([module, *parts]))
-    if not parts:
-        return Definition(module)
-    part, *rest = parts
-    bound = bindings(module).get(part)
-    if isinstance(bound, Imported) and bound != (module, part):
-        if bound.name:
-            rest.insert(0, bound.name)
-        return _find(bound.module, rest)
-    if isinstance(bound, ast.AST):
-        return Definition(module, part, bound)
-    submodule = f"{module}.{part}"
-    if _file(submodule) is None:
-        return Definition(module, part)
-    return _find(submodule, rest)
+    while parts and is_of_apex(module):
+        part = parts.pop(0)
+        bound = bindings(module).get(part)
+        if isinstance(bound, ast.AST):
+            return Definition(module, part, bound)
+        submodule = f"{module}.{part}"
+        if isinstance(bound, Imported) and bound != (module, part):
+            module = bound.module
+            if bound.name:
+                parts.insert(0, bound.name)
+        elif _file(submodule) is not None:
+            module = submodule
+        else:
+            return Definition(module, part)
+    return Definition(".".join([module, *parts]))
 
 
 @cache

@@ -139,13 +139,13 @@ def _python_files(path: Path, unread: list[tuple[str, str]]) -> list[Path]:
     python_files: list[Path] = []
     for folder, subfolders, files in os.walk(path, onerror=note):
         # os.walk enters the folders that are left in this list.
-        subfolders[:] = sorted(name for name in subfolders if not _is_skipped(Path(folder, name)))
+        subfolders[:] = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
         python_files += [Path(folder, name) for name in sorted(files) if name.endswith(".py")]
     return python_files
 
 
-def _is_skipped(folder: Path) -> bool:
-    if folder.name in SKIPPED or folder.name.startswith("."):
+def _is_skipped(parent: str, name: str) -> bool:
+    if name in SKIPPED or name.startswith("."):
         return True
     # A virtual environment may have any name, but always this file.
-    return (folder / "pyvenv.cfg").exists()
+    return Path(parent, name, "pyvenv.cfg").exists()
