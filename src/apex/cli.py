@@ -40,8 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"apex-amp {VERSION}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
-    for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
-        add(subparsers)
+    _add_trace(subparsers)
+    _add_compare(subparsers)
+    _add_migrate(subparsers)
+    _add_doctor(subparsers)
     return parser
 
 
@@ -62,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except InputError as error:
         print(f"{args.parser.prog}: {error}", file=sys.stderr)
-        return NOT_WRITTEN if isinstance(error, NotWrittenError) else BAD_INPUT
+        if isinstance(error, NotWrittenError):
+            return NOT_WRITTEN
+        return BAD_INPUT
     except BrokenPipeError:  # as in `apex compare x.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return NOT_WRITTEN
@@ -128,22 +132,26 @@ def _trace(args: argparse.Namespace) -> int:
     from apex.tools.trace import measure, rank_file, trace
 
     script = Script(args.script, args.arguments, args.is_module)
-    file = args.json if args.json in (None, "-") else rank_file(args.json)
+    file = args.json
+    if file not in (None, "-"):
+        file = rank_file(file)
     check_json(file)
     script.check()
     stream = sys.stderr if file == "-" else sys.stdout
     if args.digits or args.updates:
         tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
     else:
-        notify = functools.partial(_show, stream) if args.keep_going else None
-        tracing = trace(script, notify=notify)
-    # torchrun ends every rank with SIGTERM once one has ended with a fault. This one ends now.
+        notify = functools.partial(_show, stream)
+        tracing = trace(script, keep_going=args.keep_going, notify=notify)
+    # torchrun ends every rank with SIGTERM once one has ended with a fault. This rank ends anyway.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _show(stream, f"\n{tracing.report}")
     write_json(file, tracing.data)
     if tracing.ending.interrupted:
         return INTERRUPTED
-    return NOT_FINITE if tracing.found else tracing.ending.status
+    if tracing.found:
+        return NOT_FINITE
+    return tracing.ending.status
 
 
 def _show(stream: TextIO, text: str) -> None:
@@ -334,8 +342,10 @@ def count(text: str) -> int:
 
 def check_file(path: Path) -> None:
     """Raises if a file cannot be written; changes nothing."""
-    target = path if path.exists() else path.parent
-    if path.is_dir() or not os.access(target, os.W_OK):
+    written = path
+    if not path.exists():
+        written = path.parent
+    if path.is_dir() or not os.access(written, os.W_OK):
         raise NotWrittenError(
             f"{path} cannot be written: it is a folder or read-only, or there is no folder for it."
         )
@@ -356,7 +366,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_json(file: str | None, data: dict[str, Any]) -> None:
-    """Writes data to a file, for ``"-"`` to standard output, for ``None`` nowhere; may raise."""
+    """Writes data to a file; for ``"-"``, to standard output; for ``None``, nowhere. May raise."""
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     if file == "-":
         sys.stdout.write(text)
