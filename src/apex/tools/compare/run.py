@@ -111,14 +111,13 @@ class _Run:
                     self._train_one(name)
 
     def _train_one(self, name: str) -> None:
-        result = self.results[name]
-        experiment, trainer = self._fresh(result)
-        record = training.train(trainer, self.batches, self._options.device)
+        trainer = self._prepared(name)
+        record = training.train(trainer, self.batches)
         if name == BASELINE:
-            self._note_unmoved(experiment.model)
+            self._note_unmoved(trainer.experiment.model)
         self._put(name, training=record)
         with self._recording_errors(name, "evaluating"):
-            self._put(name, training=training.evaluated(record, trainer, experiment))
+            self._put(name, training=training.evaluated(record, trainer))
 
     def time(self) -> None:
         """Times the levels' alternating steps, unless no level trains as well as fp32."""
@@ -128,24 +127,25 @@ class _Run:
         if all(fault(result, baseline) for result in others):
             return
         try:
-            self._time(trained)
+            self._time([result.name for result in trained])
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             text = f"Timing failed: {format_error(error)}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
 
-    def _time(self, results: Sequence[Result]) -> None:
-        batch = training.to_device(self.batches[0], self._options.device)
+    def _time(self, names: Sequence[str]) -> None:
+        device = self._options.device
+        batch = training.to_device(self.batches[0], device)
 
         def step(trainer: Trainer) -> None:
             trainer.backward(batch)
             trainer.step()
 
         steps = {}
-        for result in results:
-            _, trainer = self._fresh(result)
-            steps[result.name] = functools.partial(step, trainer)
-        times = time_interleaved(steps, self._turns(), self._options.device)
-        for name in times:
+        for name in names:
+            trainer = self._prepared(name)
+            steps[name] = functools.partial(step, trainer)
+        times = time_interleaved(steps, self._turns(), device)
+        for name in names:
             self._put(name, times=times[name])
 
     def _turns(self) -> Iterator[None]:
@@ -174,13 +174,12 @@ class _Run:
 
     # -- helpers of the phases -----------------------------------------------------------------
 
-    def _fresh(self, result: Result) -> tuple[Experiment, Trainer]:
-        """Returns an experiment with the initial weights, prepared at the result's level."""
+    def _prepared(self, name: str) -> Trainer:
+        """Returns a trainer at the named level, with the initial weights."""
         gc.collect()  # otherwise the previous level's memory counts
-        experiment = self._build()
-        trainer = Trainer(result.level, experiment, self._options.device)
+        trainer = Trainer(self.results[name].level, self._build(), self._options.device)
         seed_all(self._options.seed)
-        return experiment, trainer
+        return trainer
 
     def _draw(self, experiment: Experiment) -> list[Any]:
         """Returns the batch of every step; adds a note if there are fewer."""

@@ -15,8 +15,6 @@ from apex.tools.compare.soundness import excess
 from apex.tools.compare.training import end_loss
 from apex.tools.compare.verdict import size
 
-NOTHING = "—"
-
 WIDTH = 100
 
 
@@ -84,7 +82,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
     """Returns a level's cells by the names of the columns; for any other name, a dash."""
-    cells: dict[str, str] = defaultdict(lambda: NOTHING)
+    cells: dict[str, str] = defaultdict(lambda: "—")
     cells["level"] = result.name
     if result.times:
         cells["time"] = f"{result.milliseconds:.4g}"

@@ -43,11 +43,9 @@ class Trainer:
     def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
         """Moves the experiment's model to ``device`` and prepares it."""
         experiment.model.to(device)
-        self.model = experiment.model
-        self.optimizer = experiment.optimizer
-        self._loss = experiment.loss
+        self.experiment = experiment
+        self.device = device
         self._level = level
-        self._device = device
         self._scaling: _Amp | _GradScaler
         if level.autocast:
             self._scaling = _GradScaler(level, experiment, device)
@@ -62,12 +60,13 @@ class Trainer:
 
     def _casts(self, *, on: bool) -> torch.autocast:
         dtype = self._level.dtype if on else None
-        return torch.autocast(self._device.type, dtype, enabled=on, cache_enabled=on)
+        return torch.autocast(self.device.type, dtype, enabled=on, cache_enabled=on)
 
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
+        experiment = self.experiment
         with self._casts(on=False):
-            loss = _checked(self.run(self._loss, self.model, batch))
+            loss = _checked(self.run(experiment.loss, experiment.model, batch))
             self._scaling.backward(loss)
         return loss.detach()
 
@@ -75,7 +74,7 @@ class Trainer:
         """Steps, unless a gradient overflowed, and clears the gradients."""
         with self._casts(on=False):
             self._scaling.step()
-        self.optimizer.zero_grad()
+        self.experiment.optimizer.zero_grad()
 
 
 def _checked(loss: Any) -> Tensor:
@@ -147,11 +146,9 @@ class _GradScaler:
 # -- training --------------------------------------------------------------------------------------
 
 
-def train(trainer: Trainer, batches: Sequence[Any], device: torch.device) -> Training:
-    """Trains a freshly prepared trainer, a step on each batch.
-
-    Returns the record, without evaluation.
-    """
+def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
+    """Trains with a new trainer, one step on each batch; returns the record without evaluation."""
+    device = trainer.device
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -174,29 +171,31 @@ def train(trainer: Trainer, batches: Sequence[Any], device: torch.device) -> Tra
         else:
             trainer.step()
         loss_scales.append(trainer.loss_scale())
+    experiment = trainer.experiment
     peak_bytes = None
     if on_cuda:
         peak_bytes = torch.cuda.max_memory_allocated(device)
     return Training(
         losses=tuple(losses),
         loss_scales=tuple(loss_scales),
-        stored=stored(trainer.model, trainer.optimizer),
+        stored=stored(experiment.model, experiment.optimizer),
         frozen=max(frozen_shares, default=None),
-        saved_bytes=_new_bytes(saved, storages(trainer.model.parameters())),
+        saved_bytes=_new_bytes(saved, storages(experiment.model.parameters())),
         peak_bytes=peak_bytes,
     )
 
 
-def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Training:
+def evaluated(record: Training, trainer: Trainer) -> Training:
     """Returns the record with the result of the target's ``evaluate``, if it has one.
 
     Raises:
         InputError: If the result is not one number.
     """
+    experiment = trainer.experiment
     if experiment.evaluate is None:
         return record
     with torch.no_grad():
-        result: Any = trainer.run(experiment.evaluate, trainer.model)
+        result: Any = trainer.run(experiment.evaluate, experiment.model)
         try:
             evaluation = float(result)
         except (TypeError, ValueError, RuntimeError) as error:
