@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "a saved entry that is the rounded weight",
         f"{ENGINE}/masters.py",
-        "torch.where(exact.to(weight.dtype) == weight, exact, weight)",
+        "torch.where(rounded == weight, exact, weight)",
         "weight",
         "tests/model/test_state_dict.py tests/loop/test_masters.py",
     ),

@@ -15,9 +15,12 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
     element; if there is none, from the parameter. Candidates that are ``None`` or have another
     shape are ignored. For a sparse parameter, all candidates are ignored.
     """
-    result = value = param.detach()
+    value = param.detach()
+    result = value
     for candidate in candidates:
-        if candidate is not None and candidate.shape == param.shape and not value.is_sparse:
-            exact = candidate.detach().to(device=value.device, dtype=torch.float32)
-            result = torch.where(exact.to(value.dtype) == value, exact, result)
+        if candidate is None or candidate.shape != value.shape or value.is_sparse:
+            continue
+        exact = candidate.detach().to(device=value.device, dtype=torch.float32)
+        is_rounded_to_value = exact.to(value.dtype) == value
+        result = torch.where(is_rounded_to_value, exact, result)
     return result.to(torch.float32)

@@ -1,4 +1,4 @@
-"""Tells sums, which 16 bits lose, from other writes, by the operators that a function calls."""
+"""Finds running sums, which lose small terms in 16 bits, by the operators that code calls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOVES = frozenset(
 _REPLACES = frozenset(["copy", "zero", "fill", "set"])
 
 NEW, OLD, SUM = 0, 1, 2
-"""Marks of other tensors, of tensors with a value from before, and of sums with such a value."""
+"""Marks: a tensor without an earlier value, with one, and a sum that includes one."""
 
 
 class Sums(TorchFunctionMode):
-    """Marks tensors by what they hold of the values that some tensors have now."""
+    """Marks the tensors that are computed from the present values of some tensors."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Watches tensors."""

@@ -49,8 +49,8 @@ class _State(enum.Enum):
 class BackwardPass:
     """Context of one backward pass: returns the scaled loss and leaves unscaled gradients.
 
-    Op casts inside are those of the thread, as in apex; in the pass itself, see Note [Casts in a
-    backward pass].
+    The thread's op casts apply inside the block, as in apex. For the pass itself, see Note [Casts
+    in a backward pass].
 
     Attributes:
         session: The session that scales the loss.
@@ -59,8 +59,9 @@ class BackwardPass:
         prepared_optimizers: The optimizers whose gradients the pass computes: those that the script
             named, and those that share a parameter with one. A delayed pass forgets those whose
             gradients are cleared.
-        scaled: Whether the parameters' gradients are not those of the loss until the pass ends.
-        updates: Scale updates that arrived at its end; on a device, those of earlier passes.
+        scaled: Whether gradients are unusable until the pass ends: multiplied by a loss scale, or
+            not yet on the masters.
+        updates: Scale updates that arrived at its end; on a device, from earlier passes.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class BackwardPass:
                 self.scaled = True
             if prepared.session is not None:
                 self._spec = self._spec or prepared.session.spec
-                # Of each, as ranks may communicate here. Until they share the gradients, these
-                # stay scaled: later passes add scaled ones.
+                # Ask every session, as ranks may communicate here. Gradients that they do not yet
+                # share stay scaled, because later passes add scaled ones.
                 if not prepared.session.shares_grads(prepared):
                     self._delay_unscale = True
         self._autocast = ExitStack()

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _WrapperState:
-    """What is known of a wrapper.
+    """The state of one wrapper.
 
     Attributes:
-        sent: The ids of the parameters that it keeps equal on all ranks.
+        sent: Ids of the parameters whose gradients it averages over all ranks.
         sends: Whether the latest forward pass under it will send its gradients.
         traced: Whether its forward passes are compiled, which record nothing.
         shared: Whether its masters have been made equal on all ranks.

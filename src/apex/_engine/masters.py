@@ -1,4 +1,4 @@
-"""Low-precision parameters and their fp32 masters: who wrote last, and whose gradient.
+"""Low-precision parameters and their fp32 masters: which is newer, and which has the gradient.
 
 Note [Which side is newer]
     A low-precision weight is its master, rounded. User code can write to either: SAM, Lookahead or
@@ -58,7 +58,7 @@ class Master(nn.Parameter):
     """
 
     _apex_pair: Callable[[], MasterPair | None] = staticmethod(lambda: None)
-    """Returns the pair, in a master that has one."""
+    """Returns the master's pair; :class:`MasterPair` sets it."""
 
     @property
     def data(self) -> Tensor:
@@ -88,7 +88,7 @@ class LazyMaster(Master):
     @untraced
     def grad(self) -> Tensor | None:
         """The fp32 gradient; a pending one is moved here first."""
-        pair = self._apex_pair()  # quickly: optimizers read it several times in a step
+        pair = self._apex_pair()  # optimizers read it several times in a step
         if pair is not None and pair.model.grad is not None:
             if pair.stand_in is not None:
                 return pair.stand_in
@@ -184,7 +184,8 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
     # Not detach(), which shares autograd's version counter: a write to the master would count as a
     # write to this tensor.
     value = exact.data.to(torch.float32)
-    if torch.empty_like(value).stride() != value.stride():
+    without_gaps = torch.empty_like(value)
+    if value.stride() != without_gaps.stride():
         value = value.clone()
     return master_class(value)
 
@@ -248,8 +249,8 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
 
     Masters move to the devices of their model parameters. Returns whether one has moved.
 
-    Elements stay whose rounded values are the model's. Reads nothing on the host, and never writes
-    to the model: autograd may have saved its weights for the backward pass.
+    An element that rounds to the model's keeps its low bits. Reads nothing on the host, and never
+    writes to the model: autograd may have saved its weights for the backward pass.
 
     Before a step, marks all masters as written: torch's fused kernels count no writes.
     """
@@ -286,7 +287,8 @@ def _move_master(pair: MasterPair) -> None:
 def _update_master(pair: MasterPair, *, before_step: bool) -> None:
     weight = pair.model.detach()
     exact = pair.master.detach()
-    value = torch.where(exact.to(weight.dtype) == weight, exact, weight)
+    rounded = exact.to(weight.dtype)
+    value = torch.where(rounded == weight, exact, weight)
     if before_step and pair.state is MasterState.FRESH and ranks.world_size() > 1:
         # As in apex: a script that broadcasts weights by itself sends no low bits.
         value = weight
@@ -331,7 +333,7 @@ def _move_grads(pairs: Sequence[MasterPair], grads: Sequence[Tensor]) -> None:
 
 
 def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Adds gradients, which are not needed again, to those of parameters."""
+    """Adds gradients, which are not needed again, to the parameters' own."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
     for param, grad in zip(params, grads, strict=True):
@@ -354,7 +356,7 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
     """Returns fp32 copies of gradients, with the device and memory layout of fp32 ``like``.
 
     Sparse ones stay sparse, with duplicate rows summed, in fp32: the 16-bit sum could overflow.
-    Strides are those of ``like``, which torch's fused CPU kernels assume.
+    Strides equal those in ``like``, as torch's fused CPU kernels assume.
     """
     if dtensor.are_plain(grads) and not any(map(foreach.has_graph, grads)):
         copies = [*map(torch.empty_like, like)]
@@ -377,7 +379,7 @@ def clip_divisor(grad: Tensor) -> Tensor | None:
 
 
 def set_clip_divisor(grad: Tensor, divisor: Tensor) -> None:
-    """Leaves the 0-d divisor of a clip to whoever moves the pending gradient, or steps with it."""
+    """Stores a 0-d divisor, applied when the pending gradient is moved or stepped with."""
     vars(grad)[_CLIP_DIVISOR] = divisor
 
 
@@ -385,7 +387,7 @@ def set_clip_divisor(grad: Tensor, divisor: Tensor) -> None:
 
 
 class MasterTable:
-    """Every master of one session, and what the session keeps for parameters.
+    """Every master of one session, and the values that it keeps for other parameters.
 
     Attributes:
         lazy: Whether the session has no loss scale.
@@ -423,7 +425,7 @@ class MasterTable:
         return pair
 
     def take_earlier_grads(self) -> None:
-        """Moves gradients from before ``initialize`` to masters whose model's will be scratch."""
+        """Moves gradients from before ``initialize`` to the masters, in a session with a scale."""
         if not self.lazy:
             for pair in self.pairs():
                 if pair.model.grad is not None:

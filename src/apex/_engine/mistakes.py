@@ -85,8 +85,8 @@ class Mistake(enum.Enum):
     )
     SECOND_BACKWARD = (
         "A second backward pass inside amp.scale_loss did not start at scaled_loss. On exit, the "
-        "gradients of both are divided by the loss scale (initially 65536), so those of the second "
-        "pass are lost. Add up the losses:\n"
+        "gradients of both are divided by the loss scale (initially 65536), so the second pass has "
+        "almost no effect. Add up the losses:\n"
         "    with amp.scale_loss(loss + other_loss, optimizer) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
@@ -102,8 +102,8 @@ class Mistake(enum.Enum):
         "optimizer.step(), by clip_grad_norm_(model.parameters()) or another backward pass. The "
         "step ignores them: it uses the gradients of the fp32 masters. The model's are still "
         "multiplied by the loss scale (initially 65536), so their norm is far too large, and "
-        "clipping by it freezes the parameters that are fp32 in the model, such as those of batch "
-        "norm. Write\n"
+        "clipping by it freezes the parameters that are fp32 in the model, such as batch norm's. "
+        "Write\n"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     IGNORED_BACKWARD = (
@@ -280,7 +280,7 @@ class BlockInspection:
 
     @untraced
     def _reach_other(self, param: Tensor) -> None:
-        if backward_id() == self._pass_id:  # not that of another thread
+        if backward_id() == self._pass_id:  # another thread may run a pass, too
             self._others_reached.append(param)
 
     @untraced
@@ -333,7 +333,8 @@ def origins_of(params: Iterable[Tensor]) -> set[Origin]:
     for param in params:
         grad = param.grad
         if grad is not None:
-            origin, version = vars(grad).get(_MARK, (Origin.PLAIN, grad._version))
+            unmarked = Origin.PLAIN, grad._version
+            origin, version = vars(grad).get(_MARK, unmarked)
             origins.add(origin if version == grad._version else Origin.CHANGED)
     return origins
 
@@ -383,8 +384,9 @@ def _scratch_origins(prepared: PreparedOptimizer) -> set[Origin]:
         return set()
     scratch: list[Tensor] = []
     for pair in prepared.pairs:
-        is_replaced = session.ddp_tracker.owns_buffer(pair.model)
-        if dtypes.is_low_precision(pair.model) and not (pair.lazy or is_replaced):
+        if pair.lazy or session.ddp_tracker.owns_buffer(pair.model):
+            continue
+        if dtypes.is_low_precision(pair.model):
             scratch.append(pair.model)
     return origins_of(_sample(scratch))
 
@@ -421,10 +423,11 @@ def _inspect_weight(pair: MasterPair, mistakes: Mistakes) -> None:
     if is_small and pair.counts_as_synced and not capturing(pair.model.device):
         weight = dtensor.local(pair.model)
         master = dtensor.local(pair.master)
-        lost = (master - weight).abs().sum() > master.abs().sum() / 32
-        mistakes.lost_writes.send(None, lost.float().reshape(1))
-    for _, (is_lost,) in mistakes.lost_writes.poll():
-        if is_lost:
+        difference = (master - weight).abs().sum()
+        is_lost = difference > master.abs().sum() / 32
+        mistakes.lost_writes.send(None, is_lost.float().reshape(1))
+    for _, (flag,) in mistakes.lost_writes.poll():
+        if flag:
             mistakes.warn(Mistake.LOST_WRITE)
 
 
@@ -437,17 +440,19 @@ def _find_mistake_without_block(prepared: PreparedOptimizer, session: Session) -
     if all(param.grad is None for param in params):
         # In a closure, the first step counts already.
         return None if prepared.steps else Mistake.STEP_BEFORE_BACKWARD
-    needs_scale = not session.masters.lazy and session.policy.low_precision is torch.float16
-    is_without_blocks = not (prepared.had_block or session.mistakes.has_blocks)
+    if prepared.had_block or session.mistakes.has_blocks:
+        return None
+    if session.masters.lazy or session.policy.low_precision is not torch.float16:
+        return None
     learns = any(map(_is_learning, prepared.optimizer.param_groups))
-    return Mistake.NO_SCALE_LOSS if needs_scale and is_without_blocks and learns else None
+    return Mistake.NO_SCALE_LOSS if learns else None
 
 
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
     """Judges a GradScaler that is about to step the optimizer.
 
     Raises:
-        RuntimeError: If the gradients are those of a plain backward pass, which reach no master.
+        RuntimeError: If the gradients come from a plain backward pass, and so reach no master.
     """
     session = prepared.session
     if prepared.overflow.pending is None and prepared.has_only_scratch_grads():

@@ -93,13 +93,17 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
 
 
 def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
+    if old is new:
+        return
     # Beside codes of moments are their scales, in fp32 whatever the parameter's dtype.
-    if old is new or any(map(dtypes.is_code, tree.tensors(state))):
+    if any(map(dtypes.is_code, tree.tensors(state))):
         return
 
     def cast(value: Tensor) -> Tensor:
-        # 0-d tensors are step counts, which stay exact.
-        return value.to(new) if value.dtype is old and value.dim() else value
+        is_count = value.dim() == 0  # of steps, which stays exact
+        if is_count or value.dtype is not old:
+            return value
+        return value.to(new)
 
     for name, value in state.items():
         state[name] = tree.map_tensors(cast, value)

@@ -60,9 +60,13 @@ class Readback(Generic[T]):
     def poll(self, *, wait: bool = False) -> list[tuple[T, list[float]]]:
         """Returns readings completed since the last call, oldest first; with ``wait``, all."""
         arrived: list[tuple[T, list[float]]] = []
-        while self._copies and (wait or self._copies[0][1].arrived):
-            source, copy = self._copies.popleft()
-            arrived.append((source, copy.wait().tolist()))
+        while self._copies:
+            source, copy = self._copies[0]
+            if not (wait or copy.arrived):
+                break
+            self._copies.popleft()
+            values: list[float] = copy.wait().tolist()
+            arrived.append((source, values))
         return arrived
 
 

@@ -97,7 +97,7 @@ class Session:
         self._prepared_optimizers = weakref.WeakKeyDictionary[PreparedOptimizer, None]()
         self._models = weakref.WeakSet[nn.Module]()
         self.ddp_tracker = DDPTracker()
-        # What fully_shard keeps of the models, to tell whether a pass reduces its gradients.
+        # The parameter groups of fully_shard, which tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
         self._casts = ExitStack()  # ends the op casts
         self.mistakes = Mistakes()
@@ -151,7 +151,7 @@ class Session:
     ) -> None:
         """Makes the masters of a model's trainable parameters from their values before conversion.
 
-        Keeps these values of buffers, and with ``keep_fp32`` those of other rounded parameters.
+        Keeps the values of buffers, and with ``keep_fp32`` also of other rounded parameters.
 
         Args:
             model: A converted model.
@@ -207,7 +207,7 @@ class Session:
         subclass.prepare_class(optimizer, prepared)
 
     def register(self, prepared: PreparedOptimizer) -> None:
-        """Adds the state of an optimizer to those of the session."""
+        """Adds an optimizer's state to the session."""
         self._prepared_optimizers[prepared] = None
 
     @property
@@ -237,9 +237,9 @@ class Session:
     def with_sharers(
         cls, prepared_optimizers: Sequence[PreparedOptimizer]
     ) -> list[PreparedOptimizer]:
-        """Returns optimizers, and after them all that share parameters with them or each other.
+        """Returns optimizers, followed by all that share parameters with them, in any session.
 
-        Of all sessions.
+        Sharing is transitive.
         """
         sharing = list(prepared_optimizers)
         others: list[PreparedOptimizer] = []
@@ -257,14 +257,16 @@ class Session:
         return sharing
 
     def convert_late(self, params: Iterable[Tensor]) -> None:
-        """Casts modules that were added to a model, if they hold some of these parameters."""
+        """Casts modules that were added to a model, if they hold any of these parameters."""
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
-        for model in self._models if unknown else ():
+        if not unknown:
+            return
+        for model in self._models:
             late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
     def clear_grads(self, params: Iterable[Tensor]) -> None:
-        """Clears masters' gradients as those of the models' parameters were, by None or zeros."""
+        """Clears masters' gradients the way the models' were cleared: by None or by zeros."""
         cleared: list[Tensor] = []
         for param in params:
             pair = self.masters.pair_of(param)

@@ -1,4 +1,4 @@
-"""Where models compute, which accelerator there is, and what the CPU computes in hardware."""
+"""The devices of a model, the accelerator, and the features of the CPU."""
 
 from __future__ import annotations
 

@@ -113,10 +113,12 @@ def divide_(tensors: Sequence[Tensor], divisors: Sequence[Tensor | None]) -> Non
     """
     by_divisor: dict[tuple[Tensor, torch.device], list[Tensor]] = {}
     for tensor, divisor in zip(tensors, divisors, strict=True):
-        if divisor is not None:
-            by_divisor.setdefault((divisor, tensor.device), []).append(tensor)
-    for (divisor, device), divided in by_divisor.items():
-        torch._foreach_div_(divided, moved(divisor, device))
+        if divisor is None:
+            continue
+        same = by_divisor.setdefault((divisor, tensor.device), [])
+        same.append(tensor)
+    for (divisor, device), same in by_divisor.items():
+        torch._foreach_div_(same, moved(divisor, device))
 
 
 update_scale_: Callable[..., Any] = torch._amp_update_scale_

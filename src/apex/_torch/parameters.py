@@ -57,8 +57,11 @@ def set_in_place(tensor: Tensor, value: Tensor, undo: ExitStack) -> None:
 
     ``undo`` receives the inverse, which allocates no memory.
     """
-    grad = tensor.grad if tensor.is_leaf else None
-    new_grad = None if grad is None else grad.detach().to(value.dtype)
+    grad: Tensor | None = None
+    new_grad: Tensor | None = None
+    if tensor.is_leaf and tensor.grad is not None:
+        grad = tensor.grad
+        new_grad = grad.detach().to(value.dtype)
     undo.callback(_assign, tensor, tensor.data, grad)
     _assign(tensor, value, new_grad)
 

@@ -1,4 +1,4 @@
-"""Tensors that store few of their values: sparse ones, and autograd's zeros."""
+"""Tensors without memory for all their values: sparse ones, and autograd's zeros."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def stored_values(tensor: Tensor) -> Tensor:
 
 
 def with_memory(tensor: Tensor) -> Tensor:
-    """Returns zeros in place of a tensor that has none in memory, as the gradient of ``sgn``."""
+    """Returns a tensor; zeros for one without memory, such as the gradient of ``sgn``."""
     return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor

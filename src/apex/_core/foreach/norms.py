@@ -24,14 +24,20 @@ _ONE_CALL = (torch.float32, *LOW_PRECISION)
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Returns the norm of every tensor, 0 if empty: ``[N]`` on ``device``, fp32 or fp64."""
-    tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     # One call takes one dtype, which must not be narrower than a tensor's own. For DTensors torch
     # 2.14 takes the dtype for a dimension: https://github.com/pytorch/pytorch/pull/194033. On a CPU
     # it would hold fp32 copies of all 16-bit tensors at once.
-    one_call = all(tensor.dtype in _ONE_CALL and not tensor.is_cpu for tensor in tensors)
-    if one_call and tensors and not dtensor.any_dtensor(tensors):
-        return stacked(torch._foreach_norm(tensors, norm_type, dtype=torch.float32), device)
-    return stacked([_norm(tensor, norm_type) for tensor in tensors], device)
+    one_call = bool(filled) and not dtensor.any_dtensor(filled)
+    for tensor in filled:
+        if tensor.is_cpu or tensor.dtype not in _ONE_CALL:
+            one_call = False
+    norms: Sequence[Tensor]
+    if one_call:
+        norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
+    else:
+        norms = [_norm(tensor, norm_type) for tensor in filled]
+    return stacked(norms, device)
 
 
 def _norm(tensor: Tensor, norm_type: float) -> Tensor:

@@ -96,12 +96,13 @@ def scale_(grads: Sequence[Tensor], factor: Tensor, skip: Tensor | None = None) 
 
     Where ``skip``, 0-d, is set, they stay.
     """
-    wide = [grad.to(math_dtype(grad)) for grad in grads]
+    wide_grads = [grad.to(math_dtype(grad)) for grad in grads]
     if skip is not None:
         factor = torch.where(skip != 0, 1.0, factor)
-    torch._foreach_mul_([local(grad) for grad in wide], local(factor))
-    store(grads, wide)
-    return wide
+    values = [local(grad) for grad in wide_grads]
+    torch._foreach_mul_(values, local(factor))
+    store(grads, wide_grads)
+    return wide_grads
 
 
 def shared_layout(tensors: Sequence[Tensor]) -> torch.memory_format | None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
 
 least_elements = 2**21
-"""Elements of masters from which on it pays on a CPU.
+"""Fewest elements of masters for which it pays on a CPU.
 
 Time of the end of the backward pass and the step, relative to a step over fp32 gradients (AdamW,
 one thread of a CPU, torch 2.13): 1.0 to 1.5 for 1 M elements in 8 to 32 tensors, 0.5 to 0.8 for
@@ -72,7 +72,7 @@ def begin(prepared: PreparedOptimizer) -> BlockStep | None:
 
 
 class BlockStep(TorchDispatchMode):
-    """One step that takes the model's gradients as they are."""
+    """A dispatch mode around one step, whose kernels take the model's 16-bit gradients."""
 
     def __init__(self, prepared: PreparedOptimizer) -> None:
         """Starts as soon as the optimizer's own pre-hooks have run."""
@@ -168,7 +168,7 @@ class BlockStep(TorchDispatchMode):
 
 
 def _chosen(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
-    """Returns the tensors at some places of a list, which may be empty: a state that is not."""
+    """Returns the tensors at some indices; none of a state that the optimizer does not keep."""
     return [tensors[index] for index in indices] if tensors else []
 
 
@@ -228,10 +228,9 @@ def _cuts(sizes: tuple[int, ...], length: int) -> list[_Block]:
 
 
 def _pieces(tensors: Sequence[Tensor], block: _Block) -> list[Tensor]:
-    """Returns the pieces of dense tensors, in the order of memory: a whole one, or a 1-d view.
+    """Returns a block's pieces of dense tensors: a whole tensor, or a 1-d view in memory order.
 
-    A count of steps is a whole one. The list may be empty: a state that the optimizer does not
-    keep.
+    A step count is always whole. The list is empty for a state that the optimizer does not keep.
     """
     pieces: list[Tensor] = []
     if not tensors:

@@ -32,7 +32,7 @@ PREPARED = "_apex_prepared"
 
 
 class OverflowFlag:
-    """An overflow in any pass since the last step; raised until a step consumes it.
+    """Raised by an overflow in any pass since the last step, until a step consumes it.
 
     The flag is on the device of the last pass, and stays in place there, for CUDA graphs.
 
@@ -122,8 +122,8 @@ class PreparedOptimizer:
     steps = 0
     stepping = False
     _captured: Sequence[tuple[Tensor, Tensor]] | None = None
-    """Gradients that each replay of a CUDA graph writes anew: those of its last block, of which no
-    step was captured. ``None`` without such a graph."""
+    """Gradients of a block that a CUDA graph has captured without the step: each replay writes them
+    anew. ``None`` without such a graph."""
 
     def __init__(
         self, session: Session | None, pairs: list[MasterPair], master_weights: bool
@@ -230,7 +230,7 @@ class PreparedOptimizer:
 
     @untraced
     def update_masters(self, *, before_step: bool = False) -> None:
-        """Brings masters up to date with written weights, for a script that asks, or the step."""
+        """Copies written weights to the masters, for a step or a script that reads them."""
         self.create_missing_masters()
         if masters.update_masters_from_model(self.pairs, before_step=before_step):
             move_state(self.optimizer)
@@ -294,13 +294,13 @@ class PreparedOptimizer:
         return params
 
     def _own_copy(self, param: nn.Parameter, grad: Tensor) -> Tensor:
-        """Returns a gradient that the next pass leaves alone: of a view of a bucket, a copy."""
+        """Returns a gradient, or a copy if it is a view of a bucket that the next pass reuses."""
         if grad.layout is not torch.strided or dtensor.is_dtensor(grad):
             return grad
-        is_part = grad.untyped_storage().nbytes() != grad.nbytes
-        if is_part or (self.session is not None and self.session.ddp_tracker.owns_buffer(param)):
-            return grad.clone()
-        return grad
+        is_view = grad.untyped_storage().nbytes() != grad.nbytes
+        if self.session is not None and self.session.ddp_tracker.owns_buffer(param):
+            is_view = True
+        return grad.clone() if is_view else grad
 
     def clear_grads_by(self, clear: Callable[[], None]) -> None:
         """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
@@ -318,7 +318,7 @@ class PreparedOptimizer:
             self.session.drop_cleared(cleared)
 
     def drop_overflowed(self) -> None:
-        """Drops gradients that no step may use, for a script that goes on without amp."""
+        """Drops gradients that overflowed, for a script that goes on without amp."""
         if not self.overflow.is_raised():
             return
         self.remove_grads()
@@ -412,8 +412,9 @@ class PreparedOptimizer:
             raise RuntimeError(
                 f"A CUDA graph captures the step of {type(self.optimizer).__name__}, which asks on "
                 "the host whether to skip it. Use an optimizer that skips on the device "
-                "(fused=True of torch.optim, SGD with momentum after its first step; those of "
-                "apex.optimizers), a static loss_scale, or call optimizer.step() outside the graph."
+                "(one of apex.optimizers, or of torch.optim with fused=True; SGD with momentum "
+                "from its second step on), a static loss_scale, or call optimizer.step() outside "
+                "the graph."
             )
         return self.overflow.is_raised()
 

@@ -1,8 +1,9 @@
-"""Steps of prepared optimizers, which an overflow skips, and of all others.
+"""Steps of prepared optimizers, which an overflow skips, and hooks on the steps of others.
 
 Note [A step with a closure]
-    The closure computes the gradients itself, perhaps several times. If those of any evaluation
-    overflow, the whole step is reverted, so values and state are kept until it ends.
+    The closure computes the gradients itself, perhaps several times. If the gradients of any
+    evaluation overflow, the whole step is undone. So a copy of values and state is kept until it
+    ends.
 """
 
 from __future__ import annotations
@@ -240,12 +241,12 @@ def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]
     """
     if Origin.OTHER in origins_of(params_of(optimizer)):
         session.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
     weights: set[int] = set()
     for model in session.models:
-        weights.update(map(id, filter(dtypes.is_low_precision, named_tensors(model).values())))
+        weights.update(map(id, named_tensors(model).values()))
     for param in params_of(optimizer):
-        if id(param) not in weights:
+        if id(param) not in weights or not dtypes.is_low_precision(param):
             continue
         if is_fused or versions.get(id(param)) != param._version:
             session.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
@@ -255,18 +256,19 @@ def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]
 class _Hooks:
     """Hooks on the steps of all optimizers, while a session with masters or casts lives.
 
-    The end of the last removes them, but not beside hooks of others: torch may just iterate over
-    them, as sessions end wherever Python collects them. They then stay, idle, for the next session.
+    The end of the last session removes them, unless other code has registered hooks, too. Python
+    may collect a session while torch iterates over these. The hooks then stay, idle, for the next
+    session.
     """
 
     def __init__(self) -> None:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        # Before the step of an optimizer, which may run others' steps.
+        # Of each optimizer's parameters before its step, which may run the steps of others.
         self._versions = weakref.WeakKeyDictionary[Optimizer, Mapping[int, int]]()
 
     def add(self, session: Session) -> None:
-        """Looks after others' steps over the weights or masters of ``session``, while it lives."""
+        """Watches other optimizers' steps over the parameters of ``session``, while it lives."""
         self._sessions.add(session)
         if not self._handles:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
@@ -291,10 +293,14 @@ class _Hooks:
             _inspect(session, optimizer, self._versions.get(optimizer, {}))
 
     def _end(self) -> None:
-        beside: list[Any] = [handle.hooks_dict_ref() for handle in self._handles]
-        if not [*self._sessions] and all(len(hooks) == 1 for hooks in beside):
-            while self._handles:
-                self._handles.pop().remove()
+        if [*self._sessions]:
+            return
+        for handle in self._handles:
+            hooks: Any = handle.hooks_dict_ref()
+            if len(hooks) > 1:
+                return
+        while self._handles:
+            self._handles.pop().remove()
 
 
 hooks = _Hooks()
