@@ -26,16 +26,29 @@ class Tracing:
     """The result of tracing a script.
 
     Attributes:
+        script: The script's name.
         ending: How the script ended.
         found: Whether there was inf or NaN, lost precision, or an unchanged weight.
-        report: The report as text; on several ranks, each line begins with the rank.
-        data: The report in JSON types.
+        lines: The report's lines.
+        results: The results in JSON types.
     """
 
+    script: str
     ending: Ending
     found: bool
-    report: str
-    data: dict[str, Any]
+    lines: list[str]
+    results: dict[str, Any]
+
+    @property
+    def report(self) -> str:
+        """The report as text; on several ranks, each line begins with the rank."""
+        return _marked("\n".join(self.lines))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The report in JSON types."""
+        ending = asdict(self.ending)
+        return {"script": self.script, "rank": rank(), "ending": ending, **self.results}
 
 
 _STEPS = 10
@@ -65,9 +78,10 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
             ending = script.run()
         finally:
             hook.remove()
+    found = measuring.worst is not None
     lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
-    data = json.loads(measuring.to_json())
-    return _tracing(script, ending, lines, data, found=measuring.worst is not None)
+    results = json.loads(measuring.to_json())
+    return Tracing(script.name, ending, found, lines, results)
 
 
 def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) -> Tracing:
@@ -88,17 +102,10 @@ def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) ->
     with ScriptTrace(on_fault=on_fault) as running:
         ending = script.run()
     seen = running.seen()
+    found = seen.first is not None
     lines = _verdict(script.name, seen, ending)
     lines += _remarks(script.name, seen, ending)
-    return _tracing(script, ending, lines, json_types(seen), found=seen.first is not None)
-
-
-def _tracing(
-    script: Script, ending: Ending, lines: list[str], data: dict[str, Any], *, found: bool
-) -> Tracing:
-    report = _marked("\n".join(lines))
-    head = {"script": script.name, "rank": rank(), "ending": asdict(ending)}
-    return Tracing(ending, found, report, head | data)
+    return Tracing(script.name, ending, found, lines, json_types(seen))
 
 
 def rank() -> int | None:

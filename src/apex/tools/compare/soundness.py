@@ -24,7 +24,7 @@ from statistics import fmean, linear_regression, stdev
 
 import torch
 
-from apex.tools.compare.results import BASELINE, Result, Training
+from apex.tools.compare.results import Result, Training
 
 LEAST_STEPS = 20
 """Fewest steps from which training can be judged."""
@@ -111,8 +111,6 @@ def excess(losses: Sequence[float], fp32: Sequence[float]) -> Excess | None:
 
 def fault(result: Result, baseline: Result) -> str:
     """Returns why a level's training rules it out; empty if it trains as well as fp32."""
-    if result.name == BASELINE:
-        return ""
     faults = [error for error in result.errors if error not in baseline.errors]
     record = result.training
     base = baseline.training

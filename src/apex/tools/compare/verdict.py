@@ -12,7 +12,7 @@ Note [Verdict on speed]
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,16 +36,31 @@ LEAST_MEMORY_GAIN = 0.9
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """A level that was timed, its speed relative to fp32, and fp32's result."""
+class _Candidate:
+    """A level that is judged.
+
+    Attributes:
+        result: The level's result.
+        base: The result of fp32.
+        reason: Why the level was skipped or is ruled out; empty if neither.
+        speed: Its speed relative to fp32; None if it was not timed.
+    """
 
     result: Result
-    speed: Interval
     base: Result
+    reason: str
+    speed: Interval | None
+
+    @property
+    def median_speed(self) -> float:
+        """The median of its speed; 0 if it was not timed."""
+        return 0.0 if self.speed is None else self.speed.median
 
     @property
     def is_faster(self) -> bool | None:
         """Whether it is faster; None if that is unclear. See Note [Verdict on speed]."""
+        if self.speed is None:
+            return None
         gains = self.speed.median >= LEAST_GAIN
         if gains and self.speed.low > 1:
             return True
@@ -66,13 +81,15 @@ class _Timed:
     def gains(self) -> bool:
         """Whether it is faster than fp32, or as fast and much smaller."""
         if self.is_faster is False:
-            is_as_fast = self.speed.median >= 1 / LEAST_GAIN
+            is_as_fast = self.median_speed >= 1 / LEAST_GAIN
             return is_as_fast and self.saved >= LEAST_BYTES_SAVED
         return self.is_faster is True
 
     @property
     def facts(self) -> str:
         """Its speed and, if any, the memory it saves, such as ``"40% less memory (1.2 GiB)"``."""
+        if self.speed is None:
+            return "not timed"
         if not self.saved:
             return str(self.speed)
         share = self.saved / self.base.memory
@@ -90,29 +107,23 @@ class _Judged:
 
     level: str | None
     text: str
-    ties: Sequence[_Timed] = ()
+    ties: Sequence[_Candidate] = ()
 
 
 def recommendation(comparison: Comparison) -> Recommendation:
     """Returns the fastest level that trains as well as fp32, or fp32, or no verdict."""
-    faults = {}
-    timed = {}
+    base = comparison.baseline
+    candidates = []
     for result in comparison.results:
-        faults[result.name] = result.skipped or fault(result, comparison.baseline)
+        reason = result.skipped or fault(result, base)
         speed = comparison.speed(result)
-        if speed is not None:
-            timed[result.name] = _Timed(result, speed, comparison.baseline)
-    judged = _judged(comparison, faults, timed)
-    verdicts = []
-    for result in comparison.results:
-        name = result.name
-        verdicts.append(_verdict(comparison, result, timed.get(name), judged, faults[name]))
+        candidates.append(_Candidate(result, base, reason, speed))
+    judged = _judged(comparison, candidates)
+    verdicts = [_verdict(comparison, candidate, judged) for candidate in candidates]
     return Recommendation(judged.level, judged.text, tuple(verdicts))
 
 
-def _judged(
-    comparison: Comparison, faults: Mapping[str, str], timed: Mapping[str, _Timed]
-) -> _Judged:
+def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> _Judged:
     record = comparison.baseline.training
     if record is not None and not math.isfinite(record.losses[-1]):
         return _Judged(
@@ -120,15 +131,15 @@ def _judged(
             "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on "
             "your training script: it names the operator.",
         )
-    advised = [result for result in comparison.results if result.level.advised]
-    usable = [result for result in advised if not faults[result.name]]
+    advised = [candidate for candidate in candidates if candidate.result.level.advised]
+    usable = [candidate for candidate in advised if not candidate.reason]
     if usable:
         text = _undecidable(comparison)
         if text:
             return _Judged(None, text)
-    sound = [timed[result.name] for result in usable if result.name in timed]
-    gaining = [candidate for candidate in sound if candidate.gains]
-    unclear = [candidate for candidate in sound if candidate.is_faster is None]
+    timed = [candidate for candidate in usable if candidate.speed is not None]
+    gaining = [candidate for candidate in timed if candidate.gains]
+    unclear = [candidate for candidate in timed if candidate.is_faster is None]
     if gaining:
         ties = _fastest_and_ties(gaining, comparison)
         best = min(ties, key=lambda candidate: candidate.preference)
@@ -148,9 +159,9 @@ def _judged(
             f"No verdict on speed: the times vary too much ({comparison.load}). {best.result.name} "
             f"looked {best.facts}. Run again with more --rounds.",
         )
-    if not sound:
+    if not timed:
         return _Judged(BASELINE, "Stay in fp32: no other level is usable.")
-    best = _fastest(sound)
+    best = _fastest(timed)
     return _Judged(
         BASELINE, f"Stay in fp32: {best.result.name}, the fastest usable level, is {best.facts}."
     )
@@ -173,11 +184,11 @@ def _undecidable(comparison: Comparison) -> str:
     return ""
 
 
-def _fastest(candidates: Sequence[_Timed]) -> _Timed:
-    return max(candidates, key=lambda candidate: candidate.speed.median)
+def _fastest(candidates: Sequence[_Candidate]) -> _Candidate:
+    return max(candidates, key=lambda candidate: candidate.median_speed)
 
 
-def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> list[_Timed]:
+def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) -> list[_Candidate]:
     """Returns the fastest level and those that are as fast, within the spread."""
     fastest = _fastest(candidates)
     alike = []
@@ -188,30 +199,29 @@ def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> l
     return alike
 
 
-def _verdict(
-    comparison: Comparison, result: Result, timed: _Timed | None, judged: _Judged, reason: str
-) -> Verdict:
+def _verdict(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> Verdict:
     """Returns the verdict on a level in one word, and the reason."""
+    result = candidate.result
     name = result.name
-    facts = "not timed" if timed is None else timed.facts
+    facts = candidate.facts
     if name == BASELINE:
         word: Word = "use" if judged.level == BASELINE else "baseline"
         return Verdict(name, word, "; ".join(result.errors))
     if result.skipped:
-        return Verdict(name, "skipped", reason)
-    if reason:
-        return Verdict(name, "no", reason)
+        return Verdict(name, "skipped", candidate.reason)
+    if candidate.reason:
+        return Verdict(name, "no", candidate.reason)
     if not result.level.advised:
         return Verdict(name, "no", f"{facts}; no fp32 masters, for comparison only")
-    if judged.level is None or timed is None:
+    if judged.level is None or candidate.speed is None:
         if comparison.steps >= LEAST_STEPS:
             facts = f"trains as well as fp32; {facts}"
         return Verdict(name, "unclear", facts)
     if name == judged.level:
         return Verdict(name, "use", facts)
-    if timed in judged.ties:
+    if candidate in judged.ties:
         return Verdict(name, "ties", facts)
-    if timed.is_faster is None:
+    if candidate.is_faster is None:
         return Verdict(name, "unclear", f"{facts}; the times do not tell")
     return Verdict(name, "usable", facts)
 

@@ -47,7 +47,7 @@ class Migration:
     @property
     def failed(self) -> bool:
         """Whether any use is unsupported or any file could not be read."""
-        return bool(self.unread) or any(use.verdict == "not supported" for use in self.uses)
+        return bool(self.unread or self.counts["not supported"])
 
     @property
     def counts(self) -> dict[str, int]:
