@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code.
 
     Args:
-        argv: The arguments after the command's name; ``None`` for those of the process.
+        argv: The arguments after the command's name; ``None`` for the arguments of the process.
     """
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
@@ -155,7 +155,7 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _show(stream: TextIO, text: str) -> None:
-    stream.write(f"{text}\n")  # at once, as ranks share a terminal
+    stream.write(f"{text}\n")  # in one call, because ranks share a terminal
     stream.flush()
 
 
@@ -255,8 +255,8 @@ def _add_migrate(subparsers: Any) -> None:
 def _migrate(args: argparse.Namespace) -> int:
     """Reads Python files and reports whether each use of apex works with this package.
 
-    It works unchanged, with a note, or not at all; then the report says what to use instead.
-    Nothing is executed.
+    A use works unchanged, works with a note, or is not supported. In the last case, the report
+    names a replacement. Nothing is executed.
     """
     from apex.tools.migrate.report import migration_of
 

@@ -66,9 +66,9 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
       ``accumulative_counts`` iterations.
 
-    The arguments and their defaults equal those of MMEngine's class. Therefore ``loss_scale`` is
-    dynamic even at levels whose default is 1.0; None selects the level's default. :meth:`backward`
-    uses the first loss scale.
+    The arguments have the same defaults as in MMEngine's class. Therefore ``loss_scale`` is dynamic
+    even at levels whose default is 1.0; None selects the level's default. :meth:`backward` uses the
+    first loss scale.
     """
 
     optimizer: Any

@@ -70,7 +70,7 @@ class SubmoduleCalls(Region):
             self._depth -= 1
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        """Enters what :meth:`run` runs a function in, until ``until`` closes."""
+        """Enters the region for a call of the model's own forward, until ``until`` closes."""
         self._depth += 1
         until.callback(self._leave)
         self._region.enter(until, args, kwargs)

@@ -20,7 +20,7 @@ class Ending:
 
     Attributes:
         status: The exit status that Python would have returned.
-        error: The uncaught error, with the line of the script and what to do; ``""`` without one.
+        error: The uncaught error, with the line of the script and a fix; ``""`` without one.
         interrupted: Whether it was interrupted from the keyboard.
         stopped: Whether ``FaultFound`` ended it.
     """

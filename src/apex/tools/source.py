@@ -1,4 +1,4 @@
-"""Reads and parses Python source without executing it, and explains what is wrong with it."""
+"""Reads and parses Python source without executing it, and explains errors in it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 class Imported(NamedTuple):
-    """What an import binds a name to: a module, or a name in it."""
+    """The object that an import binds a name to: a module, or a name in it."""
 
     module: str
     name: str = ""

@@ -60,7 +60,7 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
 
     With ``keep_going``, the script runs to its end.
     """
-    importlib.import_module("torch._dynamo")  # now: what is compiled later runs eagerly, too
+    importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
     steps = 0
 
     def count(*_: object) -> None:

@@ -67,8 +67,8 @@ def compare(target: str, options: Options, stage: Tell) -> Comparison:
         run = _Run(build, options, stage)
         if run.load.busy:
             stage(
-                f"this machine is busy ({run.load}). The verdicts on training hold all the same; a "
-                "verdict on speed needs an idle machine."
+                f"this machine is busy ({run.load}). Training is judged anyway, but a verdict on "
+                "speed needs an idle machine."
             )
         run.train()
         run.time()

@@ -66,7 +66,7 @@ class Experiment:
 
 
 Build = Callable[[], Experiment]
-"""Returns an experiment with a model and an optimizer of its own."""
+"""Returns an experiment with a new model and a new optimizer."""
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def definition_of(name: str) -> Definition:
 
 @cache
 def bindings(module: str) -> Mapping[str, ast.AST | Imported]:
-    """Returns what each name of a module of this distribution is bound to."""
+    """Returns the names that a module of this distribution binds, and their objects."""
     bound: dict[str, ast.AST | Imported] = {}
     file = _file(module)
     if file is not None:
