@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return NOT_WRITTEN
         return BAD_INPUT
     except BrokenPipeError:  # as in `apex compare x.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes at exit
         return NOT_WRITTEN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -342,10 +343,8 @@ def count(text: str) -> int:
 
 def check_file(path: Path) -> None:
     """Raises if a file cannot be written; changes nothing."""
-    written = path
-    if not path.exists():
-        written = path.parent
-    if path.is_dir() or not os.access(written, os.W_OK):
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(target, os.W_OK):
         raise NotWrittenError(
             f"{path} cannot be written: it is a folder or read-only, or there is no folder for it."
         )

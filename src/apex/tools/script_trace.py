@@ -53,7 +53,9 @@ class ScriptTrace(OverflowTrace):
 
     def __init__(self, *, on_fault: Callable[[], None]) -> None:
         super().__init__()
-        self._on_fault: Callable[[], None] | None = on_fault
+        self._on_fault = on_fault
+        # Whether on_fault was called; the program then runs on, untraced.
+        self._is_reported = False
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
@@ -95,10 +97,9 @@ class ScriptTrace(OverflowTrace):
         self._births.steps += 1
 
     def _before(self, call: Call) -> Any:
-        on_fault = self._on_fault
-        if on_fault is not None and self._births.certain and self._tracker.may_stop:
-            self._on_fault = None
-            on_fault()
-        if self._on_fault is None:
+        if not self._is_reported and self._births.certain and self._tracker.may_stop:
+            self._is_reported = True
+            self._on_fault()
+        if self._is_reported:
             return None
         return super()._before(call)

@@ -63,11 +63,12 @@ def comparison_text(comparison: Comparison) -> str:
 def table_text(table: Table) -> str:
     """Returns a table with a rule below its headings."""
     columns = table.columns.values()
-    rows = [[column.heading for column in columns]]
+    headings = [column.heading for column in columns]
+    is_left = [column.is_left for column in columns]
+    rows = [headings]
     for _, cells in table.rows:
         rows.append([cells[name] for name in table.columns])
-    padded = aligned(rows, [column.is_left for column in columns])
-    lines = ["  ".join(row).rstrip() for row in padded]
+    lines = ["  ".join(row).rstrip() for row in aligned(rows, is_left)]
     rule = "-" * len(lines[0])
     lines.insert(1, rule)
     return "\n".join(lines)
