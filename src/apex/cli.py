@@ -225,8 +225,8 @@ def _compare(args: argparse.Namespace) -> int:
     write(args.output, report(comparison))
     write_json(args.json, to_json(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
-    print("\n" + comparison_text(comparison), file=stream)
-    print(f"report: {args.output}", file=stream)
+    text = comparison_text(comparison)
+    print(f"\n{text}\nreport: {args.output}", file=stream)
     return FAILED if comparison.failed else OK
 
 

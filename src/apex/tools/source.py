@@ -82,7 +82,8 @@ def python_2(error: BaseException) -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Returns a question that suggests the most similar public name; empty if none is similar."""
-    by_lower_case = {public.lower(): public for public in names if not public.startswith("_")}
+    public_names = [public for public in names if not public.startswith("_")]
+    by_lower_case = {public.lower(): public for public in public_names}
     similar = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
     if not similar:
         return ""
@@ -124,7 +125,9 @@ def bound_by(node: ast.AST) -> Iterator[tuple[str, ast.AST | Imported]]:
                 else:
                     yield package, Imported(package)
         case ast.ImportFrom():
-            module = "" if node.level else node.module or ""
+            module = ""
+            if not node.level:
+                module = node.module or ""
             for alias in node.names:
                 yield alias.asname or alias.name, Imported(module, alias.name)
         case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):

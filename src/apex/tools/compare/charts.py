@@ -64,7 +64,7 @@ def charts(comparison: Comparison) -> list[Chart]:
 
 def _mean_losses(losses: Sequence[float]) -> list[Point]:
     """Returns the table's final loss for each number of steps, up to a loss that is not finite."""
-    points: list[Point] = []
+    points = []
     for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
             break
@@ -74,7 +74,7 @@ def _mean_losses(losses: Sequence[float]) -> list[Point]:
 
 def _differences(losses: Sequence[float], fp32: Sequence[float]) -> list[Point]:
     """Returns the mean paired difference in percent, up to a loss that is not finite."""
-    points: list[Point] = []
+    points = []
     for step in range(LEAST_WINDOW, len(losses) + 1):
         difference = excess(losses[:step], fp32)
         if difference is None or not math.isfinite(losses[step - 1]):
@@ -96,7 +96,7 @@ def _chart(
 
     The vertical axis shows no value outside ``-most`` to ``most``.
     """
-    drawn: dict[str, Sequence[Point]] = {}
+    drawn = {}
     values: list[float] = []
     steps = 0
     for level, points in curves.items():

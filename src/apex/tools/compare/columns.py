@@ -40,7 +40,7 @@ TABLES = {
 
 def legend() -> str:
     """Returns a line for each column, for the help text."""
-    meanings: dict[str, str] = {}
+    meanings = {}
     for table in TABLES.values():
         for column in table.values():
             meanings[column.heading] = column.meaning

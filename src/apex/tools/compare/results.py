@@ -253,7 +253,7 @@ class Comparison:
 
 def to_json(comparison: Comparison) -> Any:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
-    levels: list[dict[str, Any]] = []
+    levels = []
     for result in comparison.results:
         values = {**vars(result), "speed": comparison.speed(result)}
         level = result.level

@@ -117,7 +117,8 @@ class _Run:
             self._note_unmoved(trainer.experiment.model)
         self._put(name, training=record)
         with self._recording_errors(name, "evaluating"):
-            self._put(name, training=training.evaluated(record, trainer))
+            evaluated = training.evaluated(record, trainer)
+            self._put(name, training=evaluated)
 
     def time(self) -> None:
         """Times the levels' alternating steps, unless no level trains as well as fp32."""

@@ -86,8 +86,8 @@ def excess(losses: Sequence[float], fp32: Sequence[float]) -> Excess | None:
     """Returns a level's excess over fp32 at the end of ``losses``; None without finite pairs."""
     window = max(LEAST_WINDOW, len(losses) // 3)
     pairs = list(zip(losses, fp32, strict=False))
-    differences: list[float] = []
-    base: list[float] = []
+    differences = []
+    base = []
     for our_loss, base_loss in pairs[-window:]:
         difference = our_loss - base_loss
         if math.isfinite(difference):

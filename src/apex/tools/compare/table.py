@@ -45,17 +45,20 @@ def tables(comparison: Comparison) -> list[Table]:
 def comparison_text(comparison: Comparison) -> str:
     """Returns the tables, the notes, the recommendation and a line for each verdict."""
     recommendation = comparison.recommendation
-    parts = [wrapped(f"{comparison.target}: {comparison.steps} steps on {comparison.machine}")]
+    title = f"{comparison.target}: {comparison.steps} steps on {comparison.machine}"
+    parts = [wrapped(title)]
     parts += [table_text(table) for table in tables(comparison)]
     if comparison.notes:
         parts.append("\n".join(map(wrapped, comparison.notes)))
-    levels_by_verdict: dict[str, list[str]] = defaultdict(list)
+    levels_by_verdict = defaultdict(list)
     for verdict in recommendation.verdicts:
         if verdict.why:
-            levels_by_verdict[f"{verdict.word}, {verdict.why}."].append(verdict.level)
+            text = f"{verdict.word}, {verdict.why}."
+            levels_by_verdict[text].append(verdict.level)
     conclusion = [wrapped(recommendation.text)]
     for text, levels in levels_by_verdict.items():
-        conclusion.append(wrapped(f"  {', '.join(levels)}: {text}", "    "))
+        line = f"  {', '.join(levels)}: {text}"
+        conclusion.append(wrapped(line, "    "))
     parts.append("\n".join(conclusion))
     return "\n\n".join(parts)
 
@@ -109,8 +112,9 @@ def _training_cells(record: Training, base: Training | None) -> dict[str, str]:
     if base is not None and base is not record:
         difference = excess(record.losses, base.losses)
         if difference is not None:
+            apart = 100 * difference.share
             error = 100 * difference.share_error
-            cells["apart"] = f"{100 * difference.share:+.2g} ± {error:.1g}"
+            cells["apart"] = f"{apart:+.2g} ± {error:.1g}"
     cells["skipped"] = f"{record.skipped} of {len(record.losses)}"
     if record.evaluation is not None:
         cells["evaluation"] = f"{record.evaluation:.4g}"

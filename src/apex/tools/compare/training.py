@@ -152,9 +152,9 @@ def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    losses: list[float] = []
+    losses = []
     loss_scales = [trainer.loss_scale()]
-    frozen_shares: list[float] = []
+    frozen_shares = []
     every = math.ceil(len(batches) / FROZEN_SAMPLES)
     saved: dict[int, int] = {}
     recording: AbstractContextManager[Any] = saved_for_backward(saved)
@@ -215,8 +215,9 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     weights = storages(model.parameters())
     masters = storages(amp.master_params(optimizer))
     state = storages(tree.tensors([*optimizer.state.values()]))
+    sizes = [param.numel() for param in model.parameters()]
     return Stored(
-        params=sum(param.numel() for param in model.parameters()),
+        params=sum(sizes),
         model=sum(weights.values()),
         masters=_new_bytes(masters, weights),
         optimizer=_new_bytes(state, weights | masters),

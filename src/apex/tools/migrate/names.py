@@ -130,7 +130,7 @@ def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
     If there are several imports (``try`` and ``except``), apex's wins.
     """
-    full_names: dict[str, str] = {}
+    full_names = {}
     for node in nodes:
         for name, bound in bound_by(node):
             if isinstance(bound, Imported) and is_of_apex(bound.module):

@@ -66,7 +66,7 @@ class Migration:
 
     def __str__(self) -> str:
         """Returns a paragraph per file, the unread files, and the counts."""
-        by_file: dict[str, list[Use]] = defaultdict(list)
+        by_file = defaultdict(list)
         for use in self.uses:
             by_file[use.file].append(use)
         parts = []
@@ -84,7 +84,7 @@ class Migration:
 
 def _rows(uses: Sequence[Use]) -> Iterator[str]:
     """Yields a row for each name with the lines of its uses, and its remedy below."""
-    lines_by_row: dict[Use, list[str]] = defaultdict(list)
+    lines_by_row = defaultdict(list)
     for use in uses:
         row = replace(use, line=0)
         lines_by_row[row].append(str(use.line))
@@ -138,9 +138,10 @@ def _python_files(path: Path, unread: list[tuple[str, str]]) -> list[Path]:
 
     python_files: list[Path] = []
     for folder, subfolders, files in os.walk(path, onerror=note):
-        # os.walk enters the folders that are left in this list.
-        subfolders[:] = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
-        python_files += [Path(folder, name) for name in sorted(files) if name.endswith(".py")]
+        searched = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
+        subfolders[:] = searched  # os.walk enters the folders that are left in this list
+        scripts = [name for name in sorted(files) if name.endswith(".py")]
+        python_files += [Path(folder, name) for name in scripts]
     return python_files
 
 
