@@ -31,8 +31,7 @@ __all__ = ["ApexPrecision"]
 # subclasses first: the Trainer's plugins inherit from Fabric's.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
-
-_BASES: dict[str, Any] = {}
+_BASES = {}
 """The precision plugin of each installed package."""
 
 for _name in _PACKAGES:
@@ -170,8 +169,8 @@ class ApexPrecision(_Precision):
         try:
             yield
         except RuntimeError as error:
-            casts = any(calls.casts for calls in self._calls)
-            if casts and type(error) is RuntimeError and mixes_dtypes(error):
+            casts_down = any(calls.casts_down for calls in self._calls)
+            if casts_down and type(error) is RuntimeError and mixes_dtypes(error):
                 raise RuntimeError(f"{error}\n{_REMEDY}") from error
             raise
 
@@ -196,13 +195,13 @@ class ApexPrecision(_Precision):
         Raises:
             RuntimeError: If Fabric's modules were prepared without optimizers.
         """
-        if not self._optimizers and self._library is _FABRIC:
-            raise RuntimeError(
-                "ApexPrecision has no optimizers for the modules that Fabric has set up. Pass "
-                "them, ApexPrecision(..., optimizers=[optimizer]), and call the modules that "
-                "fabric.setup returns."
-            )
         if not self._optimizers:
+            if self._library is _FABRIC:
+                raise RuntimeError(
+                    "ApexPrecision has no optimizers for the modules that Fabric has set up. Pass "
+                    "them, ApexPrecision(..., optimizers=[optimizer]), and call the modules that "
+                    "fabric.setup returns."
+                )
             self._library.backward(self, tensor, model, *args, **kwargs)
             return
         with amp.scale_loss(tensor, self._optimizers, loss_id) as scaled_loss:

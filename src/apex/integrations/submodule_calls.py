@@ -57,7 +57,7 @@ class SubmoduleCalls(Region):
                 self._handles.append(end)
 
     @property
-    def casts(self) -> bool:
+    def casts_down(self) -> bool:
         """Whether the model computes in 16 bits."""
         return self._state.plan.casts_down
 
