@@ -166,7 +166,7 @@ class Result:
         record = self.training
         if record is None:
             return 0
-        if record.peak_bytes is not None:
+        if record.peak_bytes:
             return record.peak_bytes
         return record.stored.bytes + record.saved_bytes
 
