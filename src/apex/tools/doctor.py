@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from apex._core import dtypes
 from apex._core.project import VERSION
 from apex.tools.compare.table import wrapped
-from apex.tools.compare.timing import Load, current_load, least_ratio, operator_seconds
+from apex.tools.compare.timing import Load, Times, current_load, least_ratio, operator_seconds
 from apex.tools.devices import describe
 from apex.tools.migrate.definitions import ROOTS, SITE
 
@@ -33,6 +33,12 @@ LEAST_SPEED = 1e-3
 MOST_SPEED = 64.0
 """No device is faster relative to fp32; Intel's AMX reaches 32."""
 
+Speeds = Mapping[str, Mapping[str, float | None]]
+"""Speed relative to fp32 by dtype and operator.
+
+It is 0 if the operator is not supported, and None if other programs disturbed the measurement.
+"""
+
 
 @dataclass(frozen=True)
 class Health:
@@ -42,8 +48,7 @@ class Health:
         versions: Versions of apex-amp, torch, Python and the system, by name.
         origins: The file that provides each of our modules.
         devices: Description of each device.
-        speeds: Speed relative to fp32 by device, dtype and operator; 0 if it is not supported, None
-            if it was not measured because the machine is busy.
+        speeds: Speeds by device.
         load: Load of the machine after the measurement.
         opt_level: The level to start with; ``None`` if the machine is busy.
         advice: The advice on that level and the reason, in one sentence.
@@ -52,7 +57,7 @@ class Health:
     versions: dict[str, str]
     origins: dict[str, str]
     devices: dict[str, str]
-    speeds: dict[str, dict[str, dict[str, float | None]]]
+    speeds: dict[str, Speeds]
     load: Load
     opt_level: str | None
     advice: str
@@ -122,9 +127,7 @@ def whose(places: dict[str, str]) -> str:
 # -- speeds ----------------------------------------------------------------------------------------
 
 
-def advise(
-    speeds: Mapping[str, Mapping[str, float | None]], device: str, load: Load
-) -> tuple[str | None, str]:
+def advise(speeds: Speeds, device: str, load: Load) -> tuple[str | None, str]:
     """Returns the level to start with and a sentence of advice; ``None`` on a busy machine."""
     if load.busy:
         return None, f"No level suggested: this machine is busy ({load}). Run again when it is not."
@@ -158,7 +161,7 @@ def _mean(by_work: Mapping[str, float | None]) -> float:
     return statistics.geometric_mean(speeds)
 
 
-def _measured(device: torch.device) -> dict[str, dict[str, float | None]]:
+def _measured(device: torch.device) -> Speeds:
     speeds = {}
     for dtype in (torch.float16, torch.bfloat16):
         by_work = {}
@@ -168,7 +171,7 @@ def _measured(device: torch.device) -> dict[str, dict[str, float | None]]:
     return speeds
 
 
-def speed_of(times: Sequence[tuple[float, float]]) -> float | None:
+def speed_of(times: Times) -> float | None:
     """Returns the speed of an operator relative to fp32, from its times in fp32 and in a dtype.
 
     Returns 0 without times. Returns None if other programs disturbed every repeat: the two halves

@@ -49,6 +49,9 @@ took 1.006 to 1.035 times as long (two cores, five levels).
 Work = Callable[[], object]
 """A function to time."""
 
+Times = list[tuple[float, float]]
+"""Seconds of an operator in fp32 and in another dtype, one pair for each repeat."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -166,9 +169,7 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
     return 1 / min(speeds)
 
 
-def operator_seconds(
-    dtype: torch.dtype, device: torch.device
-) -> dict[str, list[tuple[float, float]]]:
+def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, Times]:
     """Returns the times of two operators in fp32 and in ``dtype``; without a kernel, no times.
 
     The operators are a matrix product, and a convolution with its gradients. Some CPUs have fp16
@@ -176,7 +177,7 @@ def operator_seconds(
     """
     by_operator = {}
     for name, make in (("matmul", _matmul), ("conv", _conv)):
-        times: list[tuple[float, float]] = []
+        times: Times = []
         with contextlib.suppress(RuntimeError):  # the device lacks the kernel
             fp32 = make(torch.float32, device)
             ours = make(dtype, device)
@@ -190,7 +191,7 @@ def operator_seconds(
     return by_operator
 
 
-def least_ratio(times: Sequence[tuple[float, float]]) -> float:
+def least_ratio(times: Times) -> float:
     """Returns the least time in fp32 divided by the least time in the dtype.
 
     Other programs only ever add time to a repeat, so the least of many is the hardware's own.
@@ -218,7 +219,8 @@ def _conv(dtype: torch.dtype, device: torch.device) -> Work:
         shape = (8, 16, 16, 16)
     channels = shape[1]
     image = torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
-    weight = image.new_ones((channels, channels, 3, 3), requires_grad=True)
+    kernel = (channels, channels, 3, 3)
+    weight = image.new_ones(kernel, requires_grad=True)
 
     def work() -> object:
         loss = torch.conv2d(image, weight).sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean
@@ -30,6 +30,9 @@ FROZEN_SAMPLES = 8
 
 LAST_STEPS = 10
 """Number of steps that the final loss is averaged over."""
+
+BytesByAddress = dict[int, int]
+"""Sizes of storages; tensors that share a storage count once."""
 
 
 class Trainer:
@@ -156,7 +159,7 @@ def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
     loss_scales = [trainer.loss_scale()]
     frozen_shares = []
     every = math.ceil(len(batches) / FROZEN_SAMPLES)
-    saved: dict[int, int] = {}
+    saved: BytesByAddress = {}
     recording: AbstractContextManager[Any] = saved_for_backward(saved)
     for step, batch in enumerate(batches, start=1):
         with recording:
@@ -224,7 +227,7 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     )
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+def storages(tensors: Iterable[Tensor]) -> BytesByAddress:
     """Returns the bytes of the tensors' storages by address."""
     bytes_by_address = {}
     for tensor in tensors:
@@ -234,11 +237,11 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return bytes_by_address
 
 
-def _new_bytes(used: Mapping[int, int], known: Mapping[int, int]) -> int:
+def _new_bytes(used: BytesByAddress, known: BytesByAddress) -> int:
     return sum(size for address, size in used.items() if address not in known)
 
 
-def saved_for_backward(saved: dict[int, int]) -> saved_tensors_hooks:
+def saved_for_backward(saved: BytesByAddress) -> saved_tensors_hooks:
     """Returns a context that adds the storages that autograd saves inside to ``saved``."""
 
     def pack(tensor: Tensor) -> Tensor:

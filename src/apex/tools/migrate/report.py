@@ -57,9 +57,11 @@ class Migration:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every use, the unread files, and the counts, as ``--json`` writes them."""
+        uses = [asdict(use) for use in self.uses]
+        not_read = [{"file": file, "reason": reason} for file, reason in self.unread]
         return {
-            "uses": [asdict(use) for use in self.uses],
-            "not_read": [{"file": file, "reason": reason} for file, reason in self.unread],
+            "uses": uses,
+            "not_read": not_read,
             "files": self.files,
             "counts": self.counts,
         }
@@ -71,9 +73,11 @@ class Migration:
             by_file[use.file].append(use)
         parts = []
         for file, uses in by_file.items():
-            parts.append("\n".join([file, *_rows(uses)]))
+            lines = [file, *_rows(uses)]
+            parts.append("\n".join(lines))
         if self.unread:
-            parts.append("\n".join(f"{file}: {reason}" for file, reason in self.unread))
+            lines = [f"{file}: {reason}" for file, reason in self.unread]
+            parts.append("\n".join(lines))
         works, note, fails = self.counts.values()
         parts.append(
             f"Files: {self.files}. Uses that work unchanged: {works}, with a note: {note}, "
