@@ -150,7 +150,7 @@ def _trace(args: argparse.Namespace) -> int:
     write_json(file, tracing.data)
     if tracing.ending.interrupted:
         return INTERRUPTED
-    if tracing.found:
+    if tracing.has_fault:
         return NOT_FINITE
     return tracing.ending.status
 

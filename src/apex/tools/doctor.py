@@ -80,7 +80,11 @@ def examine(device: torch.device) -> Health:
         device: The device to advise on; the CPU is also measured.
     """
     devices = {str(device): device, "cpu": torch.device("cpu")}
-    speeds = {name: _measured(each) for name, each in devices.items()}
+    descriptions = {}
+    speeds = {}
+    for name, measured in devices.items():
+        descriptions[name] = describe(measured)
+        speeds[name] = _measured(measured)
     load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
     return Health(
@@ -91,7 +95,7 @@ def examine(device: torch.device) -> Health:
             "system": platform.platform(),
         },
         origins=origins(),
-        devices={name: describe(each) for name, each in devices.items()},
+        devices=descriptions,
         speeds=speeds,
         load=load,
         opt_level=level,
@@ -115,9 +119,9 @@ def origins() -> dict[str, str]:
 
 def whose(places: dict[str, str]) -> str:
     """Returns which package provides apex, and a line for each module of another package."""
-    theirs = [name for name, place in places.items() if SITE not in Path(place).parents]
-    lines = [f"{name} is from {places[name]}" for name in theirs]
-    if "apex" in theirs:
+    foreign = [name for name, place in places.items() if SITE not in Path(place).parents]
+    lines = [f"{name} is from {places[name]}" for name in foreign]
+    if "apex" in foreign:
         lines.append("apex is provided by another package; apex-amp adds what it lacks, as amp")
     else:
         lines.insert(0, f"apex is provided by apex-amp, from {SITE}")

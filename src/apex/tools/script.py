@@ -143,8 +143,8 @@ def _status(code: object) -> int:
 
 def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback that begins with the script's first frame; None without such a frame."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    own_files = {__file__, runpy.__file__, "<frozen runpy>"}
     inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
+    while inner is not None and inner.tb_frame.f_code.co_filename in own_files:
         inner = inner.tb_next
     return inner

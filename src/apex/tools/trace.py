@@ -28,14 +28,14 @@ class Tracing:
     Attributes:
         script: The script's name.
         ending: How the script ended.
-        found: Whether there was inf or NaN, lost precision, or an unchanged weight.
+        has_fault: Whether there was inf or NaN, lost precision, or an unchanged weight.
         lines: The report's lines.
         results: The results in JSON types.
     """
 
     script: str
     ending: Ending
-    found: bool
+    has_fault: bool
     lines: list[str]
     results: dict[str, Any]
 
@@ -78,10 +78,10 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
             ending = script.run()
         finally:
             hook.remove()
-    found = measuring.worst is not None
+    has_fault = measuring.worst is not None
     lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
     results = json.loads(measuring.to_json())
-    return Tracing(script.name, ending, found, lines, results)
+    return Tracing(script.name, ending, has_fault, lines, results)
 
 
 def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) -> Tracing:
@@ -102,10 +102,10 @@ def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) ->
     with ScriptTrace(on_fault=on_fault) as running:
         ending = script.run()
     seen = running.seen()
-    found = seen.first is not None
+    has_fault = seen.first is not None
     lines = _verdict(script.name, seen, ending)
     lines += _remarks(script.name, seen, ending)
-    return Tracing(script.name, ending, found, lines, json_types(seen))
+    return Tracing(script.name, ending, has_fault, lines, json_types(seen))
 
 
 def rank() -> int | None:

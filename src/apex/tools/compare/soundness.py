@@ -88,8 +88,8 @@ def excess(losses: Sequence[float], fp32: Sequence[float]) -> Excess | None:
     pairs = list(zip(losses, fp32, strict=False))
     differences = []
     base = []
-    for our_loss, base_loss in pairs[-window:]:
-        difference = our_loss - base_loss
+    for loss, base_loss in pairs[-window:]:
+        difference = loss - base_loss
         if math.isfinite(difference):
             differences.append(difference)
             base.append(base_loss)

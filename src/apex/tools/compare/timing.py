@@ -96,13 +96,13 @@ def current_load() -> Load:
     return Load(average, os.cpu_count() or 1)
 
 
-def speed_of(ours: Sequence[float], base: Sequence[float]) -> Interval | None:
+def speed_of(times: Sequence[float], base: Sequence[float]) -> Interval | None:
     """Returns how many times as fast as ``base`` a level is; ``None`` below ``LEAST_ROUNDS`` times.
 
     Times are divided round by round, so that a load on a whole round cancels.
     """
-    rounds = zip(ours, base, strict=False)
-    ratios = [base_time / our_time for our_time, base_time in rounds]
+    rounds = zip(times, base, strict=False)
+    ratios = [base_time / level_time for level_time, base_time in rounds]
     if len(ratios) < LEAST_ROUNDS:
         return None
     return median_interval(ratios)
@@ -180,13 +180,13 @@ def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, Time
         times: Times = []
         with contextlib.suppress(RuntimeError):  # the device lacks the kernel
             fp32 = make(torch.float32, device)
-            ours = make(dtype, device)
-            ours()
+            low_precision = make(dtype, device)
+            low_precision()
             end = time.perf_counter() + LEAST_SECONDS
             while len(times) < LEAST_REPEATS or time.perf_counter() < end:
                 fp32_seconds = seconds(fp32, device)
-                our_seconds = seconds(ours, device)
-                times.append((fp32_seconds, our_seconds))
+                low_precision_seconds = seconds(low_precision, device)
+                times.append((fp32_seconds, low_precision_seconds))
         by_operator[name] = times
     return by_operator
 
@@ -196,8 +196,8 @@ def least_ratio(times: Times) -> float:
 
     Other programs only ever add time to a repeat, so the least of many is the hardware's own.
     """
-    fp32, ours = zip(*times, strict=True)
-    return float(min(fp32) / min(ours))
+    fp32, low_precision = zip(*times, strict=True)
+    return float(min(fp32) / min(low_precision))
 
 
 def _wait(device: torch.device) -> None:

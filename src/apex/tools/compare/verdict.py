@@ -71,11 +71,11 @@ class _Candidate:
     @property
     def saved(self) -> int:
         """The bytes that it saves; 0 if they are not worth mentioning."""
-        ours = self.result.memory
-        fp32 = self.base.memory
-        if ours > LEAST_MEMORY_GAIN * fp32:
+        level_bytes = self.result.memory
+        fp32_bytes = self.base.memory
+        if level_bytes > LEAST_MEMORY_GAIN * fp32_bytes:
             return 0
-        return fp32 - ours
+        return fp32_bytes - level_bytes
 
     @property
     def gains(self) -> bool:

@@ -41,8 +41,8 @@ def names(tree: ast.Module) -> list[Name]:
     visitor = _Visitor(tree)
     visitor.visit(tree)
     if visitor.has_masters:
-        visitor.found += visitor.clippings
-    return sorted(visitor.found, key=lambda name: name.line)
+        visitor.uses += visitor.clippings
+    return sorted(visitor.uses, key=lambda name: name.line)
 
 
 class _Visitor(ast.NodeVisitor):
@@ -53,7 +53,7 @@ class _Visitor(ast.NodeVisitor):
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self.found: list[Name] = []
+        self.uses: list[Name] = []
         # Calls that clip a model's gradients; they matter if the script has masters.
         self.clippings: list[Name] = []
         self.has_masters = False
@@ -66,7 +66,7 @@ class _Visitor(ast.NodeVisitor):
             return
         line = node.end_lineno or node.lineno
         keywords = self._keywords.get(node, ())
-        self.found.append(Name(name, line, keywords))
+        self.uses.append(Name(name, line, keywords))
 
     def _visit_function(self, node: Any) -> None:
         outer = self._full_names
@@ -79,7 +79,7 @@ class _Visitor(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             if is_of_apex(alias.name):
-                self.found.append(Name(alias.name, node.lineno))
+                self.uses.append(Name(alias.name, node.lineno))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
@@ -87,7 +87,7 @@ class _Visitor(ast.NodeVisitor):
             return
         for alias in node.names:
             full_name = module if alias.name == "*" else f"{module}.{alias.name}"
-            self.found.append(Name(full_name, alias.lineno))
+            self.uses.append(Name(full_name, alias.lineno))
 
     def visit_Call(self, node: ast.Call) -> None:
         keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
