@@ -278,7 +278,8 @@ def _may_evaluate_again(optimizer: Optimizer) -> bool:
     original = plain_class(type(optimizer))
     if original.__module__.startswith(("torch.optim.", "apex.")):
         return issubclass(original, LBFGS)
-    closure = inspect.signature(original.step).parameters.get("closure")
+    parameters = inspect.signature(original.step).parameters
+    closure = parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return True
     prepared = prepared_state(optimizer)

@@ -137,8 +137,9 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
             RuntimeError: If another wrapper has already prepared the model.
         """
         self._stays_local = not self.should_sync() and "no_sync" in dir(model)
+        is_first_use = self.enabled and not scales.is_prepared(self.optimizer)
         with OptimWrapper.optim_context(self, model):
-            if self.enabled and not scales.is_prepared(self.optimizer):
+            if is_first_use:
                 module: Any = model
                 if is_model_wrapper(model):
                     module = model.module

@@ -173,7 +173,8 @@ class OverflowCallback(TrainerCallback):
         self.path = stem.with_name(f"{name}.txt")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(f"{text}\n", encoding="utf-8")
-        self.path.with_suffix(".json").write_text(trace.to_json(), encoding="utf-8")
+        data = self.path.with_suffix(".json")
+        data.write_text(trace.to_json(), encoding="utf-8")
         logging.getLogger("apex").warning("%s\nThe report is in %s.", text, self.path)
 
 
