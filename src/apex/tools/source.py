@@ -108,7 +108,9 @@ class Imported(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the full name."""
-        return f"{self.module}.{self.name}" if self.name else self.module
+        if not self.name:
+            return self.module
+        return f"{self.module}.{self.name}"
 
 
 def bound_by(node: ast.AST) -> Iterator[tuple[str, ast.AST | Imported]]:

@@ -67,12 +67,16 @@ class Excess:
     @property
     def share(self) -> float:
         """The mean difference relative to fp32's loss."""
-        return self.mean / self.size if self.size else 0.0
+        if not self.size:
+            return 0.0
+        return self.mean / self.size
 
     @property
     def share_error(self) -> float:
         """The standard error relative to fp32's loss."""
-        return self.error / self.size if self.size else 0.0
+        if not self.size:
+            return 0.0
+        return self.error / self.size
 
     @property
     def is_steady(self) -> bool:

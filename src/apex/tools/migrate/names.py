@@ -122,7 +122,9 @@ class _Visitor(ast.NodeVisitor):
         if not isinstance(node, ast.Attribute):
             return ""
         owner = self._full_name(node.value)
-        return f"{owner}.{node.attr}" if owner else ""
+        if not owner:
+            return ""
+        return f"{owner}.{node.attr}"
 
 
 def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
