@@ -40,8 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"apex-amp {VERSION}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
-    for add in (_add_trace, _add_compare, _add_migrate, _add_doctor):
-        add(subparsers)
+    _add_trace(subparsers)
+    _add_compare(subparsers)
+    _add_migrate(subparsers)
+    _add_doctor(subparsers)
     return parser
 
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code.
 
     Args:
-        argv: The arguments after the command's name; ``None`` for those of the process.
+        argv: The arguments after the command's name; ``None`` for the arguments of the process.
     """
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:
@@ -62,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except InputError as error:
         print(f"{args.parser.prog}: {error}", file=sys.stderr)
-        return NOT_WRITTEN if isinstance(error, NotWrittenError) else BAD_INPUT
+        if isinstance(error, NotWrittenError):
+            return NOT_WRITTEN
+        return BAD_INPUT
     except BrokenPipeError:  # as in `apex compare x.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes at exit
         return NOT_WRITTEN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -128,26 +133,30 @@ def _trace(args: argparse.Namespace) -> int:
     from apex.tools.trace import measure, rank_file, trace
 
     script = Script(args.script, args.arguments, args.is_module)
-    file = args.json if args.json in (None, "-") else rank_file(args.json)
+    file = args.json
+    if file not in (None, "-"):
+        file = rank_file(file)
     check_json(file)
     script.check()
     stream = sys.stderr if file == "-" else sys.stdout
     if args.digits or args.updates:
         tracing = measure(script, digits=args.digits, keep_going=args.keep_going)
     else:
-        notify = functools.partial(_show, stream) if args.keep_going else None
-        tracing = trace(script, notify=notify)
-    # torchrun ends every rank with SIGTERM once one has ended with a fault. This one ends now.
+        notify = functools.partial(_show, stream)
+        tracing = trace(script, keep_going=args.keep_going, notify=notify)
+    # torchrun ends every rank with SIGTERM once one has ended with a fault. This rank ends anyway.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _show(stream, f"\n{tracing.report}")
     write_json(file, tracing.data)
     if tracing.ending.interrupted:
         return INTERRUPTED
-    return NOT_FINITE if tracing.found else tracing.ending.status
+    if tracing.has_fault:
+        return NOT_FINITE
+    return tracing.ending.status
 
 
 def _show(stream: TextIO, text: str) -> None:
-    stream.write(f"{text}\n")  # at once, as ranks share a terminal
+    stream.write(f"{text}\n")  # in one call, because ranks share a terminal
     stream.flush()
 
 
@@ -216,8 +225,8 @@ def _compare(args: argparse.Namespace) -> int:
     write(args.output, report(comparison))
     write_json(args.json, to_json(comparison))
     stream = sys.stderr if args.json == "-" else sys.stdout
-    print("\n" + comparison_text(comparison), file=stream)
-    print(f"report: {args.output}", file=stream)
+    text = comparison_text(comparison)
+    print(f"\n{text}\nreport: {args.output}", file=stream)
     return FAILED if comparison.failed else OK
 
 
@@ -247,8 +256,8 @@ def _add_migrate(subparsers: Any) -> None:
 def _migrate(args: argparse.Namespace) -> int:
     """Reads Python files and reports whether each use of apex works with this package.
 
-    It works unchanged, with a note, or not at all; then the report says what to use instead.
-    Nothing is executed.
+    A use works unchanged, works with a note, or is not supported. In the last case, the report
+    names a replacement. Nothing is executed.
     """
     from apex.tools.migrate.report import migration_of
 
@@ -356,7 +365,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_json(file: str | None, data: dict[str, Any]) -> None:
-    """Writes data to a file, for ``"-"`` to standard output, for ``None`` nowhere; may raise."""
+    """Writes data to a file; for ``"-"``, to standard output; for ``None``, nowhere. May raise."""
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     if file == "-":
         sys.stdout.write(text)

@@ -104,6 +104,7 @@ WRITES = {
     "copy": lambda x: torch.empty_like(x).copy_(x + 1000),
     "out": lambda x: torch.add(x.detach(), 1000, out=torch.empty_like(x)),
     "foreach": lambda x: torch._foreach_add([x, x], 1000)[0],
+    "itself": lambda x: x + (lambda y: y.mul_(y))(x.detach() + 32),
 }
 
 

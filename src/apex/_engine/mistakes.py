@@ -351,11 +351,12 @@ def _averages(prepared: PreparedOptimizer) -> bool:
 def _find_mistake(prepared: PreparedOptimizer, *, at_step: bool) -> Mistake | None:
     """Returns the mistake that gradients from before a block, or a step, show."""
     delayed = prepared.open_pass
-    lazy = [pair.model for pair in prepared.pairs if pair.lazy]
-    counted = [*lazy, *prepared.direct_params()]  # whose own gradients the step uses
     if delayed is not None and delayed.scaled:
-        counted = prepared.trained_params()
-    origins = origins_of(_sample(counted))
+        params = prepared.trained_params()
+    else:  # those whose own gradients the step uses
+        params = prepared.direct_params()
+        params += [pair.model for pair in prepared.pairs if pair.lazy]
+    origins = origins_of(_sample(params))
     if Origin.OTHER in origins:
         return Mistake.FORGOTTEN_OPTIMIZER
     if delayed is not None:

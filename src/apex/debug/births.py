@@ -1,4 +1,4 @@
-"""Where non-finite values were born, what became of them, and which of them is the fault."""
+"""Records where non-finite values first appeared, what became of them, and which is the fault."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _DIVIDES = set(
     batch_norm_with_update cudnn_batch_norm miopen_batch_norm native_layer_norm
     native_group_norm fused_rms_norm weight_norm_interface""".split()  # noqa: SIM905
 )
+"""Operators that divide by an input, or by a number computed from it."""
+
 _POWERS = {"pow", "rsqrt", "sqrt"}
+
 _DEFINED_EVERYWHERE = set(
     """exp exp2 expm1 sinh cosh mul add sub square mm bmm addmm baddbmm sum cumsum
     convolution""".split()  # noqa: SIM905
 )
+"""Operators with a true result for all finite inputs."""
 
 
 @dataclass(eq=False)
@@ -28,36 +32,37 @@ class Birth:
     """The call that first produced a non-finite value, and what has become of it.
 
     Attributes:
-        place, op, kind, dtype: As of its finding.
-        time, steps: Numbers of operators traced and of optimizer steps before it, set when it is
-            added.
+        place, op, kind, dtype: As in :class:`~apex.debug.place.Finding`.
+        time: Number of operators traced before the call; ``Births.add`` sets it.
+        steps: Number of optimizer steps before the call; ``Births.add`` sets it.
         way: How the model trains: ``"plain"``, ``"autocast"``, or amp's level.
-        given: The cause, where it is no matter of the values: where they came from.
+        given: The cause, if it follows from the origin of the values (data, weights, another
+            rank), not from the operator; else ``""``.
         deliberate: Whether the value is intended, as a constant or a mask.
-        number: The inf or NaN that the script wrote there; None if it computed it.
+        number: The inf or NaN that the script wrote there; None if the script computed it.
         numbers: Python numbers among the arguments.
         inputs: Ranges of the inputs, at most four.
-        true: Largest absolute result in float64: ``inf`` if infinite or undefined there, too; None
-            if unknown.
-        node: In a backward pass, the autograd node, such as ``"Sqrt"``.
+        true: Largest absolute result in float64. ``inf`` if the result is infinite or undefined
+            there, too; None if unknown.
+        node: The autograd node of a backward pass, such as ``"Sqrt"``; else ``""``.
         formula: Whether autograd's own formula of a derivative ran, not user code.
-        names: The parameters or buffers that held the values.
-        unwritten: Whether nothing has written them since ``torch.empty``.
-        eps: The optimizer's eps, in its step; inf without one.
-        misuse: What is wrong with scaled gradients: ``"step"``, ``"stale"``, or as of
-            ``ScaledGradients``.
+        names: The parameters or buffers that contained the values.
+        unwritten: Whether nothing has written these since ``torch.empty``.
+        eps: The eps of the optimizer that steps; inf without one.
+        misuse: What is wrong with scaled gradients: ``"step"``, ``"stale"``, or a result of
+            ``ScaledGradients.misuse``.
         heaviest: Largest absolute value of the inputs that are parameters, or their casts.
         grown: Whether the weights have grown manifold since the first step.
-        reader: The operator that read the values first, and passed them on.
-        reader_module: The module in which it ran; None before.
+        reader: The first operator that read the values and passed them on.
+        reader_module: The module in which the reader ran; None before.
         feeds_softmax: Whether a softmax has read the values.
         negative: Whether all infinities are negative.
         scale: Multiplier on the loss; 1 without one.
         dynamic: Whether a dynamic loss scale, of amp or a ``GradScaler``, unscaled the gradients.
         stepped: Whether values reached the loss or weights.
         masked: Whether values were masked out.
-        masked_again: Whether their derivative was not finite, after they were masked out.
-        absorbed: Whether a softmax or exp mapped -inf to 0, as is right.
+        masked_again: Whether their derivative was not finite after they were masked out.
+        absorbed: Whether a softmax or exp mapped -inf to 0, its right result.
     """
 
     place: Place
@@ -94,7 +99,7 @@ class Birth:
 
     @property
     def backward(self) -> bool:
-        """Whether it happened in a backward pass."""
+        """Whether the call ran in a backward pass."""
         return self.place.direction == "backward"
 
     @property
@@ -114,39 +119,56 @@ class Birth:
 
     @property
     def casts(self) -> bool:
-        """Whether it is a cast."""
+        """Whether the call is a cast."""
         return self.name in ("to_copy", "copy")
 
     @property
     def fits_fp32(self) -> bool:
-        """Whether what exceeds fp16 is, as far as known, in the range of fp32 and bf16."""
-        return self.dtype is torch.float16 and (self.true or 0.0) <= torch.finfo(torch.float32).max
+        """Whether a value beyond fp16's range is, as far as known, in that of fp32 and bf16."""
+        true = self.true or 0.0
+        limit = torch.finfo(torch.float32).max
+        return self.dtype is torch.float16 and true <= limit
 
     @property
     def cause(self) -> str:
         """Why the result was not finite: a section of causes.ini."""
         if self.given:
             return self.given
-        # A kernel that does not run in float64 (attention on CUDA) leaves the true result unknown.
-        true = 0.0 if self.true is None else self.true
-        finite = math.isfinite(true)
-        if self.kind == "inf" and self.name in _DEFINED_EVERYWHERE:  # too large for float64, too
-            finite = True
-        elif self.true is None:  # overflow rarely produces NaN
-            finite = self.kind == "inf" and self.name not in _DIVIDES
-        if not finite:
-            if self.formula:
-                return "derivative"
-            # A power of 0 is inf at most; NaN is that of a negative number.
-            divides = self.name in _DIVIDES and not (self.kind == "nan" and self.name in _POWERS)
-            return "division by zero" if divides else "domain"
-        unscaled = true / self.scale if math.isfinite(true) else 0.0
-        fits = unscaled <= torch.finfo(self.dtype).max
-        return "loss scale" if self.backward and self.scale > 1.0 and fits else "range"
+        if self._is_defined:
+            if self._fits_unscaled:
+                return "loss scale"
+            return "range"
+        if self.formula:
+            return "derivative"
+        # A power of 0 may be inf. NaN is a power of a negative number.
+        is_power = self.kind == "nan" and self.name in _POWERS
+        if self.name in _DIVIDES and not is_power:
+            return "division by zero"
+        return "domain"
+
+    @property
+    def _is_defined(self) -> bool:
+        """Whether the inputs have a true result, which exceeds the dtype."""
+        if self.kind == "inf" and self.name in _DEFINED_EVERYWHERE:  # beyond float64, too
+            return True
+        if self.true is not None:
+            return math.isfinite(self.true)
+        # The kernel does not run in float64 (attention on CUDA). Overflow rarely produces NaN.
+        return self.kind == "inf" and self.name not in _DIVIDES
+
+    @property
+    def _fits_unscaled(self) -> bool:
+        """Whether a gradient fits into the dtype without the loss scale, as far as known."""
+        if not self.backward or self.scale <= 1.0:
+            return False
+        true = self.true or 0.0
+        if math.isinf(true):
+            return True
+        return true / self.scale <= torch.finfo(self.dtype).max
 
     @property
     def heals(self) -> bool:
-        """Whether a dynamic loss scale backs off from it, as it does to find its value."""
+        """Whether a dynamic loss scale backs off from this overflow, as it should."""
         return self.cause == "loss scale" and self.dynamic and not self.stepped
 
     @property
@@ -160,9 +182,9 @@ class Birth:
         return self.op, self.place.location
 
     def rank(self) -> tuple[bool, bool, bool, int]:
-        """Returns what sorts births, the most severe first."""
-        stale = self.given == "gradients"  # left by an earlier step
-        return self.deliberate, stale, self.masked, self.time
+        """Returns the key that sorts births, the most severe first."""
+        is_stale = self.given == "gradients"  # left by an earlier step
+        return self.deliberate, is_stale, self.masked, self.time
 
 
 class Births:
@@ -170,23 +192,27 @@ class Births:
 
     Note [When a birth is a fault]
         Infinities can be deliberate (masks), and NaNs can be produced and masked out again: torch's
-        own formula for the derivative of a norm divides 0 by 0 and replaces the result. So a birth
-        counts as a fault only once its values reach a gradient, the loss or a weight. If a backward
-        pass completes with finite gradients, all earlier births were harmless, with one exception:
-        a value beyond fp16's range is lost even if a later function (a clamp, a sigmoid) maps the
-        infinity to a finite value. Only softmax and exp return the right result for -inf. Where
-        several meet, those whose values were masked out come last. When a trace ends,
-        births that no backward pass has judged count unless they were masked out, or were harmless
-        before at the same operator and line (a metric).
+        formula for the derivative of a norm divides 0 by 0 and then replaces the result. Therefore
+        a birth counts as a fault only once its values reach a gradient, the loss or a weight.
+
+        If a backward pass completes with finite gradients, all earlier births were harmless, with
+        one exception. A value beyond fp16's range is lost even if a later clamp or sigmoid maps
+        the infinity to a finite value. Only softmax and exp return the right result for -inf. If
+        there are several faults, those whose values were masked out come last.
+
+        When a trace ends, births that no backward pass has judged count as faults. Births whose
+        values were masked out do not, nor do births at an operator and line (a metric) that were
+        harmless before.
 
     Note [Loss scales]
-        A dynamic scale finds its value by overflows, after which it skips the step: such births
-        heal. The scale of an amp session is known, that of a ``GradScaler`` shows itself where it
-        multiplies the loss; see Note [Scaled gradients].
+        Overflows make a dynamic scale back off and skip the step: such births heal. The scale of
+        an amp session is known. The trace sees the scale of a ``GradScaler`` where it multiplies
+        the loss; see Note [Scaled gradients].
 
     Note [Long traces]
-        A trace may last as long as a training. So births are discarded once they are harmless, one
-        lost value is kept per line of code, and only the latest autograd nodes are remembered.
+        A trace may last as long as a training. Therefore births are discarded once they are
+        harmless. One lost value is kept per line of code, and only the latest autograd nodes are
+        remembered.
 
     Attributes:
         time: Number of operators traced.
@@ -194,7 +220,7 @@ class Births:
         passes: Number of backward passes that reached a gradient.
         gradients: Names of parameters that a fault reached.
         healed: Backward passes after which a dynamic loss scale backed off.
-        certain: Whether values of a fault that no scale heals got that far.
+        certain: Whether values reached a gradient, the loss or a weight, and no scale heals them.
     """
 
     def __init__(self) -> None:
@@ -202,18 +228,23 @@ class Births:
         self.steps = 0
         self.passes = 0
         self.gradients: list[str] = []
-        self.certain = False
-        self._backward = -1
-        self._pending: list[Birth] = []
-        self._lost: dict[tuple[str, str], Birth] = {}
-        self._reached: dict[Birth, None] = {}
-        self._harmless: set[tuple[str, str]] = set()
         self.healed: set[int] = set()
+        self.certain = False
+        # The backward pass that reached a gradient last.
+        self._backward = -1
+        # Births since the last backward pass with finite gradients.
+        self._pending: list[Birth] = []
+        # Values that fp16 lost, the first of each site.
+        self._lost: dict[tuple[str, str], Birth] = {}
+        # Births whose values reached a gradient, the loss, a weight or a buffer.
+        self._reached: dict[Birth, None] = {}
+        # Sites at which a birth was harmless.
+        self._harmless: set[tuple[str, str]] = set()
 
     # -- births ----------------------------------------------------------------------------------
 
     def add(self, birth: Birth) -> Birth:
-        """Adds a birth at the current operator, and returns it."""
+        """Records a birth at the current operator, and returns it."""
         birth.time = self.time
         birth.steps = self.steps
         if not birth.deliberate:
@@ -231,7 +262,7 @@ class Births:
     def reach_gradient(self, name: str, birth: Birth | None, *, backward: int) -> None:
         """Records that backward pass number ``backward`` adds to the gradient of a parameter.
 
-        ``birth`` is that of its non-finite values; None if it is finite, when ``name`` is not read.
+        ``birth`` is None if the gradient is finite; then ``name`` is not used.
         """
         if backward != self._backward:
             self.passes += 1
@@ -255,19 +286,23 @@ class Births:
     def first(self, *, healing: bool = True) -> Birth | None:
         """Returns the first birth that is a fault; see Note [When a birth is a fault].
 
-        With ``healing``, an overflow from which a dynamic loss scale backs off counts as one, if
-        there is no other.
+        With ``healing``, overflows from which a dynamic loss scale backs off also count, if there
+        are no other faults.
         """
+        lost = [birth for birth in self._lost.values() if birth.is_lost]
         certain = [birth for birth in self._reached if not birth.heals]
-        certain += [birth for birth in self._lost.values() if birth.is_lost]
-        if certain:
-            return min(certain, key=Birth.rank)
-        if healing and self._reached:
-            return min(self._reached, key=Birth.rank)
-        pending = []
+        faults = certain + lost
+        if healing:
+            faults = faults or list(self._reached)
+        faults = faults or self._unjudged(healing=healing)
+        return min(faults, key=Birth.rank, default=None)
+
+    def _unjudged(self, *, healing: bool) -> list[Birth]:
+        """Returns the births that no backward pass has judged and that may be faults."""
+        births = []
         for birth in self._pending:
             is_harmless = birth.masked or birth.site in self._harmless
             counts = healing or not birth.heals
             if counts and not is_harmless:
-                pending.append(birth)
-        return min(pending, key=Birth.rank, default=None)
+                births.append(birth)
+        return births

@@ -1,75 +1,78 @@
-"""How large an operator's error is by norm, and may be: bounds from dtype, shape and operator.
+"""Measures an operator's error by norm, and the largest error that dtype, shape and kind explain.
 
 Note [Tolerance]
-    An operator in low precision rounds its result once: relative to the result's norm, by at most
-    the dtype's unit roundoff u (eps / 2), plus what underflows, half the smallest subnormal for
-    each element. torch's kernels accumulate 16-bit sums in fp32, which adds u32 * sqrt(n) for n
-    terms (rounding errors are independent: Higham and Mary, SISC 2019). Kernels that accumulate in
-    the tensor itself (scatters, the gradient of an embedding) round n times: u * sqrt(n).
+    An operator in low precision rounds its result once. Relative to the result's norm, the error
+    is at most the dtype's unit roundoff u (eps / 2). Underflow adds at most half the smallest
+    subnormal for each element. torch's kernels accumulate 16-bit sums in fp32, which adds
+    u32 * sqrt(n) for n terms (rounding errors are independent: Higham and Mary, SISC 2019).
+    Kernels that accumulate in the tensor itself (scatters, the gradient of an embedding) round n
+    times, which adds u * sqrt(n).
 
-    It also passes on the errors of its inputs. A well-conditioned operator multiplies them by a
-    small constant; ``AMPLIFICATION`` is the constant that counts as small, for its own rounding
-    too, because fused kernels round more than once. So::
+    The result also contains the errors of the inputs. A well-conditioned operator multiplies them
+    by a small constant, of which ``AMPLIFICATION`` is the largest. It also multiplies u, because
+    fused kernels round more than once::
 
         tolerance = AMPLIFICATION * (inherited + u) + bound of the sum + underflow
 
     The size of a result is its norm. A sum of n terms of both signs may be far smaller than its
-    terms by chance, or by construction: a bias before a batch norm and the bias of an attention's
-    keys have no gradient, and those of a Wasserstein loss's two means nearly cancel. That is no
-    loss of digits, so in a backward pass and in small results a sum's size is that of the sum of
-    absolute values, as in Skeel's condition number.
+    terms, by chance or by construction. For example, a bias before a batch norm and the bias of an
+    attention's keys have no gradient. The gradients of a Wasserstein loss's two means nearly
+    cancel. Such a sum loses no digits. Therefore the terms' absolute values determine the size of a
+    small sum, and of any sum in a backward pass (Skeel's condition number).
 
 Note [Chains]
-    Each step of a running sum explains its error by that of the step before, so none would stand
-    out. A chain of linear elementwise operators (an accumulation, an EMA, a residual stream)
-    therefore counts as one operator: what a chain inherits is the largest error among the values
-    that enter it. ``Shadow.entry`` carries it from one operator of a chain to the next. In a sum,
-    an operand's error counts by the operand's share of the largest one.
+    In a running sum, the error of one step explains the error of the next. No step would exceed
+    its tolerance. Therefore a chain of linear elementwise operators (an accumulation, an
+    EMA, a residual stream) counts as one operator. A chain inherits the largest error among the
+    values that enter it; ``Shadow.entry`` carries this error from one operator to the next. In a
+    sum, an operand's error is weighted by the operand's size relative to the largest operand.
 
 Note [Small changes]
-    ``average.mul_(0.999)`` in bf16 changes nothing: half of bf16's eps is 0.002. By norm that is an
-    error within one rounding, but an average that is updated so stands still, iteration for
-    iteration. So where a number close to 1 multiplies a value, or a ``lerp`` moves it, the error is
-    also measured relative to the change that fp32 makes, and is lost from ``LOST_CHANGE`` on. The
-    same holds for the running mean of a batch norm with a small momentum. It does not hold for an
-    activation, ``0.999 * layer(x)``, whose next value does not start from this one.
+    ``average.mul_(0.999)`` in bf16 changes nothing, because half of bf16's eps is 0.002. By norm,
+    this error is within one rounding, but an average that is updated so never changes. Therefore
+    the error of a small change is also measured relative to the change that fp32 makes. From
+    ``LOST_CHANGE`` on, the update is lost. Small changes come from products with a number close to
+    1, ``lerp``, counters, and batch norms with a small momentum. An activation,
+    ``0.999 * layer(x)``, is excluded, because its next value does not start from this one.
 
 Note [Decisions]
-    Where an operator decides (the sign in the gradient of a relu, the index of a maximum, a
-    dropout), the shadow takes the decision of the low-precision run. Otherwise the few elements
-    for which rounding changed it would dominate the error.
+    Some operators decide: the sign in the gradient of a relu, the index of a maximum, a dropout.
+    There, the shadow takes the decision of the low-precision run. Otherwise the few elements for
+    which rounding changed the decision would dominate the error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from apex._core import tree
 from apex.debug import tracing
 from apex.debug.tracing import Call
 
 AMPLIFICATION = 4.0
+"""Factor by which a well-conditioned operator may multiply errors."""
 
 LOST_CHANGE = 0.5
+"""Error of an update, relative to the update, from which the update counts as lost."""
 
 LOST_RESIDUAL = 0.5
-"""Error up to which cancellation in the residual of a regression is none."""
+"""Error up to which the residual of a regression does not count as cancellation."""
 
 SMALL = 2.0**-4
-"""Changes by a larger share are no small ones."""
+"""Largest relative change of a value that counts as small."""
 
 LOST_GRADIENT = 0.1
 """Share of a gradient's norm that may underflow."""
 
-_LEAST_NUMBER = 1e-3
-"""Smaller numbers that are added are an epsilon, which may be lost."""
+LEAST_NUMBER = 1e-3
+"""Smaller numbers in a sum count as an epsilon."""
 
 _MASK = -1000.0
-"""Values below this may be those of a mask."""
+"""Values below this may come from a mask."""
 
 _DECIDED = 0.9
 """Probability from which a row of a softmax counts as decided."""
@@ -97,7 +100,7 @@ MOVES = {
     "select_backward",
     "slice_backward",
 }
-"""Operators that only move values, so that they can lose no more than a cast."""
+"""Operators that only move values, and so lose no more than a cast."""
 
 DIFFERENCES = {"add", "sub", "rsub"}
 
@@ -105,7 +108,7 @@ LINEAR = MOVES | DIFFERENCES | {"mul", "div", "neg", "lerp", "addcmul"}
 """Operators that continue a chain; see Note [Chains]."""
 
 SUMS_OF_OPERANDS = DIFFERENCES | {"cat", "stack", "lerp"}
-"""Operators to whose result each input contributes by its size."""
+"""Operators to whose result each input contributes in proportion to its size."""
 
 DECIDED_BY_SECOND = {
     "threshold_backward",
@@ -117,7 +120,7 @@ DECIDED_BY_SECOND = {
     "softshrink_backward",
     "prelu_kernel_backward",
 }
-"""Operators that decide on the sign of their second argument; see Note [Decisions]."""
+"""Operators that decide by their second argument; see Note [Decisions]."""
 
 DECISIONS = {
     "sign",
@@ -148,6 +151,8 @@ _SUMS = {
     "convolution",
     "convolution_backward",
 }
+"""Operators that accumulate in fp32."""
+
 _IN_PLACE_SUMS = {
     "embedding_dense_backward",
     "index_add",
@@ -157,7 +162,7 @@ _IN_PLACE_SUMS = {
     "put",
     "scatter_reduce",
 }
-"""Operators that sum in the tensor itself; see Note [Tolerance]."""
+"""Operators that accumulate in the tensor itself; see Note [Tolerance]."""
 
 _NORM_BACKWARDS = {
     "native_layer_norm_backward": ("rstd", "weight"),
@@ -165,8 +170,15 @@ _NORM_BACKWARDS = {
     "native_group_norm_backward": ("rstd", "weight"),
     "cudnn_batch_norm_backward": ("save_var", "weight"),
 }
-_RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss")
+"""The arguments by which these operators multiply the gradient."""
+
+RESIDUALS = ("mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss")
+"""Name prefixes of losses that subtract targets from outputs."""
+
 SOFTMAXES = {"softmax", "log_softmax", "safe_softmax"}
+
+
+# -- errors ----------------------------------------------------------------------------------------
 
 
 class Distance(NamedTuple):
@@ -178,92 +190,89 @@ class Distance(NamedTuple):
     @property
     def relative(self) -> float:
         """The difference relative to the shadow."""
-        return self.difference / self.size if self.size else math.inf if self.difference else 0.0
+        if self.size:
+            return self.difference / self.size
+        if self.difference:
+            return math.inf
+        return 0.0
 
 
 def distance(values: Tensor, shadow: Tensor) -> Distance:
-    """Returns the distance of a value from its shadow, masked elements left out.
+    """Returns the distance of a value from its shadow, without masked elements.
 
-    Masked are elements that are infinite or NaN on either side and, where a mask was added, those
-    far below all others: their size would hide the error of the rest.
+    An element is masked if it is infinite or NaN on either side, or if a mask was added to it.
     """
-    values = tracing.real(values)
-    shadow = tracing.real(shadow)
+    values = tracing.real(values.detach()).double()
+    shadow = tracing.real(shadow).double()
     if not values.numel():
         return Distance(0.0, 0.0)
-    wide = values.double()
-    shadow = shadow.double()
-    known = torch.isfinite(wide) & torch.isfinite(shadow)
+    known = torch.isfinite(values) & torch.isfinite(shadow)
     shadow = torch.where(known, shadow, 0.0)
-    difference = torch.where(known, wide, 0.0) - shadow
-    least = float(shadow.amin())  # sync: tracing is a diagnosis, here and below
-    if least < _MASK:
-        masked = shadow < least / 2
-        rest = torch.where(masked, 0.0, shadow)
-        if 50.0 * float(rest.abs().amax()) < -least and not bool(masked.all()):
-            shadow = rest
-            difference = torch.where(masked, 0.0, difference)
+    difference = torch.where(known, values, 0.0) - shadow
+    masked = _masked(shadow)
+    if masked is not None:
+        shadow = torch.where(masked, 0.0, shadow)
+        difference = torch.where(masked, 0.0, difference)
     return Distance(norm(difference), norm(shadow))
 
 
-def distance_of_probabilities(
-    values: Tensor, shadow: Tensor, dim: int, *, is_log: bool
-) -> Distance:
-    """Returns the distance of a softmax from its shadow, over the rows that are not yet decided.
+def _masked(shadow: Tensor) -> Tensor | None:
+    """Returns which elements are far below all others, as after adding a mask; None if none are.
 
-    Rows in which one probability is almost 1 are exact whatever the logits' errors are, and would
-    hide those of the others.
+    Their size would hide the error of the other elements.
     """
-    values = values.double()
+    least = float(shadow.amin())  # sync: tracing is a diagnosis, here and below
+    if least >= _MASK:
+        return None
+    masked = shadow < least / 2
+    largest = float(torch.where(masked, 0.0, shadow).abs().amax())
+    if 50.0 * largest >= -least or bool(masked.all()):
+        return None
+    return masked
+
+
+def distance_of_result(call: Call, values: Tensor, shadow: Tensor) -> Distance:
+    """Returns the distance of a call's result from its shadow.
+
+    In a softmax, only rows that are not decided count. A row in which one probability is almost 1
+    is exact whatever the logits' errors are. It would hide the errors of other rows.
+    """
+    if call.base not in SOFTMAXES:
+        return distance(values, shadow)
+    values = values.detach().double()
     shadow = shadow.double()
-    if is_log:
+    if call.base == "log_softmax":
         values = values.exp()
         shadow = shadow.exp()
-    open_rows = shadow.amax(dim, keepdim=True) < _DECIDED
-    return distance(torch.where(open_rows, values, 0.0), torch.where(open_rows, shadow, 0.0))
+    dim = call.args[1]
+    undecided = shadow.amax(dim, keepdim=True) < _DECIDED
+    values = torch.where(undecided, values, 0.0)
+    shadow = torch.where(undecided, shadow, 0.0)
+    return distance(values, shadow)
 
 
-def changed_a_little(call: Call) -> int | None:
-    """Returns the place of the argument that a call changes by a small share.
+def comparable(call: Call, values: Tensor, shadow: Tensor) -> Tensor:
+    """Returns the shadow of a call's result, with the run's ``values`` where no error is measured.
 
-    See Note [Small changes].
+    These are elements that overflow in the run or in its dtype. In a softmax, they are also the
+    rows whose logits are all masked.
     """
-    args = call.args
-    if call.base == "native_batch_norm":
-        training = args[5]
-        momentum = args[6]
-        return 3 if training and 0.0 < momentum < SMALL else None  # its running mean
-    if not args or not isinstance(first_of(args[0]), Tensor):
-        return None
-    number = args[-1]
-    if call.base in ("add", "sub"):  # a running sum, a counter
-        lasts = 0 in call.traits.writes or first_of(args[0]).numel() == 1
-        is_epsilon = isinstance(number, int | float) and abs(number) < _LEAST_NUMBER
-        return 0 if lasts and not is_epsilon else None
-    if not isinstance(number, float):
-        return None
-    if call.base in ("mul", "div"):
-        return 0 if 0.0 < abs(number - 1.0) < SMALL else None
-    return 0 if call.base == "lerp" and 0.0 < number < SMALL else None
+    limit = torch.finfo(values.dtype).max
+    exceeds = shadow.abs() > limit
+    excluded = exceeds | ~values.isfinite()
+    if call.base in SOFTMAXES:
+        logits, dim = call.args[:2]
+        masked_rows = logits.amax(dim, keepdim=True) < _MASK
+        excluded = excluded | masked_rows
+    return torch.where(excluded, values, shadow)
 
 
-def first_of(values: Any) -> Any:
-    """Returns the first of a list, as foreach operators take it; another value itself."""
-    return values[0] if isinstance(values, list | tuple) and values else values
+def norm(values: Tensor) -> float:
+    """Returns the 2-norm, in double."""
+    return float(torch.linalg.vector_norm(values.double()))  # sync: tracing is a diagnosis
 
 
-def is_residual(name: str, *, inside: bool) -> bool:
-    """Returns whether an operator computes a regression's residual, inside a model or outside.
-
-    It is a small difference by its purpose, of which the next step needs few digits.
-    """
-    return name.startswith(_RESIDUALS) or (name == "sub" and not inside)
-
-
-def without_masked_rows(low: Tensor, high: Tensor, logits: Tensor, dim: int) -> Tensor:
-    """Returns the shadow of a softmax, with the run's own values in rows that are all masked."""
-    masked = logits.amax(dim, keepdim=True) < _MASK
-    return torch.where(masked, low, high)
+# -- bounds ----------------------------------------------------------------------------------------
 
 
 def roundoff(dtype: torch.dtype) -> float:
@@ -274,56 +283,89 @@ def roundoff(dtype: torch.dtype) -> float:
 def sum_bound(call: Call, result: Tensor) -> float:
     """Returns the part of the relative bound that grows with the number of terms of a sum."""
     if call.base in _IN_PLACE_SUMS:
-        return roundoff(result.dtype) * math.sqrt(_repeats(call.args))
-    if call.base in _SUMS:
-        terms = max((t.numel() for t in call.args if isinstance(t, Tensor)), default=1)
-        return roundoff(torch.float32) * math.sqrt(terms)
-    return 0.0
+        return roundoff(result.dtype) * math.sqrt(_repeats(call))
+    if call.base not in _SUMS:
+        return 0.0
+    terms = 1
+    for operand in call.args:
+        if isinstance(operand, Tensor):
+            terms = max(terms, operand.numel())
+    return roundoff(torch.float32) * math.sqrt(terms)
 
 
-def within_range(values: Tensor, shadow: Tensor) -> Tensor:
-    """Returns the shadow, with ``values`` themselves where they or their dtype overflow."""
-    out = ~values.isfinite() | (shadow.abs() > torch.finfo(values.dtype).max)
-    return torch.where(out, values, shadow)
+def _repeats(call: Call) -> int:
+    """Returns how often the most frequent index occurs in the index tensors of a call."""
+    most = 1
+    for index in tree.tensors(call.args):
+        if index.dtype is torch.int64 and index.numel():
+            _, counts = torch.unique(index, return_counts=True)
+            most = max(most, int(counts.max()))  # sync: tracing is a diagnosis
+    return most
 
 
 def least_sizes(in_fp32: Call) -> list[float]:
-    """Returns, for each result of a sum, its norm if all terms had one sign; of others, nothing."""
+    """Returns the norm of each result of a sum if all terms had one sign; none of other calls."""
     name = in_fp32.base
-    args = in_fp32.args
     if name in _SUMS | _IN_PLACE_SUMS:
-        sums = in_fp32._replace(args=[*map(_absolute, args)]).run()
-        sums = [sums] if isinstance(sums, Tensor) else sums
-        return [0.0 if each is None else norm(each) for each in sums]
+        sums = in_fp32.mapped(_absolute).run()
+        return [norm(total) for total in tree.tensors(sums)]
     if name == "softmax_backward_data":
-        return [norm(args[0] * args[1])]
+        gradient, output = in_fp32.args[:2]
+        return [norm(gradient * output)]
     if name == "log_softmax_backward_data":
-        return [norm(args[0])]
+        return [norm(in_fp32.args[0])]
     if name in _NORM_BACKWARDS:
+        named = in_fp32.named
         gain = 1.0
-        for argument, value in zip(in_fp32.func._schema.arguments, args, strict=False):
-            if argument.name in _NORM_BACKWARDS[name] and isinstance(value, Tensor):
-                gain *= norm(value) / math.sqrt(max(1, value.numel()))
-        grad = norm(args[0])
-        return [grad * gain, grad, grad]
+        for factor in _NORM_BACKWARDS[name]:
+            values = named[factor]
+            if values is not None:
+                gain *= norm(values) / math.sqrt(max(1, values.numel()))
+        gradient = norm(in_fp32.args[0])
+        return [gradient * gain, gradient, gradient]
     return []
 
 
-def norm(values: Tensor) -> float:
-    """Returns the 2-norm, in double."""
-    return float(torch.linalg.vector_norm(values.double()))  # sync: tracing is a diagnosis
+def _absolute(argument: Any) -> Any:
+    if isinstance(argument, Tensor) and argument.is_floating_point():
+        return argument.abs()
+    return argument
 
 
-def _absolute(value: Any) -> Any:
-    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
+# -- kinds of calls --------------------------------------------------------------------------------
 
 
-def _repeats(args: Sequence[Any]) -> int:
-    """Returns how often the most frequent index occurs in the index tensors of a call."""
-    most = 1
-    for value in args:
-        for index in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(index, Tensor) and index.dtype is torch.int64 and index.numel():
-                counts = torch.unique(index, return_counts=True)[1]
-                most = max(most, int(counts.max()))  # sync: tracing is a diagnosis
-    return most
+def changed_a_little(call: Call) -> Tensor | None:
+    """Returns the tensor that a call changes by a small share; None without one.
+
+    Of the list of a foreach operator, the first tensor counts. See Note [Small changes].
+    """
+    if call.base == "native_batch_norm":
+        named = call.named
+        running_mean: Tensor | None = named["running_mean"]
+        if named["training"] and 0.0 < named["momentum"] < SMALL:
+            return running_mean
+        return None
+    if not call.args:
+        return None
+    value = call.args[0]
+    if isinstance(value, list) and value:
+        value = value[0]
+    if isinstance(value, Tensor) and _is_small_change(call, value):
+        return value
+    return None
+
+
+def _is_small_change(call: Call, value: Tensor) -> bool:
+    """Returns whether a call may change its first operand, ``value``, by a small share."""
+    number = call.args[-1]
+    if call.base in ("add", "sub"):  # a running sum, a counter
+        lasts = "self" in call.traits.writes or value.numel() == 1
+        is_number = isinstance(number, int | float)
+        is_epsilon = is_number and abs(number) < LEAST_NUMBER
+        return lasts and not is_epsilon
+    if not isinstance(number, float):
+        return False
+    if call.base in ("mul", "div"):
+        return 0.0 < abs(number - 1.0) < SMALL
+    return call.base == "lerp" and 0.0 < number < SMALL

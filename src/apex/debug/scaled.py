@@ -1,4 +1,4 @@
-"""Follows gradients from a scaled backward pass on, until a loss scaler unscales them."""
+"""Follows scaled gradients from the backward pass until a loss scaler unscales them."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from torch import Tensor
 from apex._torch.autograd import backward_id
 from apex.debug import tracing
 from apex.debug.place import line_within_backward, runs_in_scaler
+from apex.debug.rules import DIFFERENCES, LEAST_NUMBER
 from apex.debug.tracing import ByMemory, Call, floating
 
 _CLAMPS = ("clamp", "minimum", "maximum")
 _COMPARISONS = {"lt", "le", "gt", "ge"}
-_ADDITIONS = {"add", "sub", "rsub"}
-
-_LEAST_NUMBER = 1e-3
-"""Smaller numbers are an epsilon."""
 
 
 class ScaledGradients:
-    """The gradients that still carry a loss scale, and what was computed from them.
+    """The gradients that still carry a loss scale, and the values computed from them.
 
     Note [Scaled gradients]
-        A loss that a ``GradScaler`` or amp multiplies starts a scaled pass, and the gradients that
-        arrive in it are scaled. They are so until the scaler writes them, or the script itself
-        multiplies them by the inverse of the scale. Until then, whatever is linear is right: a
-        mean over ranks, an accumulation, a check for inf. Wrong are a threshold (a clip), a number
-        that the script reads (a norm to log) or compares, and an optimizer's step. Gradients of
-        gradients may enter a loss, as those of a gradient penalty do: then it is wrong to add what
-        carries no scale.
+        A loss that a ``GradScaler`` or amp multiplies starts a scaled pass. The gradients that
+        arrive in it are scaled. The scaler unscales them, or the script multiplies them by the
+        inverse of the scale.
+
+        Until then, linear operations are right: a mean over ranks, an accumulation, a check for
+        inf. Wrong are a threshold (a clip), a number that the script reads (a norm to log) or
+        compares, and an optimizer's step. Gradients of gradients may enter a loss, for example in
+        a gradient penalty. Then it is wrong to add values that carry no scale.
 
     Attributes:
         loss_scale: The scale of the last backward pass, 1 without one, and whether it adapts.
     """
 
     def __init__(self, unseen: tuple[float, bool]) -> None:
-        """Takes the scale of losses that were computed before the trace, as in ``loss_scale``."""
-        self.loss_scale = self._unseen = unseen
+        """Takes the scale of losses that were computed before the trace."""
+        self._unseen = unseen
+        self.loss_scale = unseen
+        # The scales of losses, and of the values computed from them, as in ``loss_scale``.
         self._losses: ByMemory[tuple[float, bool]] = ByMemory()
+        # The multipliers that gradients, and the values computed from them, carry.
         self._scales: ByMemory[float] = ByMemory()
 
     def scale_of(self, values: Any) -> float:
@@ -59,17 +60,18 @@ class ScaledGradients:
     def misuse(self, call: Call, result: Any) -> str:
         """Follows a call; returns what is wrong with it.
 
-        That is ``"change"``, ``"hook"`` (a change while a backward pass runs), ``"reading"``,
-        ``"penalty"``, ``"twice"`` (a loss is scaled), or ``""`` if all is right.
+        ``"hook"`` is a change while a backward pass runs, ``"twice"`` a loss that is scaled twice.
+        Other results are ``"change"``, ``"reading"``, ``"penalty"``, and ``""`` if all is right.
         """
         if backward_id() != -1:
             return self._follow_backward(call, result)
-        if isinstance(result, Tensor) and result.numel() == 1 and self._follow_loss(call, result):
+        is_scaled_twice = self._follow_loss(call, result)
+        if is_scaled_twice:
             return "twice"
         scale = self.scale_of(call.arguments)
         if scale == 1.0:
             return ""
-        changed = [tensor for tensor in call.written if self.scale_of([tensor]) != 1.0]
+        changed = self._scaled(call.written)
         overwrites = changed and not call.traits.reads_written  # such as zero_
         if overwrites or self._unscales(call, scale) or runs_in_scaler():
             for tensor in call.written:
@@ -83,10 +85,14 @@ class ScaledGradients:
                 self._scales.note(tensor, scale)
         if not self._mixes(call, changed):
             return ""
-        return "penalty" if call.base in _ADDITIONS and not changed else "change"
+        return "penalty" if call.base in DIFFERENCES and not changed else "change"
+
+    def _scaled(self, values: Any) -> list[Tensor]:
+        """Returns the tensors that carry a scale."""
+        return [tensor for tensor in floating(values) if self.scale_of([tensor]) != 1.0]
 
     def _follow_backward(self, call: Call, result: Any) -> str:
-        """Records what a scaled pass computes; returns ``"hook"`` where user code clips it.
+        """Records the results of a scaled pass; returns ``"hook"`` where user code clips one.
 
         The pass begins with a 1, which the derivative of the scaling multiplies by the scale.
         """
@@ -94,70 +100,81 @@ class ScaledGradients:
         if scale == 1.0 or call.traits.view:
             return ""
         is_scaled = self.scale_of(call.arguments) != 1.0
-        if is_scaled != self._unscales(call, scale):
+        is_result_scaled = is_scaled != self._unscales(call, scale)
+        if is_result_scaled:
             for tensor in tracing.outputs(call, result):
                 self._scales.note(tensor, scale)
         if is_scaled and call.base.startswith(_CLAMPS) and line_within_backward():
             return "hook"
         return ""
 
-    def _follow_loss(self, call: Call, result: Tensor) -> bool:
-        """Records the scale of a loss that a scaler multiplies, and of what is computed from it.
+    def _follow_loss(self, call: Call, result: Any) -> bool:
+        """Records the scale of a loss that a scaler multiplies, and of numbers computed from it.
 
-        Returns whether it had a scale before.
+        Returns whether a scaled loss is scaled again.
         """
-        is_twice = False
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            return False
         scale = None
         for tensor in floating(call.arguments):
             scale = scale or self._losses.of(tensor)
+        is_scaled_twice = False
         if call.name == "aten.ones_like":  # autograd starts a backward pass this way
             self.loss_scale = scale or self._unseen
         elif call.name == "aten.mul" and runs_in_scaler():
             factor = call.args[1]
-            is_twice = scale is not None
-            scale = float(factor), isinstance(factor, Tensor)  # sync: tracing is a diagnosis
+            is_scaled_twice = scale is not None
+            # sync: tracing is a diagnosis, here and below
+            scale = float(factor), isinstance(factor, Tensor)
         if scale is not None and scale[0] != 1.0:
             self._losses.note(result, scale)
-        return is_twice
+        return is_scaled_twice
 
     def _unscales(self, call: Call, scale: float) -> bool:
-        """Returns whether a call unscales, or multiplies by the inverse of the scale."""
+        """Returns whether a call unscales: it multiplies or divides by the scale or its inverse."""
         if call.base not in ("mul", "div"):
             return "unscale" in call.name
         for value in tracing.leaves(call.arguments):
-            is_tensor = isinstance(value, Tensor)
-            if isinstance(value, int | float) or (is_tensor and value.numel() == 1):
-                number = float(value)  # sync: as above
-                for factor in (scale, 1.0 / scale):
-                    if math.isclose(number, factor, rel_tol=1e-3):
-                        return True
+            is_number = isinstance(value, int | float)
+            if isinstance(value, Tensor):
+                is_number = value.numel() == 1
+            if not is_number:
+                continue
+            factor = float(value)
+            for known in (scale, 1.0 / scale):
+                if math.isclose(factor, known, rel_tol=1e-3):
+                    return True
         return False
 
     def _mixes(self, call: Call, changed: list[Tensor]) -> bool:
-        """Returns whether a call changes scaled gradients by what is meant for unscaled ones."""
-        if call.base.startswith("clamp"):  # a norm's factor is wrong where it multiplies
+        """Returns whether a call combines scaled gradients with values for unscaled ones.
+
+        ``changed`` are the scaled gradients that it writes.
+        """
+        if call.base.startswith("clamp"):
+            # One number may be a factor from a norm, which is wrong only where it multiplies.
             return max(tensor.numel() for tensor in floating(call.arguments)) > 1
-        if call.base.startswith(_CLAMPS):
-            return bool(changed)
         known = set(map(id, changed))
-        others = [tensor for tensor in floating(call.arguments) if id(tensor) not in known]
-        scaled = [tensor for tensor in others if self.scale_of([tensor]) != 1.0]
-        if call.base in ("mul", "div"):  # a factor that was computed from their norm
-            sizes = {tensor.numel() for tensor in scaled}
-            return bool(scaled) if changed else len(sizes) > 1 and 1 in sizes
-        if call.base not in _ADDITIONS:
-            return False
-        if changed:
-            return not scaled
-        in_loss = any(tensor.requires_grad for tensor in scaled)
-        return in_loss and self._meets_unscaled(call)
+        scaled = self._scaled(call.arguments)
+        operands = [tensor for tensor in scaled if id(tensor) not in known]
+        if call.base in ("mul", "div"):  # by a factor from their norm
+            if changed:
+                return bool(operands)
+            sizes = {tensor.numel() for tensor in operands}
+            return len(sizes) > 1 and 1 in sizes
+        if call.base in DIFFERENCES:
+            if changed:
+                return not operands
+            enters_loss = any(tensor.requires_grad for tensor in operands)
+            return enters_loss and self._meets_unscaled(call)
+        return bool(changed) and call.base.startswith(_CLAMPS)
 
     def _meets_unscaled(self, call: Call) -> bool:
         """Returns whether one of two operands carries no scale, and is no 0, epsilon or inf."""
-        for value in call.args[:2]:
-            is_number = isinstance(value, int | float)
-            if is_number and not _LEAST_NUMBER < abs(value) < math.inf:
+        for operand in call.args[:2]:
+            is_number = isinstance(operand, int | float)
+            if is_number and not LEAST_NUMBER < abs(operand) < math.inf:
                 continue
-            if self.scale_of([value]) == 1.0:
+            if self.scale_of([operand]) == 1.0:
                 return True
         return False

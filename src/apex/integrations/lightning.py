@@ -31,8 +31,7 @@ __all__ = ["ApexPrecision"]
 # subclasses first: the Trainer's plugins inherit from Fabric's.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
-
-_BASES: dict[str, Any] = {}
+_BASES = {}
 """The precision plugin of each installed package."""
 
 for _name in _PACKAGES:
@@ -84,19 +83,27 @@ class ApexPrecision(_Precision):
         super().__init__()
         defaults = level_defaults(opt_level)
         inspect.signature(amp.initialize).bind_partial(opt_level=opt_level, **options)
+        # Arguments of amp.initialize.
         self.options = {"opt_level": opt_level, "keep_fp32_values": True, **options}
+        # Lightning's name of the precision, which its loggers record.
         dtype: Any = defaults.cast_model_type or defaults.patch_torch_functions_type
         self.precision = _PRECISIONS.get(dtype, "32-true")
-        # Fabric's optimizers, and its modules that are not prepared yet.
-        self._fabric_optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in optimizers]
+        # Fabric's optimizers without their wrappers.
+        self._fabric_optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers]
+        # Fabric's modules that are not prepared yet.
         self._unprepared: list[nn.Module] = []
+        # Loss scales that were loaded before an optimizer was prepared.
+        self._scales: Mapping[str, Any] = {}
         self._forget()
-        self._scales: Mapping[str, Any] = {}  # loaded before an optimizer is prepared
 
     def _forget(self) -> None:
+        # The library's own plugin class, whose methods run the Trainer's hooks.
         self._library = _FABRIC
+        # Prepared modules without wrappers.
         self._models: list[nn.Module] = []
+        # Prepared optimizers.
         self._optimizers: list[Optimizer] = []
+        # Hooks on the children of modules, to remove at the end.
         self._calls: list[SubmoduleCalls] = []
 
     # -- preparing ---------------------------------------------------------------------------
@@ -111,25 +118,31 @@ class ApexPrecision(_Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Prepares the Trainer's module and optimizers; called by the Trainer."""
         self._unprepared.clear()
+        module = _unwrapped(model)
         for name, base in _BASES.items():
             package: Any = importlib.import_module(name)
-            if "fabric" not in name and isinstance(_unwrapped(model), package.LightningModule):
+            if "fabric" not in name and isinstance(module, package.LightningModule):
                 self._library = base
-        # Without configure_optimizers, the Trainer's optimizer holds one constant tensor.
-        trainable = [o for o in optimizers if any(param.requires_grad for param in params_of(o))]
+        trainable = []
+        for optimizer in optimizers:
+            # Without configure_optimizers, the Trainer's optimizer contains one constant tensor.
+            params = params_of(optimizer)
+            if any(param.requires_grad for param in params):
+                trainable.append(optimizer)
         self._prepare([model], trainable)
         return model, optimizers, lr_schedulers
 
     def _prepare(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        modules = [*map(_unwrapped, models)]
+        modules = [_unwrapped(model) for model in models]
         amp.initialize(modules, optimizers or None, **self.options)
         self._models += modules
         self._optimizers += optimizers
         for module, model in zip(modules, models, strict=True):
             ddp.rebuild_reducer(model)
             state = state_of(module)
-            if state:  # with enabled=False there is none
-                self._calls.append(SubmoduleCalls(module, state, wrapped=module is not model))
+            if state:  # None with enabled=False
+                calls = SubmoduleCalls(module, state, wrapped=module is not model)
+                self._calls.append(calls)
         if self._scales and optimizers:
             scales.load_state_dict(optimizers[0], self._scales)
 
@@ -145,19 +158,19 @@ class ApexPrecision(_Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """The context of every step; prepares modules that Fabric has set up since the last step.
+        """Surrounds each step; first prepares modules that Fabric has set up since the last step.
 
         Raises:
             RuntimeError: If the step fails because dtypes differ; the message includes the fix.
         """
         if self._unprepared:
-            self._prepare([*self._unprepared], self._fabric_optimizers)
+            self._prepare(self._unprepared, self._fabric_optimizers)
             self._unprepared.clear()
         try:
             yield
         except RuntimeError as error:
-            casts = any(calls.casts for calls in self._calls)
-            if casts and type(error) is RuntimeError and mixes_dtypes(error):
+            casts_down = any(calls.casts_down for calls in self._calls)
+            if casts_down and type(error) is RuntimeError and mixes_dtypes(error):
                 raise RuntimeError(f"{error}\n{_REMEDY}") from error
             raise
 
@@ -182,13 +195,13 @@ class ApexPrecision(_Precision):
         Raises:
             RuntimeError: If Fabric's modules were prepared without optimizers.
         """
-        if not self._optimizers and self._library is _FABRIC:
-            raise RuntimeError(
-                "ApexPrecision has no optimizers for the modules that Fabric has set up. Pass "
-                "them, ApexPrecision(..., optimizers=[optimizer]), and call the modules that "
-                "fabric.setup returns."
-            )
         if not self._optimizers:
+            if self._library is _FABRIC:
+                raise RuntimeError(
+                    "ApexPrecision has no optimizers for the modules that Fabric has set up. Pass "
+                    "them, ApexPrecision(..., optimizers=[optimizer]), and call the modules that "
+                    "fabric.setup returns."
+                )
             self._library.backward(self, tensor, model, *args, **kwargs)
             return
         with amp.scale_loss(tensor, self._optimizers, loss_id) as scaled_loss:
@@ -241,10 +254,10 @@ class ApexPrecision(_Precision):
         Raises:
             RuntimeError: If a value is invalid; nothing changes in this case.
         """
-        scaler_states.parsed(state_dict)  # raises unless these are scales
         if self._optimizers:
             scales.load_state_dict(self._optimizers[0], state_dict)
         else:
+            scaler_states.parsed(state_dict)  # raises unless these are scales
             self._scales = dict(state_dict)
 
 
@@ -265,8 +278,11 @@ def _may_evaluate_again(optimizer: Optimizer) -> bool:
     original = plain_class(type(optimizer))
     if original.__module__.startswith(("torch.optim.", "apex.")):
         return issubclass(original, LBFGS)
-    closure = inspect.signature(original.step).parameters.get("closure")
+    parameters = inspect.signature(original.step).parameters
+    closure = parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return True
     prepared = prepared_state(optimizer)
-    return prepared is None or prepared.session is None or not prepared.session.can_skip
+    if prepared is None or prepared.session is None:
+        return True
+    return not prepared.session.can_skip

@@ -39,8 +39,10 @@ class _ScopedRegistry(Registry):
     """
 
     def get(self, key: str) -> Any:
-        """Returns the class registered as, or importable by, ``key``."""
-        return super().get(key if key in self.module_dict else f"{self.scope}.{key}")
+        """Returns the class that is registered or importable under ``key``."""
+        if key not in self.module_dict:
+            key = f"{self.scope}.{key}"
+        return super().get(key)
 
 
 # MMEngine's root registry has its own class of this name; a child registry keeps both reachable.
@@ -64,9 +66,9 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
     - ``DistributedDataParallel`` also works at O2, O3 and O5, and synchronizes the gradients of all
       ``accumulative_counts`` iterations.
 
-    The arguments and their defaults equal those of MMEngine's class. Therefore ``loss_scale`` is
-    dynamic even at levels whose default is 1.0; None selects the level's default. :meth:`backward`
-    uses the first loss scale.
+    The arguments have the same defaults as in MMEngine's class. Therefore ``loss_scale`` is dynamic
+    even at levels whose default is 1.0; None selects the level's default. :meth:`backward` uses the
+    first loss scale.
     """
 
     optimizer: Any
@@ -89,12 +91,12 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
         Raises:
             RuntimeError: If called before the first :meth:`optim_context`.
         """
-        if not self.enabled:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        else:
+        if self.enabled:
             delay = self._stays_local
             with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled_loss:
                 scaled_loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        else:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,14 +137,18 @@ class ApexOptimWrapper(MMEngineApexOptimWrapper):
             RuntimeError: If another wrapper has already prepared the model.
         """
         self._stays_local = not self.should_sync() and "no_sync" in dir(model)
+        is_first_use = self.enabled and not scales.is_prepared(self.optimizer)
         with OptimWrapper.optim_context(self, model):
-            if self.enabled and not scales.is_prepared(self.optimizer):
-                module: Any = model.module if is_model_wrapper(model) else model
+            if is_first_use:
+                module: Any = model
+                if is_model_wrapper(model):
+                    module = model.module
                 options = {name: getattr(self, name) for name in _OPTIONS}
                 amp.initialize(module, self.optimizer, **options)
                 ddp.rebuild_reducer(model)
-                scales.load_state_dict(self.optimizer, self._loaded_scales or {})
-                self._loaded_scales = None
+                if self._loaded_scales is not None:
+                    scales.load_state_dict(self.optimizer, self._loaded_scales)
+                    self._loaded_scales = None
             yield
 
 

@@ -1,4 +1,4 @@
-"""The loss scales of one optimizer, unlike amp's functions, which cover all live sessions."""
+"""The loss scales of one optimizer; amp's own functions cover all active sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts for submodules of a prepared model that a library calls directly."""
+"""Casts at submodules of a prepared model that a library calls directly."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SubmoduleCalls(Region):
     """Makes a prepared model's children cast like the model when a script calls them directly.
 
     ``amp.initialize`` casts at the model's own forward. A LightningModule's ``training_step`` often
-    calls ``self.encoder(x)`` instead. Then the child casts its inputs to the level's dtype and
-    returns fp32. Inside the model's forward, children do not cast. A container without a forward
-    (``ModuleList``) is replaced by its children. Modules further down have no hooks and no cost.
+    calls ``self.encoder(x)`` instead. In this case, the child casts its inputs to the level's dtype
+    and returns fp32. Inside the model's forward, children do not cast. If a child is a container
+    without a forward (``ModuleList``), its children cast. Modules further down have no hooks.
     """
 
     def __init__(self, model: nn.Module, state: ModelState, *, wrapped: bool) -> None:
@@ -39,8 +39,11 @@ class SubmoduleCalls(Region):
         """
         self._model: Any = weakref.ref(model)
         self._state = state
+        # Runs the model's own forward.
         self._region = state.region
+        # Number of running calls of the model and its children; only the outermost casts.
         self._depth = 0
+        # Hooks to remove at the end.
         self._handles: list[RemovableHandle] = []
         state.region = self
         if wrapped:
@@ -49,11 +52,12 @@ class SubmoduleCalls(Region):
             tensors = [*child.parameters(), *child.buffers()]
             if any(map(dtypes.is_low_precision, tensors)):
                 begin = child.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+                self._handles.append(begin)
                 end = child.register_forward_hook(self._end, always_call=True)
-                self._handles += [begin, end]
+                self._handles.append(end)
 
     @property
-    def casts(self) -> bool:
+    def casts_down(self) -> bool:
         """Whether the model computes in 16 bits."""
         return self._state.plan.casts_down
 
@@ -66,7 +70,7 @@ class SubmoduleCalls(Region):
             self._depth -= 1
 
     def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        """Begins the model's own eager forward, which lasts until ``until`` closes."""
+        """Enters the region for a call of the model's own forward, until ``until`` closes."""
         self._depth += 1
         until.callback(self._leave)
         self._region.enter(until, args, kwargs)

@@ -27,6 +27,8 @@ except ImportError as error:
 
 __all__ = ["OverflowCallback"]
 
+_BAD_GRADIENTS = "the gradients are not finite"
+
 
 class OverflowCallback(TrainerCallback):
     """Names the operator at fault when a step's loss or gradients are not finite.
@@ -64,18 +66,16 @@ class OverflowCallback(TrainerCallback):
     """
 
     def __init__(self, after_skips: int = 3) -> None:
-        integer("after_skips", after_skips, least=1)
         self.trace: OverflowTrace | None = None
         self.path: Path | None = None
-        self._after_skips = after_skips
+        self._after_skips = integer("after_skips", after_skips, least=1)
         self._consecutive_bad_steps = 0
         # Arguments, keyword arguments and loss of each forward pass in this step.
         self._calls: list[tuple[Any, Any, Tensor | None]] = []
-        self._remove: Any = None  # removes the model's hook
+        # Removes the hook on the model; None before training.
+        self._remove: Any = None
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, model: Any, **others: Any) -> None:
         """Starts to watch the model."""
         self._stop()
         self._consecutive_bad_steps = 0
@@ -85,42 +85,46 @@ class OverflowCallback(TrainerCallback):
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if module.training and torch.is_grad_enabled():
                 loss = _loss_of(output)
-                calls.append((args, kwargs, None if loss is None else loss.detach()))
+                if loss is not None:
+                    loss = loss.detach()
+                calls.append((args, kwargs, loss))
 
         handle = model.register_forward_hook(keep, with_kwargs=True)
         # Also removes the hook after an exception: the Trainer calls no callback then.
         self._remove = weakref.finalize(self, handle.remove)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, *_: Any, **others: Any) -> None:
         """Discards the previous step's batches."""
         self._calls.clear()
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
+        self, args: Any, state: Any, control: Any, model: Any, **others: Any
     ) -> None:
         """Checks the step's losses and gradients; traces and reports a bad one."""
         if self._remove is None or not self._remove.alive:
             return
         losses = [loss for *_, loss in self._calls if loss is not None]
-        finite_losses, finite_grads = _are_finite(losses, model)
-        if finite_losses and finite_grads:
+        fault = _fault(losses, model)
+        if not fault:
             self._consecutive_bad_steps = 0
             return
         self._consecutive_bad_steps += 1
         scaler = getattr(others.get("optimizer"), "scaler", None)
-        adjusts = finite_losses and scaler is not None  # the loss scale may be backing off
-        if adjusts and self._consecutive_bad_steps < self._after_skips:
+        # Whether the loss scale may be too large, and about to back off.
+        may_back_off = fault == _BAD_GRADIENTS and scaler is not None
+        if may_back_off and self._consecutive_bad_steps < self._after_skips:
             return
         trace = self._traced(model, scaler)
-        if adjusts and (trace.first is None or trace.first.cause == "loss scale"):
+        if may_back_off and (trace.first is None or trace.first.cause == "loss scale"):
             self._consecutive_bad_steps = 0
             return
         self.trace = trace
-        fault = "gradients are not finite" if finite_losses else "loss is not finite"
-        self._report(trace, f"Step {state.global_step + 1}: the {fault}. ", args, state, model)
+        step = state.global_step + 1
+        stem = Path(args.output_dir, f"overflow-step-{step}")
+        self._report(f"Step {step}: {fault}.", trace, model, stem)
         self._stop()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, *_: Any, **others: Any) -> None:
         """Stops watching."""
         self._stop()
 
@@ -134,64 +138,74 @@ class OverflowCallback(TrainerCallback):
         trace = trace_overflow(model)
         if _is_sharded(model):
             return trace
-        params = [*model.parameters()]
-        grads = [param.grad for param in params]
+        grads = {param: param.grad for param in model.parameters()}
         try:
-            for args, kwargs, _ in [*self._calls]:  # the hook adds to them
-                for param in params:
+            for args, kwargs, _ in [*self._calls]:  # a copy, because the hook appends to the list
+                for param in grads:
                     param.grad = None
                 trace = trace_overflow(model, scaler=scaler)
                 with preserve_state(model, (args, kwargs)), trace:
                     loss = _loss_of(model(*args, **kwargs))
                     if loss is not None:
-                        loss = loss if scaler is None else scaler.scale(loss)
-                        loss.backward()
+                        scaled_loss = loss if scaler is None else scaler.scale(loss)
+                        scaled_loss.backward()
                 if trace.first is not None:
                     break
         finally:
-            for param, grad in zip(params, grads, strict=True):
+            for param, grad in grads.items():
                 param.grad = grad
         return trace
 
-    def _report(
-        self, trace: OverflowTrace, text: str, args: Any, state: Any, model: nn.Module
-    ) -> None:
+    def _report(self, fault: str, trace: OverflowTrace, model: nn.Module, stem: Path) -> None:
+        """Writes the report to ``stem`` with the rank and a suffix, and logs it."""
         rank = ranks.rank()
         if trace.first is None and rank != 0:
             return
-        if trace.first is None and _is_sharded(model):
-            text += (
-                "Sharded models are not traced here: go back to an earlier checkpoint and run this "
-                "step on all ranks inside amp.debug.trace_overflow(model)."
+        text = f"{fault} Its batches, traced with the weights before the step: {trace}"
+        if _is_sharded(model):
+            text = (
+                f"{fault} Sharded models are not traced here: go back to an earlier checkpoint and "
+                "run this step on all ranks inside amp.debug.trace_overflow(model)."
             )
-        else:
-            text += f"Its batches, traced with the weights before the step: {trace}"
-        suffix = f"-rank{rank}" if ranks.world_size() > 1 else ""
-        self.path = Path(args.output_dir) / f"overflow-step-{state.global_step + 1}{suffix}.txt"
+        name = stem.name
+        if ranks.world_size() > 1:
+            name += f"-rank{rank}"
+        self.path = stem.with_name(f"{name}.txt")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(f"{text}\n", encoding="utf-8")
-        self.path.with_suffix(".json").write_text(trace.to_json(), encoding="utf-8")
+        data = self.path.with_suffix(".json")
+        data.write_text(trace.to_json(), encoding="utf-8")
         logging.getLogger("apex").warning("%s\nThe report is in %s.", text, self.path)
 
 
-def _are_finite(losses: list[Tensor], model: nn.Module) -> tuple[bool, bool]:
-    """Returns whether all losses are finite, and whether all gradients are."""
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    grads = [dtensor.summed_values(dtensor.local(grad)) for grad in grads]
-    if not losses and not grads:
-        return True, True
-    device = (losses or grads)[0].device
-    flags = [norms.any_non_finite(losses, device), norms.any_non_finite(grads, device)]
+def _fault(losses: list[Tensor], model: nn.Module) -> str:
+    """Returns which values are not finite; empty if all are."""
+    grads = []
+    for param in model.parameters():
+        if param.grad is not None:
+            local = dtensor.local(param.grad)
+            grads.append(dtensor.summed_values(local))
+    tensors = losses + grads
+    if not tensors:
+        return ""
+    device = tensors[0].device
+    bad_losses = norms.any_non_finite(losses, device)
+    bad_grads = norms.any_non_finite(grads, device)
     # sync: the trace needs the weights before the step
-    bad_losses, bad_grads = torch.stack(flags).tolist()
-    return not bad_losses, not bad_grads
+    has_bad_losses, has_bad_grads = torch.stack([bad_losses, bad_grads]).tolist()
+    if has_bad_losses:
+        return "the loss is not finite"
+    if has_bad_grads:
+        return _BAD_GRADIENTS
+    return ""
 
 
 def _is_sharded(model: nn.Module) -> bool:
     """Returns whether the forward pass communicates, so that a single rank cannot run it."""
     if any(map(dtensor.is_dtensor, model.parameters())):
         return True
-    return "FullyShardedDataParallel" in {type(module).__name__ for module in model.modules()}
+    class_names = [type(module).__name__ for module in model.modules()]
+    return "FullyShardedDataParallel" in class_names
 
 
 def _loss_of(output: Any) -> Tensor | None:
@@ -201,5 +215,6 @@ def _loss_of(output: Any) -> Tensor | None:
         loss = output.get("loss")
     elif isinstance(output, tuple) and output:
         loss = output[0]
-    is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad
-    return loss if is_loss else None
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return loss
+    return None

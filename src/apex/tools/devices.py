@@ -1,4 +1,4 @@
-"""The device that the user named, or the best one available."""
+"""Finds the device that the user named, or the best one available, and describes it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from apex.tools.errors import InputError
 
 
 def describe(device: torch.device) -> str:
-    """Returns the device's name, threads and 16-bit units."""
+    """Returns the device's name; for a CPU, also its threads and 16-bit units."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     if device.type != "cpu":
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return device.type
     features = cpu_features()
-    parts = [features.get("cpu_name") or "CPU", counted(torch.get_num_threads(), "thread")]
+    name = features.get("cpu_name") or "CPU"
+    threads = counted(torch.get_num_threads(), "thread")
     units = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
-    parts += [unit for unit in units if features.get(unit)]
-    return ", ".join(parts)
+    present = [unit for unit in units if features.get(unit)]
+    return ", ".join([name, threads, *present])
 
 
 def parse_device(name: str | None) -> torch.device:
-    """Returns the device called ``name``; for ``None`` the accelerator, or the CPU without one.
+    """Returns the named device; for ``None``, the accelerator, or the CPU if there is none.
 
     Raises:
         InputError: If this machine has no such device.
@@ -30,6 +33,6 @@ def parse_device(name: str | None) -> torch.device:
         return accelerator() or torch.device("cpu")
     try:
         return torch.empty(0, dtype=torch.uint8, device=name).device
-    except (RuntimeError, AssertionError) as error:  # no device of torch, or none here
-        why = str(error).partition("\n")[0]
+    except (RuntimeError, AssertionError) as error:  # torch lacks the device, or the machine does
+        why, _, _ = str(error).partition("\n")
         raise InputError(f"there is no device {name!r} here: {why}") from error

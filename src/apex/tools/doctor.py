@@ -1,11 +1,11 @@
-"""``apex doctor``: which package provides apex, which dtypes are fast, and advice."""
+"""``apex doctor``: shows which package provides apex and which dtypes are fast; advises a level."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from apex._core import dtypes
 from apex._core.project import VERSION
 from apex.tools.compare.table import wrapped
-from apex.tools.compare.timing import Load, current_load, least_ratio, operator_seconds
+from apex.tools.compare.timing import Load, Times, current_load, least_ratio, operator_seconds
 from apex.tools.devices import describe
 from apex.tools.migrate.definitions import ROOTS, SITE
 
@@ -33,6 +33,12 @@ LEAST_SPEED = 1e-3
 MOST_SPEED = 64.0
 """No device is faster relative to fp32; Intel's AMX reaches 32."""
 
+Speeds = Mapping[str, Mapping[str, float | None]]
+"""Speed relative to fp32 by dtype and operator.
+
+It is 0 if the operator is not supported, and None if other programs disturbed the measurement.
+"""
+
 
 @dataclass(frozen=True)
 class Health:
@@ -40,19 +46,18 @@ class Health:
 
     Attributes:
         versions: Versions of apex-amp, torch, Python and the system, by name.
-        origins: The file that each of our modules comes from.
+        origins: The file that provides each of our modules.
         devices: Description of each device.
-        speeds: Speed relative to fp32 by device, dtype and operator; 0 if it is not supported, None
-            if it was not measured because the machine is busy.
-        load: Load of the machine while they were measured.
+        speeds: Speeds by device.
+        load: Load of the machine after the measurement.
         opt_level: The level to start with; ``None`` if the machine is busy.
-        advice: That level and why, in one sentence.
+        advice: The advice on that level and the reason, in one sentence.
     """
 
     versions: dict[str, str]
     origins: dict[str, str]
     devices: dict[str, str]
-    speeds: dict[str, dict[str, dict[str, float | None]]]
+    speeds: dict[str, Speeds]
     load: Load
     opt_level: str | None
     advice: str
@@ -72,10 +77,14 @@ def examine(device: torch.device) -> Health:
     """Examines the installation and the machine in a few seconds, without side effects.
 
     Args:
-        device: Device to advise on; the CPU is measured, too.
+        device: The device to advise on; the CPU is also measured.
     """
-    names = [*dict.fromkeys([str(device), "cpu"])]
-    speeds = {name: _measured(torch.device(name)) for name in names}
+    devices = {str(device): device, "cpu": torch.device("cpu")}
+    descriptions = {}
+    speeds = {}
+    for name, measured in devices.items():
+        descriptions[name] = describe(measured)
+        speeds[name] = _measured(measured)
     load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
     return Health(
@@ -86,7 +95,7 @@ def examine(device: torch.device) -> Health:
             "system": platform.platform(),
         },
         origins=origins(),
-        devices={name: describe(torch.device(name)) for name in names},
+        devices=descriptions,
         speeds=speeds,
         load=load,
         opt_level=level,
@@ -98,20 +107,21 @@ def examine(device: torch.device) -> Health:
 
 
 def origins() -> dict[str, str]:
-    """Returns where Python finds apex and the modules that NVIDIA's apex has, too."""
+    """Returns where Python finds apex and its other top-level modules."""
     places = {}
     for name in ROOTS:
+        places[name] = "nowhere"
         spec = importlib.util.find_spec(name)
-        origin = None if spec is None else spec.origin
-        places[name] = origin or "nowhere"
+        if spec is not None and spec.origin is not None:
+            places[name] = spec.origin
     return places
 
 
 def whose(places: dict[str, str]) -> str:
-    """Returns a line on which package provides apex, and one for each module of another."""
-    theirs = [name for name, place in places.items() if SITE not in Path(place).parents]
-    lines = [f"{name} is from {places[name]}" for name in theirs]
-    if "apex" in theirs:
+    """Returns which package provides apex, and a line for each module of another package."""
+    foreign = [name for name, place in places.items() if SITE not in Path(place).parents]
+    lines = [f"{name} is from {places[name]}" for name in foreign]
+    if "apex" in foreign:
         lines.append("apex is provided by another package; apex-amp adds what it lacks, as amp")
     else:
         lines.insert(0, f"apex is provided by apex-amp, from {SITE}")
@@ -121,10 +131,8 @@ def whose(places: dict[str, str]) -> str:
 # -- speeds ----------------------------------------------------------------------------------------
 
 
-def advise(
-    speeds: Mapping[str, Mapping[str, float | None]], device: str, load: Load
-) -> tuple[str | None, str]:
-    """Returns the level to start with, ``None`` on a busy machine, and a sentence."""
+def advise(speeds: Speeds, device: str, load: Load) -> tuple[str | None, str]:
+    """Returns the level to start with and a sentence of advice; ``None`` on a busy machine."""
     if load.busy:
         return None, f"No level suggested: this machine is busy ({load}). Run again when it is not."
     for by_work in speeds.values():
@@ -151,41 +159,44 @@ def advise(
 
 def _mean(by_work: Mapping[str, float | None]) -> float:
     """Returns the geometric mean of speeds; 0 if an operator is not supported."""
-    values = [speed or 0.0 for speed in by_work.values()]
-    return statistics.geometric_mean(values) if all(values) else 0.0
+    speeds = [speed or 0.0 for speed in by_work.values()]
+    if 0.0 in speeds:
+        return 0.0
+    return statistics.geometric_mean(speeds)
 
 
-def _measured(device: torch.device) -> dict[str, dict[str, float | None]]:
+def _measured(device: torch.device) -> Speeds:
     speeds = {}
     for dtype in (torch.float16, torch.bfloat16):
-        seconds = operator_seconds(dtype, device)
-        by_work = {work: speed_of(times) for work, times in seconds.items()}
+        by_work = {}
+        for work, times in operator_seconds(dtype, device).items():
+            by_work[work] = speed_of(times)
         speeds[dtypes.name(dtype)] = by_work
     return speeds
 
 
-def speed_of(times: Sequence[tuple[float, float]]) -> float | None:
-    """Returns the speed of an operator relative to fp32 from its times in fp32 and in a dtype.
+def speed_of(times: Times) -> float | None:
+    """Returns the speed of an operator relative to fp32, from its times in fp32 and in a dtype.
 
-    0 without times. None if other programs disturbed every repeat: then the two halves of the times
-    disagree, or the speed is beyond any hardware's.
+    Returns 0 without times. Returns None if other programs disturbed every repeat: the two halves
+    of the times disagree, or no hardware reaches the speed.
     """
     if not times:
         return 0.0
     speed = least_ratio(times)
-    even = least_ratio(times[::2])
-    odd = least_ratio(times[1::2])
-    if not LEAST_SPEED <= speed <= MOST_SPEED:
-        return None
-    return speed if 1 / MOST_SPREAD <= even / odd <= MOST_SPREAD else None
+    spread = least_ratio(times[::2]) / least_ratio(times[1::2])
+    is_possible = LEAST_SPEED <= speed <= MOST_SPEED
+    if is_possible and 1 / MOST_SPREAD <= spread <= MOST_SPREAD:
+        return speed
+    return None
 
 
 def _speed_lines(health: Health) -> Iterator[str]:
-    for device, what in health.devices.items():
-        yield f"{device}: {what}"
+    for device, description in health.devices.items():
+        yield f"{device}: {description}"
         for dtype, by_work in health.speeds[device].items():
-            cells = [f"{work} {_shown(speed)}" for work, speed in by_work.items()]
-            yield f"  {dtype:9} against fp32: {', '.join(cells)}"
+            speeds = [f"{work} {_shown(speed)}" for work, speed in by_work.items()]
+            yield f"  {dtype:9} against fp32: {', '.join(speeds)}"
 
 
 def _shown(speed: float | None) -> str:
@@ -193,4 +204,6 @@ def _shown(speed: float | None) -> str:
         return "not measured: busy"
     if speed == 0:
         return "no"
-    return f"{speed:.2f}x" if speed >= 0.1 else f"{speed:.2g}x"
+    if speed >= 0.1:
+        return f"{speed:.2f}x"
+    return f"{speed:.2g}x"

@@ -1,4 +1,4 @@
-"""Errors about the user's input: the command's own, and errors raised by the user's code."""
+"""Errors about the user's input, and messages about errors that the user's code raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class InputError(ValueError):
-    """Something that the user named cannot be used; the command ends with this message."""
+    """An input that cannot be used; the command ends with this message."""
 
 
 class NotWrittenError(InputError):
@@ -20,42 +20,48 @@ class NotWrittenError(InputError):
 def format_error(error: BaseException) -> str:
     """Returns an error's type, the first line of its message and the user's line that raised it.
 
-    In a chain of errors, the first one has the line. Messages that amp or a later error adds follow
+    In a chain of errors, these describe the first one. Messages that amp or later errors add follow
     on separate lines. For an ``InputError``, returns only the message.
     """
     from apex.debug.place import is_user_file  # not for `apex migrate`, which needs no torch
 
     if isinstance(error, InputError):
         return str(error)
-    later: list[BaseException] = []
-    first = error
-    while first.__cause__ is not None:
-        later.insert(0, first)
-        first = first.__cause__
-    message, *more = _lines(first) or [""]
+    first, *later = _chain(error)
+    lines = _lines(first) or [""]
+    message = lines[0]
     text = type(first).__name__
     if message:
         text += f": {message}"
     remedies: list[str] = []
     stack = traceback.extract_tb(first.__traceback__)
     frames = [frame for frame in stack if is_user_file(frame.filename)]
-    for frame in frames[-1:]:
-        text += f" ({frame.filename}:{frame.lineno})"
-        remedies += _misspelt(frame)
-    if message.endswith("without overflow"):  # torch's, of a number for a 16-bit tensor
+    if frames:
+        text += f" ({frames[-1].filename}:{frames[-1].lineno})"
+        remedies += _misspelt(frames[-1])
+    if message.endswith("without overflow"):  # a number beyond the range of a 16-bit tensor
         remedies.append("The number does not fit. Mask with torch.finfo(scores.dtype).min.")
-    remedies += itertools.dropwhile(lambda line: not line.startswith("amp."), more)
-    for cause in later:
-        remedies += [line for line in _lines(cause) if line not in (message, *more)]
+    remedies += itertools.dropwhile(lambda line: not line.startswith("amp."), lines[1:])
+    for wrapper in later:
+        remedies += [line for line in _lines(wrapper) if line not in lines]
     return "\n  ".join([text, *dict.fromkeys(remedies)])
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Returns an error and those that it was raised from, the first one first."""
+    chain = [error]
+    while chain[0].__cause__ is not None:
+        chain.insert(0, chain[0].__cause__)
+    return chain
 
 
 def _misspelt(frame: traceback.FrameSummary) -> Iterator[str]:
     """Yields the suggestions of ``apex migrate`` for misspelt names in a line."""
-    from apex.tools.migrate.report import migration_of  # which uses this module
+    from apex.tools.migrate.report import migration_of  # imports this module
 
     with suppress(InputError):
-        for use in migration_of(Path(frame.filename)).uses:
+        migration = migration_of(Path(frame.filename))
+        for use in migration.uses:
             if use.line == frame.lineno and "Did you mean" in use.remedy:
                 yield use.remedy
 

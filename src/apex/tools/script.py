@@ -20,7 +20,7 @@ class Ending:
 
     Attributes:
         status: The exit status that Python would have returned.
-        error: The uncaught error, with the line of the script and what to do; ``""`` without one.
+        error: The uncaught error, with the line of the script and a fix; ``""`` without one.
         interrupted: Whether it was interrupted from the keyboard.
         stopped: Whether ``FaultFound`` ended it.
     """
@@ -32,12 +32,12 @@ class Ending:
 
 
 class FaultFound(BaseException):
-    """Ends a traced script; no ``except Exception`` catches it, and each ``finally`` runs."""
+    """Ends a traced script: ``except Exception`` does not catch it, and each ``finally`` runs."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What to run.
+    """A script or a module to run.
 
     Attributes:
         name: Path of a file, a folder or zip file with a ``__main__.py``; or a module's name.
@@ -56,10 +56,10 @@ class Script:
             raise InputError(f"there is no file {self.name}.")
 
     def run(self) -> Ending:
-        """Runs the script as ``__main__``; an uncaught error is printed as Python prints it.
+        """Runs the script as ``__main__``; prints an uncaught error as Python does.
 
-        ``FaultFound`` ends the script without an error. A process that the script forks ends here,
-        too, with the script's exit status.
+        ``FaultFound`` ends the script without an error. A process that the script forks also ends
+        here, with the script's exit status.
         """
         process = os.getpid()
         ending = self._run()
@@ -88,13 +88,17 @@ class Script:
         return Ending()
 
     def _remedy(self, error: BaseException) -> str:
-        """Returns what to do about an error that is due to how the script is run, on a new line."""
+        """Returns, on a new line, how to run the script without this error; empty if unknown."""
+        hint = python_2(error)
         if is_relative_import(error) and not self.is_module:
             folder, name = _as_module(self.name)
-            where = "" if folder == os.getcwd() else f"cd {folder}; "
-            return f"\n  The file belongs to a package. Run {where}apex trace -m {name}"
-        hint = python_2(error)
-        return f"\n  {hint}" if hint else ""
+            command = f"apex trace -m {name}"
+            if folder != os.getcwd():
+                command = f"cd {folder}; {command}"
+            hint = f"The file belongs to a package. Run {command}"
+        if hint:
+            hint = f"\n  {hint}"
+        return hint
 
     @contextmanager
     def as_python(self) -> Iterator[None]:
@@ -104,10 +108,10 @@ class Script:
         out = sys.stdout
         err = sys.stderr
         sys.argv = [self.name, *self.arguments]
+        folder = os.path.dirname(os.path.realpath(self.name))
         if self.is_module:
-            sys.path.insert(0, os.getcwd())
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
+            folder = os.getcwd()
+        sys.path.insert(0, folder)
         try:
             yield
         finally:
@@ -118,10 +122,10 @@ class Script:
 
 
 def _as_module(path: str) -> tuple[str, str]:
-    """Returns the folder from which a file of a package is run with ``-m``, and its name there."""
+    """Returns the folder from which ``python -m`` can run a file of a package, and its name."""
     folder, name = os.path.split(os.path.realpath(path))
     name = name.removesuffix(".py")
-    is_package = True  # a relative import asks for one, be it without an __init__.py
+    is_package = True  # the file's folder is one, even without an __init__.py
     while is_package:
         folder, package = os.path.split(folder)
         name = f"{package}.{name}"
@@ -130,7 +134,7 @@ def _as_module(path: str) -> tuple[str, str]:
 
 
 def _status(code: object) -> int:
-    """Returns the exit status of ``sys.exit(code)``; prints a code that is a message."""
+    """Returns the exit status of ``sys.exit(code)``; prints ``code`` if it is a message."""
     if code is None or isinstance(code, int):
         return int(code or 0) & 0xFF
     sys.stderr.write(f"{code}\n")
@@ -138,9 +142,9 @@ def _status(code: object) -> int:
 
 
 def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback from the script's own first frame on; all of it if there is none."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    """Returns a traceback that begins with the script's first frame; None without such a frame."""
+    own_files = {__file__, runpy.__file__, "<frozen runpy>"}
     inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
+    while inner is not None and inner.tb_frame.f_code.co_filename in own_files:
         inner = inner.tb_next
     return inner

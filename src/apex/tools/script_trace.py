@@ -1,4 +1,4 @@
-"""An overflow trace around a whole program, which stops at the first fault that is certain."""
+"""An overflow trace around a whole program, which reports the first certain fault."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from apex.debug.tracing import Call, Mode
 
 @dataclass(frozen=True)
 class Seen:
-    """What the trace of a program has seen.
+    """The results of a trace so far.
 
     Attributes:
-        first: The first fault that no dynamic loss scale heals; None without one.
-        steps_before: Number of optimizer steps before it; all of them without a fault.
+        first: The first fault that does not make a dynamic loss scale back off; None without one.
+        steps_before: Number of optimizer steps before the fault; without one, of all steps.
         certain: Whether the fault reached a gradient, the loss or a weight.
         gradients: Names of parameters that received a non-finite gradient.
         operators: Number of operators traced.
         steps: Number of optimizer steps completed.
         passes: Number of backward passes that reached a gradient.
-        healed: Number of these after which a dynamic loss scale backed off.
+        healed: Number of backward passes after which a dynamic loss scale backed off.
     """
 
     first: Finding | None
@@ -45,19 +45,21 @@ class Seen:
 class ScriptTrace(OverflowTrace):
     """An overflow trace around a program, which finds the program's models as they are called.
 
-    A fault is certain once it has reached a gradient, the loss or a weight, and no dynamic loss
-    scale backs off from it; such overflows are counted, and are no faults. Then ``on_fault`` is
-    called before the next operator outside a backward pass, and may raise. If it returns, the
+    A fault is certain once it has reached a gradient, the loss or a weight. Overflows that make a
+    dynamic loss scale back off are counted, but they are no faults. Before the next operator
+    outside a backward pass, the trace calls ``on_fault``, which may raise. If it returns, the
     program runs on, untraced.
     """
 
     def __init__(self, *, on_fault: Callable[[], None]) -> None:
         super().__init__()
-        self._on_fault: Callable[[], None] | None = on_fault
+        self._on_fault = on_fault
+        # Whether on_fault was called; the program then runs on, untraced.
+        self._is_reported = False
 
     def __enter__(self) -> ScriptTrace:
         """Starts tracing this thread, and those that the program starts with ``threading``."""
-        importlib.import_module("torch._dynamo")  # now: what is compiled later runs eagerly, too
+        importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
         super().__enter__()
         self._hooks.callback(threading.setprofile, threading.getprofile())
         threading.setprofile(self._enter_thread)
@@ -69,16 +71,19 @@ class ScriptTrace(OverflowTrace):
 
     @property
     def first(self) -> Finding | None:
-        """The first fault that no dynamic loss scale heals; None without one."""
+        """The first fault that does not make a dynamic loss scale back off; None without one."""
         return finding_of(self._births.first(healing=False))
 
     def seen(self) -> Seen:
-        """Returns what the trace has seen so far."""
+        """Returns the results so far."""
         births = self._births
+        steps_before = births.steps
         first = births.first(healing=False)
+        if first is not None:
+            steps_before = first.steps
         return Seen(
             first=self.first,
-            steps_before=births.steps if first is None else first.steps,
+            steps_before=steps_before,
             certain=births.certain,
             gradients=tuple(births.gradients),
             operators=births.time,
@@ -92,8 +97,9 @@ class ScriptTrace(OverflowTrace):
         self._births.steps += 1
 
     def _before(self, call: Call) -> Any:
-        on_fault = self._on_fault
-        if on_fault is not None and self._births.certain and self._tracker.may_stop:
-            self._on_fault = None
-            on_fault()
-        return None if self._on_fault is None else super()._before(call)
+        if not self._is_reported and self._births.certain and self._tracker.may_stop:
+            self._is_reported = True
+            self._on_fault()
+        if self._is_reported:
+            return None
+        return super()._before(call)

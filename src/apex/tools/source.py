@@ -1,4 +1,4 @@
-"""Reads and parses Python source without executing it, and explains what is wrong with it."""
+"""Reads and parses Python source without executing it, and explains errors in it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parse(text: str, path: Path) -> ast.Module:
 
 
 def check_no_notebook(path: str) -> None:
-    """Raises InputError for a notebook: JSON, most of which is a Python expression, too."""
+    """Raises InputError for a notebook, whose JSON the parser may accept as Python."""
     if path.endswith(".ipynb"):
         raise InputError(
             f"{path} is a notebook. Convert it to a script first: jupyter nbconvert --to script "
@@ -74,21 +74,24 @@ def check_no_notebook(path: str) -> None:
 
 
 def python_2(error: BaseException) -> str:
-    """Returns what to do if a syntax error is due to Python 2; otherwise empty."""
+    """Returns what to do about a syntax error in Python 2 code; empty for any other error."""
     if not isinstance(error, SyntaxError) or not _PYTHON_2.search(error.text or ""):
         return ""
     return "This is Python 2. Convert it first: 2to3 -w FILE (2to3 comes with Python up to 3.12)."
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns a question after the most similar of the names; empty if none is similar."""
-    lower = {public.lower(): public for public in names if not public.startswith("_")}
-    similar = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.75)
-    return f" Did you mean {lower[similar[0]]}?" if similar else ""
+    """Returns a question that suggests the most similar public name; empty if none is similar."""
+    public_names = [public for public in names if not public.startswith("_")]
+    by_lower_case = {public.lower(): public for public in public_names}
+    similar = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
+    if not similar:
+        return ""
+    return f" Did you mean {by_lower_case[similar[0]]}?"
 
 
 def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes in a module's, a class's or a function's own scope, inner scopes aside."""
+    """Yields the nodes in the scope of a module, a class or a function, without inner scopes."""
     waiting = [*ast.iter_child_nodes(scope)]
     while waiting:
         node = waiting.pop()
@@ -97,36 +100,39 @@ def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-def bound_by(node: ast.AST) -> str | None:
-    """Returns the name that a node binds."""
-    match node:
-        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
-            return name
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return name
-        case ast.alias(name=name, asname=alias):
-            return alias or name.partition(".")[0]
-    return None
-
-
 class Imported(NamedTuple):
-    """What an import binds a name to: a module, or a name in it."""
+    """The object that an import binds a name to: a module, or a name in it."""
 
     module: str
     name: str = ""
 
     def __str__(self) -> str:
         """Returns the full name."""
-        return f"{self.module}.{self.name}" if self.name else self.module
+        if not self.name:
+            return self.module
+        return f"{self.module}.{self.name}"
 
 
-def imported_by(node: ast.AST) -> Iterator[tuple[str, Imported]]:
-    """Yields each name that an import binds, and to what; a relative import's module is empty."""
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            name = alias.asname or alias.name.partition(".")[0]
-            yield name, Imported(alias.name if alias.asname else name)
-    elif isinstance(node, ast.ImportFrom):
-        for alias in node.names:
-            module = "" if node.level else node.module or ""
-            yield alias.asname or alias.name, Imported(module, alias.name)
+def bound_by(node: ast.AST) -> Iterator[tuple[str, ast.AST | Imported]]:
+    """Yields each name that a node binds, with the node; in an import, with the imported object.
+
+    A relative import's module is empty.
+    """
+    match node:
+        case ast.Import():
+            for alias in node.names:
+                package = alias.name.partition(".")[0]
+                if alias.asname:
+                    yield alias.asname, Imported(alias.name)
+                else:
+                    yield package, Imported(package)
+        case ast.ImportFrom():
+            module = ""
+            if not node.level:
+                module = node.module or ""
+            for alias in node.names:
+                yield alias.asname or alias.name, Imported(module, alias.name)
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            yield name, node
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.ExceptHandler():
+            yield node.name or "", node

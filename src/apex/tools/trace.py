@@ -1,4 +1,4 @@
-"""``trace``: runs a script and finds inf and NaN, lost precision, or weights that do not change."""
+"""``trace``: runs a script and finds inf and NaN, lost precision, or unchanged weights."""
 
 from __future__ import annotations
 
@@ -23,19 +23,32 @@ from apex.tools.script_trace import ScriptTrace, Seen
 
 @dataclass(frozen=True)
 class Tracing:
-    """What the trace of a script found.
+    """The result of tracing a script.
 
     Attributes:
+        script: The script's name.
         ending: How the script ended.
-        found: Whether there was inf or NaN, lost precision, or a weight that did not change.
-        report: The report as text; on several ranks, each line begins with the rank.
-        data: The report in JSON types.
+        has_fault: Whether there was inf or NaN, lost precision, or an unchanged weight.
+        lines: The report's lines.
+        results: The results in JSON types.
     """
 
+    script: str
     ending: Ending
-    found: bool
-    report: str
-    data: dict[str, Any]
+    has_fault: bool
+    lines: list[str]
+    results: dict[str, Any]
+
+    @property
+    def report(self) -> str:
+        """The report as text; on several ranks, each line begins with the rank."""
+        return _marked("\n".join(self.lines))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The report in JSON types."""
+        ending = asdict(self.ending)
+        return {"script": self.script, "rank": rank(), "ending": ending, **self.results}
 
 
 _STEPS = 10
@@ -47,7 +60,7 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
 
     With ``keep_going``, the script runs to its end.
     """
-    importlib.import_module("torch._dynamo")  # now: what is compiled later runs eagerly, too
+    importlib.import_module("torch._dynamo")  # so that functions compiled later run eagerly
     steps = 0
 
     def count(*_: object) -> None:
@@ -65,38 +78,34 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
             ending = script.run()
         finally:
             hook.remove()
+    has_fault = measuring.worst is not None
     lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
-    data = json.loads(measuring.to_json())
-    return _tracing(script, ending, lines, data, found=measuring.worst is not None)
+    results = json.loads(measuring.to_json())
+    return Tracing(script.name, ending, has_fault, lines, results)
 
 
-def trace(script: Script, *, notify: Callable[[str], None] | None = None) -> Tracing:
-    """Runs a script under a trace and returns what it found.
+def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) -> Tracing:
+    """Runs a script under a trace and finds the first fault.
 
-    ``notify`` is called with a line about the first fault once it is certain, and the script runs
-    on; without it, the script stops there.
+    The script stops once the fault is certain. With ``keep_going``, it runs to its end, and
+    ``notify`` is called with a line about the fault.
     """
 
     def on_fault() -> None:
-        if notify is None:
+        if not keep_going:
             raise FaultFound
-        if running.first is not None:
-            fault, _, _ = headed(running.first).partition("\n")
+        first = running.first
+        if first is not None:
+            fault, _, _ = headed(first).partition("\n")
             notify(_marked(f"{fault}; the report follows at the end."))
 
     with ScriptTrace(on_fault=on_fault) as running:
         ending = script.run()
     seen = running.seen()
+    has_fault = seen.first is not None
     lines = _verdict(script.name, seen, ending)
     lines += _remarks(script.name, seen, ending)
-    return _tracing(script, ending, lines, json_types(seen), found=seen.first is not None)
-
-
-def _tracing(
-    script: Script, ending: Ending, lines: list[str], data: dict[str, Any], *, found: bool
-) -> Tracing:
-    head = {"script": script.name, "rank": rank(), "ending": asdict(ending)}
-    return Tracing(ending, found, _marked("\n".join(lines)), {**head, **data})
+    return Tracing(script.name, ending, has_fault, lines, json_types(seen))
 
 
 def rank() -> int | None:
@@ -107,13 +116,16 @@ def rank() -> int | None:
 
 
 def rank_file(name: str) -> str:
-    """Returns a file's absolute path, as the script may change the folder; one for each rank."""
+    """Returns this rank's own file, as an absolute path, because the script may change folders."""
     path = Path(name).absolute()
     number = rank()
-    return str(path if number is None else path.with_suffix(f".rank{number}{path.suffix}"))
+    if number is not None:
+        path = path.with_suffix(f".rank{number}{path.suffix}")
+    return str(path)
 
 
 def _marked(text: str) -> str:
+    """Returns a text with the rank before each line; in a run of one process, unchanged."""
     number = rank()
     if number is None:
         return text
@@ -167,11 +179,13 @@ def _remarks(script: str, seen: Seen, ending: Ending) -> list[str]:
 
 
 def _ended(ending: Ending) -> list[str]:
-    """Returns the line on how a script ended; none if it ended normally."""
+    """Returns a line on how a script ended; no line if it ended normally."""
     if ending.stopped:
         return ["The script was stopped there; with --keep-going it runs to its end."]
     if ending.interrupted:
         return ["The script was interrupted. These are the results up to that point."]
     if ending.error:
         return [f"The script failed: {ending.error}"]
-    return [f"The script exited with status {ending.status}."] if ending.status else []
+    if ending.status:
+        return [f"The script exited with status {ending.status}."]
+    return []

@@ -1,9 +1,9 @@
-"""The curves of a comparison and their axes; the template of the report draws them."""
+"""Prepares the curves of a comparison and their axes, which the report's template draws."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from apex.tools.compare.results import BASELINE, Comparison
@@ -15,7 +15,7 @@ _MOST_SHOWN = 20.0
 
 
 class Point(NamedTuple):
-    """A value after a step, counted from 1, and how far its band reaches to either side."""
+    """A value after a step, counted from 1, and half the width of its band."""
 
     step: int
     value: float
@@ -25,7 +25,7 @@ class Point(NamedTuple):
 class Chart(NamedTuple):
     """A line chart: each level's curve, the ends of both axes, and round values on them.
 
-    The grey area reaches as far as ``area`` to either side of 0.
+    The grey area extends from ``-area`` to ``area``.
     """
 
     title: str
@@ -40,32 +40,31 @@ class Chart(NamedTuple):
 
 
 def charts(comparison: Comparison) -> list[Chart]:
-    """Returns the charts that have anything to draw: the loss, and its difference from fp32's."""
-    losses = {}
+    """Returns the charts of the loss and of its difference from fp32's, without empty ones."""
+    losses: dict[str, Sequence[float]] = {BASELINE: ()}
     for result in comparison.results:
         if result.training is not None:
             losses[result.name] = result.training.losses
-    fp32 = losses.get(BASELINE, ())
-    loss = {level: _loss(values) for level, values in losses.items()}
-    apart = {level: _apart(values, fp32) for level, values in losses.items() if level != BASELINE}
-    found = [
-        _chart("Training loss", "Mean over the last steps until then.", loss),
-        _chart(
+    means = {level: _mean_losses(values) for level, values in losses.items()}
+    fp32 = losses.pop(BASELINE)
+    differences = {level: _differences(values, fp32) for level, values in losses.items()}
+    return [
+        *_chart("Training loss", "Mean over the last steps until then.", means),
+        *_chart(
             "Loss, difference from fp32 in %",
             "Mean difference on the same batches over the last third of the steps until then, and "
             f"{LEAST_ERRORS:g} standard errors to either side. The curve of a level that trains "
             "worse ends above the grey area, and its band above 0.",
-            apart,
+            differences,
             most=_MOST_SHOWN,
             area=100 * MOST_EXCESS,
         ),
     ]
-    return [chart for chart in found if chart is not None]
 
 
-def _loss(losses: Sequence[float]) -> list[Point]:
-    """Returns the mean loss, as the table has it at the end, while losses are finite."""
-    points: list[Point] = []
+def _mean_losses(losses: Sequence[float]) -> list[Point]:
+    """Returns the table's final loss for each number of steps, up to a loss that is not finite."""
+    points = []
     for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
             break
@@ -73,14 +72,16 @@ def _loss(losses: Sequence[float]) -> list[Point]:
     return points
 
 
-def _apart(losses: Sequence[float], fp32: Sequence[float]) -> list[Point]:
-    """Returns the mean paired difference in percent, as it is judged, while losses are finite."""
-    points: list[Point] = []
+def _differences(losses: Sequence[float], fp32: Sequence[float]) -> list[Point]:
+    """Returns the mean paired difference in percent, up to a loss that is not finite."""
+    points = []
     for step in range(LEAST_WINDOW, len(losses) + 1):
-        found = excess(losses[:step], fp32)
-        if found is None or not math.isfinite(losses[step - 1]):
+        difference = excess(losses[:step], fp32)
+        if difference is None or not math.isfinite(losses[step - 1]):
             break
-        points.append(Point(step, 100 * found.share, 100 * LEAST_ERRORS * found.share_error))
+        percent = 100 * difference.share
+        spread = 100 * LEAST_ERRORS * difference.share_error
+        points.append(Point(step, percent, spread))
     return points
 
 
@@ -90,20 +91,23 @@ def _chart(
     curves: Mapping[str, Sequence[Point]],
     most: float = math.inf,
     area: float = 0.0,
-) -> Chart | None:
-    """Returns a chart of curves; None if no curve has two points.
+) -> Iterator[Chart]:
+    """Yields a chart of the curves that have at least two points; nothing without such curves.
 
-    Values of a size above ``most`` leave it. The grey area reaches as far as ``area`` around 0.
+    The vertical axis shows no value outside ``-most`` to ``most``.
     """
-    curves = {level: points for level, points in curves.items() if len(points) > 1}
-    if not curves:
-        return None
-    points: list[Point] = []
-    for curve in curves.values():
-        points += curve
-    steps = max(point.step for point in points)
-    values = [-2 * area, 2 * area] if area else []
-    values += [point.value for point in points]
+    drawn = {}
+    values: list[float] = []
+    steps = 0
+    for level, points in curves.items():
+        if len(points) > 1:
+            drawn[level] = points
+            values += [point.value for point in points]
+            steps = max(steps, points[-1].step)
+    if not drawn:
+        return
+    if area:
+        values += [-2 * area, 2 * area]
     low = max(min(values), -most)
     high = min(max(values), most)
     margin = 0.05 * (high - low) or abs(high) or 1.0
@@ -111,11 +115,11 @@ def _chart(
     high += margin
     x_ticks = [step for step in _round_values(1, steps) if step.is_integer()]
     y_ticks = _round_values(low, high)
-    return Chart(title, caption, curves, steps, low, high, x_ticks, y_ticks, area)
+    yield Chart(title, caption, drawn, steps, low, high, x_ticks, y_ticks, area)
 
 
 def _round_values(low: float, high: float) -> list[float]:
-    """Returns three to seven values between two others, the same round gap apart."""
+    """Returns three to seven evenly spaced round values between two others."""
     power = 10.0 ** math.floor(math.log10(high - low))
     for factor in (0.2, 0.5, 1, 2):
         gap = factor * power

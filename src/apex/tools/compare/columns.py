@@ -1,4 +1,4 @@
-"""The two tables of a comparison and their columns, which the help explains."""
+"""The columns of the two tables of a comparison, which the help also explains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Column(NamedTuple):
-    """A column: its heading, what it shows, and whether its cells stand at the left."""
+    """A column: its heading, its meaning, and whether its cells are left-aligned."""
 
     heading: str
     meaning: str
@@ -40,8 +40,10 @@ TABLES = {
 
 def legend() -> str:
     """Returns a line for each column, for the help text."""
-    columns: list[Column] = []
+    meanings = {}
     for table in TABLES.values():
-        columns += table.values()
-    width = max(len(column.heading) for column in columns)
-    return "\n".join(f"  {c.heading:{width}}  {c.meaning}" for c in dict.fromkeys(columns))
+        for column in table.values():
+            meanings[column.heading] = column.meaning
+    width = max(map(len, meanings))
+    lines = [f"  {heading:{width}}  {meaning}" for heading, meaning in meanings.items()]
+    return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""The levels to compare, what was measured of each, and its form as JSON."""
+"""The levels to compare, the results of each, and their form as JSON."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ class Level:
         autocast: Whether it trains with ``torch.autocast``, in fp16 with a ``GradScaler``, instead
             of ``amp.initialize``.
         casts: Whether operators cast their inputs, and the weights stay fp32.
-        options: Arguments of ``amp.initialize`` beside the name.
-        advised: Whether it may be recommended; the others are only compared with.
+        options: Arguments of ``amp.initialize``, in addition to the name.
+        advised: Whether it may be recommended; the others are for comparison only.
     """
 
     name: str
@@ -64,20 +64,22 @@ LEVELS: Mapping[str, Level] = {
 
 
 def parse_levels(names: str | None) -> tuple[Level, ...]:
-    """Returns the levels of a list such as ``"O0,O4"``, all for None; the baseline is among them.
+    """Returns the levels of a list such as ``"O4,O5"`` and the baseline; for None, all levels.
 
     Raises:
         InputError: For an unknown name.
     """
     if names is None:
         return tuple(LEVELS.values())
-    wanted = {name.strip() for name in names.split(",")}
-    for name in sorted(wanted - LEVELS.keys()):
-        raise InputError(
-            f"no level {name!r}; choose from {', '.join(LEVELS)}, separated by commas."
-            f"{did_you_mean(name, LEVELS)}"
-        )
-    wanted.add(BASELINE)
+    wanted = [name.strip() for name in names.split(",")]
+    choices = ", ".join(LEVELS)
+    for name in wanted:
+        if name not in LEVELS:
+            raise InputError(
+                f"no level {name!r}; choose from {choices}, separated by commas."
+                f"{did_you_mean(name, LEVELS)}"
+            )
+    wanted.append(BASELINE)
     return tuple(level for level in LEVELS.values() if level.name in wanted)
 
 
@@ -126,8 +128,9 @@ class Training:
 
     @property
     def skipped(self) -> int:
-        """Number of steps that overflowed, as falls of the loss scale show."""
-        return sum(new < old for old, new in itertools.pairwise(self.loss_scales))
+        """Number of steps that overflowed, each of which lowered the loss scale."""
+        pairs = itertools.pairwise(self.loss_scales)
+        return len([after for before, after in pairs if after < before])
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,10 @@ class Result:
 
     Attributes:
         level: The level.
-        skipped: Why the level was not trained, such as its dtype being emulated; empty if it was.
+        skipped: Why the level was not trained, for example its emulated dtype; empty if it was.
         training: Record of the training.
         times: Milliseconds of each timed step.
-        errors: Messages of what failed.
+        errors: Messages of the parts that failed.
     """
 
     level: Level
@@ -160,10 +163,13 @@ class Result:
 
     @property
     def memory(self) -> int:
-        """The peak bytes on CUDA; elsewhere those stored and saved for backward, 0 if unknown."""
-        if self.training is None:
+        """Peak bytes on CUDA; elsewhere bytes stored and saved for backward. 0 if unknown."""
+        record = self.training
+        if record is None:
             return 0
-        return self.training.peak_bytes or self.training.stored.bytes + self.training.saved_bytes
+        if record.peak_bytes:
+            return record.peak_bytes
+        return record.stored.bytes + record.saved_bytes
 
 
 Word = Literal["use", "ties", "usable", "unclear", "no", "skipped", "baseline"]
@@ -175,9 +181,9 @@ class Verdict:
 
     Attributes:
         level: The level.
-        word: "use" for the one to use, "ties" if it is equally fast, "usable" if it trains as well
-            as fp32 but brings less, "unclear" if the measurements do not tell, "no" if it is ruled
-            out, "skipped" if it was not trained, "baseline" for fp32.
+        word: "use" for the recommended level, "ties" if it is equally fast, "usable" if it trains
+            as well as fp32 but gains less, "unclear" if the measurements do not decide, "no" if it
+            is ruled out, "skipped" if it was not trained, "baseline" for fp32.
         why: The reason, with the measurement.
     """
 
@@ -192,7 +198,7 @@ class Recommendation:
 
     Attributes:
         level: The level; "O0" to stay in fp32, ``None`` without a verdict.
-        text: The recommendation, the reason after a colon.
+        text: The recommendation, then a colon and the reason.
         verdicts: One for each level, in display order.
     """
 
@@ -211,7 +217,7 @@ class Comparison:
         steps: Training steps of each level.
         seed: Seed of all random numbers.
         results: In display order; the first is the fp32 baseline.
-        load: Load of the machine while they were timed.
+        load: Load of the machine while the levels were timed.
         notes: Remarks for the reader.
         recommendation: Derived from the results.
     """
@@ -240,17 +246,20 @@ class Comparison:
 
         ``None`` without enough times, or if the machine was busy.
         """
+        if self.load.busy:
+            return None
         base = other or self.baseline
-        return None if self.load.busy else speed_of(result.times, base.times)
+        return speed_of(result.times, base.times)
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: Comparison) -> Any:
     """Returns ``comparison`` as plain data, with None for NaN and infinity, which JSON lacks."""
-    data = asdict(comparison)
-    levels = data.pop("results")
-    for result, values in zip(comparison.results, levels, strict=True):
+    levels = []
+    for result in comparison.results:
+        values = {**vars(result), "speed": comparison.speed(result)}
         level = result.level
-        speed = comparison.speed(result)
-        values["speed"] = None if speed is None else asdict(speed)
         values.update(level=level.name, meaning=level.meaning, dtype=level.dtype)
-    return {"format": "apex-compare/5", **json_types(data), "levels": json_types(levels)}
+        levels.append(values)
+    data = {"format": "apex-compare/5", **vars(comparison), "levels": levels}
+    del data["results"]
+    return json_types(data)

@@ -1,4 +1,4 @@
-"""Trains and times a target at every level; a failing one does not stop the rest."""
+"""Trains and times a target at every level; a failure at one does not stop the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from apex.tools.errors import InputError, format_error
 
 @dataclass(frozen=True)
 class Options:
-    """What to compare, and how long.
+    """The extent of a comparison.
 
     Attributes:
         levels: In display order, the baseline first.
@@ -57,8 +57,8 @@ def compare(target: str, options: Options, stage: Tell) -> Comparison:
 
     Args:
         target: As on the command line.
-        options: What to compare, and how long.
-        stage: Told each activity, and before the work if the machine is busy.
+        options: The extent of the comparison.
+        stage: Called with a line about each activity, and first about a busy machine.
 
     Raises:
         InputError: If the target cannot be used at any level.
@@ -67,8 +67,8 @@ def compare(target: str, options: Options, stage: Tell) -> Comparison:
         run = _Run(build, options, stage)
         if run.load.busy:
             stage(
-                f"this machine is busy ({run.load}). The verdicts on training hold all the same; a "
-                "verdict on speed needs an idle machine."
+                f"this machine is busy ({run.load}). Training is judged anyway, but a verdict on "
+                "speed needs an idle machine."
             )
         run.train()
         run.time()
@@ -95,10 +95,10 @@ class _Run:
         self._build = build
         self._stage = stage
         self.batches = self._draw(build())
-        self.results = {
-            level.name: Result(level, _why_skipped(level, options.device))
-            for level in options.levels
-        }
+        self.results: dict[str, Result] = {}
+        for level in options.levels:
+            why_skipped = _why_skipped(level, options.device)
+            self.results[level.name] = Result(level, why_skipped)
 
     # -- the phases ----------------------------------------------------------------------
 
@@ -111,56 +111,59 @@ class _Run:
                     self._train_one(name)
 
     def _train_one(self, name: str) -> None:
-        result = self.results[name]
-        experiment, trainer = self._fresh(result)
-        record = training.train(trainer, self.batches, self._options.device)
+        trainer = self._prepared(name)
+        record = training.train(trainer, self.batches)
         if name == BASELINE:
-            self._note_unmoved(experiment.model)
+            self._note_unmoved(trainer.experiment.model)
         self._put(name, training=record)
         with self._recording_errors(name, "evaluating"):
-            self._put(name, training=training.evaluated(record, trainer, experiment))
+            evaluated = training.evaluated(record, trainer)
+            self._put(name, training=evaluated)
 
     def time(self) -> None:
-        """Times the levels, which take turns, as long as a verdict on speed can come."""
+        """Times the levels' alternating steps, unless no level trains as well as fp32."""
         baseline = self.results[BASELINE]
         trained = [result for result in self.results.values() if result.training is not None]
-        if all(result is baseline or fault(result, baseline) for result in trained):
+        others = [result for result in trained if result is not baseline]
+        if all(fault(result, baseline) for result in others):
             return
         try:
-            self._time(trained)
+            self._time([result.name for result in trained])
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             text = f"Timing failed: {format_error(error)}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
 
-    def _time(self, results: Sequence[Result]) -> None:
-        batch = training.to_device(self.batches[0], self._options.device)
+    def _time(self, names: Sequence[str]) -> None:
+        device = self._options.device
+        batch = training.to_device(self.batches[0], device)
 
         def step(trainer: Trainer) -> None:
             trainer.backward(batch)
             trainer.step()
 
         steps = {}
-        for result in results:
-            _, trainer = self._fresh(result)
-            steps[result.name] = functools.partial(step, trainer)
-        times = time_interleaved(steps, self._turns(), self._options.device)
-        for name in times:
+        for name in names:
+            trainer = self._prepared(name)
+            steps[name] = functools.partial(step, trainer)
+        times = time_interleaved(steps, self._turns(), device)
+        for name in names:
             self._put(name, times=times[name])
 
     def _turns(self) -> Iterator[None]:
         """Yields once to warm up, and once for each round until the machine is busy."""
         yield
-        for turn in range(self._options.rounds):
+        rounds = self._options.rounds
+        for number in range(1, rounds + 1):
             self.load = current_load()
             if self.load.busy:
                 return
-            self._stage(f"time all, interleaved: round {turn + 1} of {self._options.rounds}")
+            self._stage(f"time all, interleaved: round {number} of {rounds}")
             yield
 
     # -- notes -----------------------------------------------------------------------------
 
     def _note_unmoved(self, model: nn.Module) -> None:
-        """Adds a note if training in fp32 left every parameter as it was."""
+        """Adds a note if training in fp32 changed no parameter."""
         untrained = self._build().model
         for after, before in zip(model.parameters(), untrained.parameters(), strict=True):
             if not torch.equal(after.cpu(), before):
@@ -172,24 +175,24 @@ class _Run:
 
     # -- helpers of the phases -----------------------------------------------------------------
 
-    def _fresh(self, result: Result) -> tuple[Experiment, Trainer]:
-        """Returns an experiment with the first weights, prepared at the result's level."""
-        gc.collect()  # memory of the previous level would count
-        experiment = self._build()
-        trainer = Trainer(result.level, experiment, self._options.device)
+    def _prepared(self, name: str) -> Trainer:
+        """Returns a trainer at the named level, with the initial weights."""
+        gc.collect()  # otherwise the previous level's memory counts
+        trainer = Trainer(self.results[name].level, self._build(), self._options.device)
         seed_all(self._options.seed)
-        return experiment, trainer
+        return trainer
 
     def _draw(self, experiment: Experiment) -> list[Any]:
         """Returns the batch of every step; adds a note if there are fewer."""
         batches: list[Any] = []
         wanted = self._options.steps
-        has_more = True
         try:
-            while has_more:
-                drawn = list(itertools.islice(experiment.batches, wanted - len(batches)))
-                batches += drawn
-                has_more = bool(drawn)  # an iterable that can be iterated again starts over
+            while len(batches) < wanted:
+                drawn = len(batches)
+                # An iterable that can be iterated again starts over.
+                batches += itertools.islice(experiment.batches, wanted - drawn)
+                if len(batches) == drawn:
+                    break
         except Exception as error:
             raise InputError(f"Drawing the batches failed: {format_error(error)}") from error
         if not batches:
@@ -205,7 +208,7 @@ class _Run:
     def _recording_errors(self, name: str, part: str) -> Iterator[None]:
         """Records an error of the block in the level's result and suppresses it.
 
-        If fp32 cannot be trained, that is the target's fault, and there is nothing to compare with.
+        An error of training in fp32 is raised, because there is nothing to compare with.
         """
         try:
             yield
@@ -218,7 +221,7 @@ class _Run:
 
 
 def _why_skipped(level: Level, device: torch.device) -> str:
-    """Returns why a level is not worth training on a device; empty if it is."""
+    """Returns why a level is skipped on a device; empty if it is not."""
     ratio = slowdown(level.dtype, device)
     dtype = short(dtypes.name(level.dtype))
     if math.isinf(ratio):

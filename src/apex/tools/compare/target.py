@@ -1,4 +1,4 @@
-"""The user's model, optimizer, batches and loss: looked at, built once, and copied for each level.
+"""Builds the user's model, optimizer, batches and loss once, and copies them for each level.
 
 Note [Fresh objects]
     Each level needs a model and an optimizer that no other level has touched. The target is built
@@ -30,7 +30,7 @@ from apex.tools.errors import InputError, format_error, is_relative_import
 from apex.tools.script import Script
 
 FUNCTION = "setup"
-"""Default function in a file or module."""
+"""The function that is called if the command names none."""
 
 PARTS: Mapping[str, Any] = {
     "model": nn.Module,
@@ -38,7 +38,7 @@ PARTS: Mapping[str, Any] = {
     "batches": Iterable,
     "loss": Callable,
 }
-"""What a target provides, in the order of a tuple, and the types."""
+"""The parts of a target, in the order of a tuple, with their types."""
 
 _NAMES = "model, optimizer, batches and loss"
 _HELP = "See apex compare --help."
@@ -48,11 +48,11 @@ _MODULE = "apex_compare_target"
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a target provides.
+    """The parts of a target.
 
     Attributes:
         model: In fp32, not prepared by amp.
-        optimizer: Over the model's parameters.
+        optimizer: Updates the model's parameters.
         batches: Batches of arbitrarily nested tensors.
         loss: Returns the loss of the model on a batch.
         evaluate: Returns a metric of the trained model; ``None`` if there is none.
@@ -66,7 +66,7 @@ class Experiment:
 
 
 Build = Callable[[], Experiment]
-"""Returns an experiment with a model and an optimizer of its own."""
+"""Returns an experiment with a new model and a new optimizer."""
 
 
 @contextmanager
@@ -74,15 +74,17 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
     """Yields a function that returns an experiment of ``target``; see Note [Fresh objects].
 
     ``apex compare --help`` defines targets. Random numbers are seeded with ``seed`` before the
-    build. Inside the block, a file's folder is on ``sys.path``, as when Python runs the file, and
-    ``sys.argv`` holds no arguments: those of the command are not the target's.
+    build. Inside the block, the file's folder is on ``sys.path``, as when Python runs the file.
+    ``sys.argv`` contains no arguments, because the command's arguments are not the target's.
 
     Raises:
         InputError: If there is no such target, or it lacks a part. A file that does not define
             the parts is not executed.
     """
+    path = Path(target)
     name, _, function = target.partition(".py:")
-    path = Path(f"{name}.py" if function else target)
+    if function:
+        path = Path(f"{name}.py")
     _look_at(path, function or FUNCTION)
     try:
         with Script(str(path)).as_python():
@@ -95,7 +97,7 @@ def open_target(target: str, *, seed: int = 0) -> Iterator[Build]:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds torch, Python and, if it is loaded, NumPy: each level draws the same numbers."""
+    """Seeds torch, Python and, if loaded, NumPy, so that each level draws the same numbers."""
     seed %= 2**32
     torch.manual_seed(seed)
     random.seed(seed)
@@ -114,25 +116,32 @@ def _copied(first: Experiment) -> Experiment:
     return replace(first, model=model, optimizer=optimizer)
 
 
-# -- the look at a file before it is executed ----------------------------------------------------
+# -- checks before the file is executed ----------------------------------------------------------
 
 
 def _look_at(path: Path, function: str) -> None:
-    """Raises unless a file defines a target and trains nothing itself; executes nothing."""
+    """Raises unless a file defines a target and trains nothing on import; executes nothing."""
     tree = source.parse(source.read(path), path)
     executed = [part for part in tree.body if not ast.unparse(part).startswith("if __name__ ==")]
     top = [*source.of_scope(ast.Module(executed, []))]
-    names = {source.bound_by(node) for node in top}
+    names: dict[str, object] = {}
+    for node in top:
+        names.update(source.bound_by(node))
     missing: list[str] = []
     if function not in names and "*" not in names:
         missing = [name for name in PARTS if name not in names]
-    if missing or _calls_backward(top):
-        what = "a training script" if _calls_backward(ast.walk(tree)) else "not a compare target"
-        lacks = f" Missing: {', '.join(missing)}." if missing else ""
-        raise InputError(
-            f"{path} is {what}. apex compare needs a file that defines {_NAMES}, or a function "
-            f"{function}() that returns them.{lacks} The file was not run. {_HELP}"
-        )
+    if not missing and not _calls_backward(top):
+        return
+    what = "not a compare target"
+    if _calls_backward(ast.walk(tree)):
+        what = "a training script"
+    lacks = ""
+    if missing:
+        lacks = f" Missing: {', '.join(missing)}."
+    raise InputError(
+        f"{path} is {what}. apex compare needs a file that defines {_NAMES}, or a function "
+        f"{function}() that returns them.{lacks} The file was not run. {_HELP}"
+    )
 
 
 def _calls_backward(nodes: Iterable[ast.AST]) -> bool:
@@ -160,7 +169,7 @@ def _executed(path: Path) -> ModuleType:
 
 def _made(target: str, module: ModuleType, function: str) -> Experiment:
     names = vars(module)
-    if not function and all(name in names for name in PARTS):
+    if not function and PARTS.keys() <= names.keys():
         return _checked(target, names)
     function = function or FUNCTION
     if not callable(names.get(function)):
@@ -175,7 +184,7 @@ def _made(target: str, module: ModuleType, function: str) -> Experiment:
 def _checked(target: str, parts: Any) -> Experiment:
     if isinstance(parts, tuple | list) and len(parts) in (4, 5):
         parts = dict(zip((*PARTS, "evaluate"), parts, strict=False))
-    if not isinstance(parts, Mapping) or any(name not in parts for name in PARTS):
+    if not isinstance(parts, Mapping) or not PARTS.keys() <= parts.keys():
         raise InputError(
             f"{target} returned {type(parts).__name__}; it must return {_NAMES} in this order, or "
             "a dict with these names."
@@ -184,10 +193,11 @@ def _checked(target: str, parts: Any) -> Experiment:
         if not isinstance(parts[name], accepted):
             what = type(parts[name]).__name__
             raise InputError(f"{target}: {name} is {what}; it must be {accepted.__name__}.")
-    model, optimizer, batches, loss = (parts[name] for name in PARTS)
-    if scales.is_prepared(optimizer):
+    if scales.is_prepared(parts["optimizer"]):
         raise InputError(
             f"{target} calls amp.initialize. apex compare does so itself, once per level: return "
             "the plain model and optimizer in fp32."
         )
-    return Experiment(model, optimizer, batches, loss, parts.get("evaluate"))
+    return Experiment(
+        parts["model"], parts["optimizer"], parts["batches"], parts["loss"], parts.get("evaluate")
+    )

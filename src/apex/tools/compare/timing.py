@@ -1,7 +1,7 @@
-"""Wall time of interleaved steps, their ratios with an interval, and how busy the machine is.
+"""Measures interleaved steps, the ratios of their times, and the load of the machine.
 
-The interval of a median is the sign test's. For any distribution, the number of values below the
-true median is binomial with probability 1/2, so two order statistics enclose it.
+The confidence interval of a median is the sign test's. For any distribution, the number of values
+below the true median is binomial with probability 1/2, so two order statistics enclose it.
 
 Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
 """
@@ -33,20 +33,29 @@ BUSY = 1.5
 """Load per core above which the machine counts as busy; a single program reaches 1."""
 
 LEAST_SECONDS = 0.3
-"""Seconds that are enough to measure an operator among other programs."""
+"""Least seconds of repeats of an operator, to find a moment without other programs."""
 
 LEAST_REPEATS = 8
-"""Repeats of an operator, of which the fastest counts."""
+"""Fewest repeats of an operator; the fastest counts."""
 
 _SHORT = 100.0
-"""Milliseconds of a step that is short. Steps of 12 ms of O4 took 1.035 to 1.06 of autocast's time
-with four other levels' between them, and 1.006 to 1.035 after one of their own (two cores).
+"""Milliseconds below which a step is short, and timed only after another one of its level.
+
+Without that step, O4's steps of 12 ms took 1.035 to 1.06 times as long as autocast's. With it, they
+took 1.006 to 1.035 times as long (two cores, five levels).
 """
+
+
+Work = Callable[[], object]
+"""A function to time."""
+
+Times = list[tuple[float, float]]
+"""Seconds of an operator in fp32 and in another dtype, one pair for each repeat."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median of measured values and the interval that holds the true one."""
+    """A median of measured values, and the confidence interval of the true median."""
 
     median: float
     low: float
@@ -59,10 +68,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the machine was.
+    """The load of the machine.
 
     Attributes:
-        average: Processes that ran or waited, over the last minute; 0 if not reported.
+        average: Mean number of processes that ran or waited in the last minute; 0 if not reported.
         cores: Cores of the machine.
     """
 
@@ -87,13 +96,16 @@ def current_load() -> Load:
     return Load(average, os.cpu_count() or 1)
 
 
-def speed_of(ours: Sequence[float], base: Sequence[float]) -> Interval | None:
-    """Returns how many times as fast ``ours`` is; ``None`` below ``LEAST_ROUNDS`` times.
+def speed_of(times: Sequence[float], base: Sequence[float]) -> Interval | None:
+    """Returns how many times as fast as ``base`` a level is; ``None`` below ``LEAST_ROUNDS`` times.
 
     Times are divided round by round, so that a load on a whole round cancels.
     """
-    ratios = [b / o for b, o in zip(base, ours, strict=False)]
-    return median_interval(ratios) if len(ratios) >= LEAST_ROUNDS else None
+    rounds = zip(times, base, strict=False)
+    ratios = [base_time / level_time for level_time, base_time in rounds]
+    if len(ratios) < LEAST_ROUNDS:
+        return None
+    return median_interval(ratios)
 
 
 def median_interval(values: Sequence[float]) -> Interval:
@@ -108,7 +120,7 @@ def median_interval(values: Sequence[float]) -> Interval:
     return Interval(median(ordered), ordered[rank - 1], ordered[-rank])
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
+def seconds(work: Work, device: torch.device) -> float:
     """Returns the wall time of ``work()``, including all device work it starts."""
     _wait(device)
     start = time.perf_counter()
@@ -118,19 +130,21 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def time_interleaved(
-    steps: Mapping[str, Callable[[], object]], turns: Iterable[object], device: torch.device
+    steps: Mapping[str, Work], turns: Iterable[object], device: torch.device
 ) -> dict[str, tuple[float, ...]]:
-    """Returns the milliseconds of each step in every turn but the first, which warms up.
+    """Returns the milliseconds of each step in every turn except the first, which warms up.
 
-    Before each short step another of the same level runs, as in training: the others' code is in
-    the caches.
+    Another step of the same level precedes each short step, because the caches contain the other
+    levels' code. In training they contain the level's own.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in turns:
         for name, step in steps.items():
-            if times[name] and times[name][-1] < _SHORT:
+            earlier = times[name]
+            if earlier and earlier[-1] < _SHORT:
                 step()
-            times[name].append(seconds(step, device) * 1e3)
+            milliseconds = seconds(step, device) * 1e3
+            earlier.append(milliseconds)
     return {name: tuple(values[1:]) for name, values in times.items()}
 
 
@@ -146,46 +160,44 @@ def slowdown(dtype: torch.dtype, device: torch.device) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, waiting for a second thread hides the difference
     try:
-        times = operator_seconds(dtype, device).values()
+        by_operator = operator_seconds(dtype, device)
     finally:
         torch.set_num_threads(threads)
-    slowest = 0.0
-    for pairs in times:
-        if not pairs:
-            return math.inf
-        slowest = max(slowest, 1 / least_ratio(pairs))
-    return slowest
+    speeds = [least_ratio(times) for times in by_operator.values() if times]
+    if len(speeds) < len(by_operator):
+        return math.inf
+    return 1 / min(speeds)
 
 
-def operator_seconds(
-    dtype: torch.dtype, device: torch.device
-) -> dict[str, list[tuple[float, float]]]:
-    """Returns the times of two operators in fp32 and in ``dtype``, which take turns.
+def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, Times]:
+    """Returns the times of two operators in fp32 and in ``dtype``; without a kernel, no times.
 
-    The operators are a matrix product, and a convolution with its gradients: some CPUs have fp16
-    kernels for the first only. Without a kernel there are no times.
+    The operators are a matrix product, and a convolution with its gradients. Some CPUs have fp16
+    kernels only for the first.
     """
-    operators = {}
+    by_operator = {}
     for name, make in (("matmul", _matmul), ("conv", _conv)):
-        times: list[tuple[float, float]] = []
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # the device lacks the kernel
+        times: Times = []
+        with contextlib.suppress(RuntimeError):  # the device lacks the kernel
             fp32 = make(torch.float32, device)
-            ours = make(dtype, device)
-            ours()
+            low_precision = make(dtype, device)
+            low_precision()
             end = time.perf_counter() + LEAST_SECONDS
             while len(times) < LEAST_REPEATS or time.perf_counter() < end:
-                times.append((seconds(fp32, device), seconds(ours, device)))
-        operators[name] = times
-    return operators
+                fp32_seconds = seconds(fp32, device)
+                low_precision_seconds = seconds(low_precision, device)
+                times.append((fp32_seconds, low_precision_seconds))
+        by_operator[name] = times
+    return by_operator
 
 
-def least_ratio(times: Sequence[tuple[float, float]]) -> float:
-    """Returns the least of the first times divided by the least of the second.
+def least_ratio(times: Times) -> float:
+    """Returns the least time in fp32 divided by the least time in the dtype.
 
     Other programs only ever add time to a repeat, so the least of many is the hardware's own.
     """
-    first, second = zip(*times, strict=True)
-    return float(min(first) / min(second))
+    fp32, low_precision = zip(*times, strict=True)
+    return float(min(fp32) / min(low_precision))
 
 
 def _wait(device: torch.device) -> None:
@@ -193,17 +205,22 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _matmul(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    size = 256 if device.type == "cpu" else 4096
+def _matmul(dtype: torch.dtype, device: torch.device) -> Work:
+    size = 4096
+    if device.type == "cpu":
+        size = 256
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     return lambda: matrix @ matrix
 
 
-def _conv(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    shape = (8, 16, 16, 16) if device.type == "cpu" else (64, 256, 56, 56)
+def _conv(dtype: torch.dtype, device: torch.device) -> Work:
+    shape = (64, 256, 56, 56)
+    if device.type == "cpu":
+        shape = (8, 16, 16, 16)
     channels = shape[1]
     image = torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
-    weight = torch.ones(channels, channels, 3, 3, dtype=dtype, device=device, requires_grad=True)
+    kernel = (channels, channels, 3, 3)
+    weight = image.new_ones(kernel, requires_grad=True)
 
     def work() -> object:
         loss = torch.conv2d(image, weight).sum()

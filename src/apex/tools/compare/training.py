@@ -1,12 +1,12 @@
-"""One level's whole training, recorded step by step."""
+"""Trains at one level, and records each step."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -26,32 +26,34 @@ from apex.tools.compare.target import Experiment
 from apex.tools.errors import InputError
 
 FROZEN_SAMPLES = 8
-"""Largest number of steps at which frozen updates are counted."""
+"""Largest number of steps in which frozen updates are counted."""
 
 LAST_STEPS = 10
 """Number of steps that the final loss is averaged over."""
+
+BytesByAddress = dict[int, int]
+"""Sizes of storages; tensors that share a storage count once."""
 
 
 class Trainer:
     """Trains a model that is prepared for one level.
 
-    Several levels are active while they are timed, and the ambient casts of one would apply to the
-    others' losses. So casts are off except in ``run``, which turns on its own level's casts.
+    Several levels are active while they are timed, and the ambient casts of one level would apply
+    to the others' losses. Therefore casts are off, except in ``run``, which turns on the casts of
+    its own level.
     """
 
     def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
         """Moves the experiment's model to ``device`` and prepares it."""
         experiment.model.to(device)
-        self._loss = experiment.loss
+        self.experiment = experiment
+        self.device = device
         self._level = level
-        self._device = device
         self._scaling: _Amp | _GradScaler
         if level.autocast:
             self._scaling = _GradScaler(level, experiment, device)
         else:
             self._scaling = _Amp(level, experiment)
-        self.model = experiment.model
-        self.optimizer = experiment.optimizer
         self.loss_scale = self._scaling.loss_scale
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -61,27 +63,30 @@ class Trainer:
 
     def _casts(self, *, on: bool) -> torch.autocast:
         dtype = self._level.dtype if on else None
-        return torch.autocast(self._device.type, dtype, enabled=on, cache_enabled=on)
+        return torch.autocast(self.device.type, dtype, enabled=on, cache_enabled=on)
 
     def backward(self, batch: Any) -> Tensor:
         """Returns the loss (0-d, detached) after its backward pass."""
+        experiment = self.experiment
         with self._casts(on=False):
-            loss = _checked(self.run(self._loss, self.model, batch))
+            loss = _checked(self.run(experiment.loss, experiment.model, batch))
             self._scaling.backward(loss)
         return loss.detach()
 
     def step(self) -> None:
-        """Steps unless a gradient overflowed, and clears the gradients."""
+        """Steps, unless a gradient overflowed, and clears the gradients."""
         with self._casts(on=False):
             self._scaling.step()
-        self.optimizer.zero_grad()
+        self.experiment.optimizer.zero_grad()
 
 
 def _checked(loss: Any) -> Tensor:
-    """Returns what ``loss`` of the target returned; raises unless a model can learn from it."""
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else kind(loss)
+    """Returns the loss that the target returned; raises unless a model can learn from it."""
+    what = kind(loss)
+    if isinstance(loss, Tensor):
+        if loss.numel() == 1 and loss.requires_grad:
+            return loss
+        what = f"a tensor of shape {[*loss.shape]}"
     raise InputError(
         f"loss(model, batch) returned {what}; it must return one number that depends on the "
         "model's parameters, a 0-d tensor with a gradient."
@@ -110,7 +115,7 @@ class _Amp:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what amp says of a level, which the user did not choose."""
+    """Silences amp's messages about a level, because the user did not choose it."""
     logger = logging.getLogger("apex")
     before = logger.disabled
     logger.disabled = True
@@ -123,7 +128,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _GradScaler:
-    """Scales with ``GradScaler`` in fp16, beside ``torch.autocast``."""
+    """Scales with ``GradScaler`` in fp16; ``torch.autocast`` needs no preparation."""
 
     def __init__(self, level: Level, experiment: Experiment, device: torch.device) -> None:
         self._optimizer = experiment.optimizer
@@ -144,57 +149,63 @@ class _GradScaler:
 # -- training --------------------------------------------------------------------------------------
 
 
-def train(trainer: Trainer, batches: Sequence[Any], device: torch.device) -> Training:
-    """Trains a freshly prepared trainer, a step on each batch.
-
-    Returns the record, without evaluation.
-    """
+def train(trainer: Trainer, batches: Sequence[Any]) -> Training:
+    """Trains with a new trainer, one step on each batch; returns the record without evaluation."""
+    device = trainer.device
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    losses: list[float] = []
+    losses = []
     loss_scales = [trainer.loss_scale()]
-    frozen: list[float] = []
+    frozen_shares = []
     every = math.ceil(len(batches) / FROZEN_SAMPLES)
-    saved: dict[int, int] = {}
+    saved: BytesByAddress = {}
+    recording: AbstractContextManager[Any] = saved_for_backward(saved)
     for step, batch in enumerate(batches, start=1):
-        with saved_for_backward(saved) if step == 1 else nullcontext():
+        with recording:
             loss = trainer.backward(to_device(batch, device))
+        recording = nullcontext()  # from the second step on
         losses.append(float(loss))  # sync: every loss is shown
         if step % every == 0:
             with FrozenUpdates() as updates:
                 trainer.step()
             if updates.wanted:
-                frozen.append(updates.share)
+                frozen_shares.append(updates.share)
         else:
             trainer.step()
         loss_scales.append(trainer.loss_scale())
+    experiment = trainer.experiment
+    peak_bytes = None
+    if on_cuda:
+        peak_bytes = torch.cuda.max_memory_allocated(device)
     return Training(
         losses=tuple(losses),
         loss_scales=tuple(loss_scales),
-        stored=stored(trainer.model, trainer.optimizer),
-        frozen=max(frozen, default=None),
-        saved_bytes=_new_bytes(saved, storages(trainer.model.parameters())),
-        peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
+        stored=stored(experiment.model, experiment.optimizer),
+        frozen=max(frozen_shares, default=None),
+        saved_bytes=_new_bytes(saved, storages(experiment.model.parameters())),
+        peak_bytes=peak_bytes,
     )
 
 
-def evaluated(record: Training, trainer: Trainer, experiment: Experiment) -> Training:
+def evaluated(record: Training, trainer: Trainer) -> Training:
     """Returns the record with the result of the target's ``evaluate``, if it has one.
 
     Raises:
         InputError: If the result is not one number.
     """
+    experiment = trainer.experiment
     if experiment.evaluate is None:
         return record
     with torch.no_grad():
-        result: Any = trainer.run(experiment.evaluate, trainer.model)
+        result: Any = trainer.run(experiment.evaluate, experiment.model)
         try:
-            return replace(record, evaluation=float(result))
+            evaluation = float(result)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"evaluate(model) returned {kind(result)}; it must return one number"
             ) from error
+    return replace(record, evaluation=evaluation)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -206,33 +217,32 @@ def stored(model: nn.Module, optimizer: Optimizer) -> Stored:
     """Returns the bytes of parameters, masters and optimizer state; shared storage counts once."""
     weights = storages(model.parameters())
     masters = storages(amp.master_params(optimizer))
-    state: dict[int, int] = {}
-    for entry in optimizer.state.values():
-        state |= storages(tree.tensors(entry))
+    state = storages(tree.tensors([*optimizer.state.values()]))
+    sizes = [param.numel() for param in model.parameters()]
     return Stored(
-        params=sum(param.numel() for param in model.parameters()),
+        params=sum(sizes),
         model=sum(weights.values()),
         masters=_new_bytes(masters, weights),
         optimizer=_new_bytes(state, weights | masters),
     )
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+def storages(tensors: Iterable[Tensor]) -> BytesByAddress:
     """Returns the bytes of the tensors' storages by address."""
-    found = {}
+    bytes_by_address = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+            bytes_by_address[storage.data_ptr()] = storage.nbytes()
+    return bytes_by_address
 
 
-def _new_bytes(used: Mapping[int, int], known: Mapping[int, int]) -> int:
+def _new_bytes(used: BytesByAddress, known: BytesByAddress) -> int:
     return sum(size for address, size in used.items() if address not in known)
 
 
-def saved_for_backward(saved: dict[int, int]) -> saved_tensors_hooks:
-    """Returns a context that adds the storages that autograd saves inside to ``found``."""
+def saved_for_backward(saved: BytesByAddress) -> saved_tensors_hooks:
+    """Returns a context that adds the storages that autograd saves inside to ``saved``."""
 
     def pack(tensor: Tensor) -> Tensor:
         saved.update(storages([tensor]))

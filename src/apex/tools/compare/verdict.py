@@ -1,18 +1,18 @@
-"""The recommended level, the verdict on every other, and the measurements behind them.
+"""Recommends a level, and gives a verdict on every other with the measurements behind it.
 
 Note [Verdict on speed]
-    The levels take turns, so that a round holds one step of each. A level's speed is the median
-    over rounds of fp32's time divided by its own, with the interval of :mod:`.timing`. It is faster
-    if the median is at least ``LEAST_GAIN`` and the interval lies above 1; not faster if the median
-    is less than ``LEAST_GAIN`` and the interval ends below ``MOST_MISSED``. Anything else is
-    unclear. Contention costs a fixed time per parallel region, which no pairing cancels, so a busy
-    machine gives no verdict at all.
+    The levels' steps alternate, so that each round contains one step of every level. A level's
+    speed is the median over rounds of fp32's time divided by its own, with the interval of
+    :mod:`.timing`. A level is faster if the median is at least ``LEAST_GAIN`` and the interval is
+    above 1. It is not faster if the median is less than ``LEAST_GAIN`` and the interval ends below
+    ``MOST_MISSED``. Anything else is unclear. Contention costs a fixed time per parallel region,
+    which no pairing cancels. Therefore a busy machine gets no verdict on speed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,46 +26,70 @@ LEAST_GAIN = 1.05
 """Least speed-up that justifies a change of numerics."""
 
 MOST_MISSED = 1.1
-"""Largest speed-up that a decision for fp32 may miss."""
+"""Largest speed-up that a recommendation of fp32 may forgo."""
 
 LEAST_BYTES_SAVED = 32e6
-"""Least saving of memory that justifies a change of numerics at the same speed."""
+"""Fewest bytes saved that justify a change of numerics at the same speed."""
 
 LEAST_MEMORY_GAIN = 0.9
-"""Largest share of fp32's memory that counts as less."""
+"""Largest share of fp32's memory that counts as a saving."""
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """A level that was timed, its speed relative to fp32, and fp32's result."""
+class _Candidate:
+    """A level that is judged.
+
+    Attributes:
+        result: The level's result.
+        base: The result of fp32.
+        reason: Why the level was skipped or is ruled out; empty if neither.
+        speed: Its speed relative to fp32; None if it was not timed.
+    """
 
     result: Result
-    speed: Interval
     base: Result
+    reason: str
+    speed: Interval | None
+
+    @property
+    def median_speed(self) -> float:
+        """The median of its speed; 0 if it was not timed."""
+        return 0.0 if self.speed is None else self.speed.median
 
     @property
     def is_faster(self) -> bool | None:
-        """Whether it is faster, None if that is unclear; see Note [Verdict on speed]."""
-        if self.speed.median >= LEAST_GAIN:
-            return True if self.speed.low > 1 else None
-        return False if self.speed.high < MOST_MISSED else None
+        """Whether it is faster; None if that is unclear. See Note [Verdict on speed]."""
+        if self.speed is None:
+            return None
+        gains = self.speed.median >= LEAST_GAIN
+        if gains and self.speed.low > 1:
+            return True
+        if not gains and self.speed.high < MOST_MISSED:
+            return False
+        return None
 
     @property
     def saved(self) -> int:
-        """The bytes that it saves if they are worth mentioning; otherwise 0."""
-        ours = self.result.memory
-        fp32 = self.base.memory
-        return fp32 - ours if ours <= LEAST_MEMORY_GAIN * fp32 else 0
+        """The bytes that it saves; 0 if they are not worth mentioning."""
+        level_bytes = self.result.memory
+        fp32_bytes = self.base.memory
+        if level_bytes > LEAST_MEMORY_GAIN * fp32_bytes:
+            return 0
+        return fp32_bytes - level_bytes
 
     @property
     def gains(self) -> bool:
-        """Whether it is faster than fp32, or much smaller and no slower."""
-        no_slower = self.is_faster is False and self.speed.median >= 1 / LEAST_GAIN
-        return bool(self.is_faster) or (no_slower and self.saved >= LEAST_BYTES_SAVED)
+        """Whether it is faster than fp32, or as fast and much smaller."""
+        if self.is_faster is False:
+            is_as_fast = self.median_speed >= 1 / LEAST_GAIN
+            return is_as_fast and self.saved >= LEAST_BYTES_SAVED
+        return self.is_faster is True
 
     @property
     def facts(self) -> str:
-        """Its speed and, such as ``"40% less memory (1.2 GiB)"``, what it saves if it does."""
+        """Its speed and, if any, the memory it saves, such as ``"40% less memory (1.2 GiB)"``."""
+        if self.speed is None:
+            return "not timed"
         if not self.saved:
             return str(self.speed)
         share = self.saved / self.base.memory
@@ -83,29 +107,23 @@ class _Judged:
 
     level: str | None
     text: str
-    ties: Sequence[_Timed] = ()
+    ties: Sequence[_Candidate] = ()
 
 
 def recommendation(comparison: Comparison) -> Recommendation:
     """Returns the fastest level that trains as well as fp32, or fp32, or no verdict."""
-    refusals = {}
-    timed = {}
+    base = comparison.baseline
+    candidates = []
     for result in comparison.results:
-        refusals[result.name] = result.skipped or fault(result, comparison.baseline)
+        reason = result.skipped or fault(result, base)
         speed = comparison.speed(result)
-        if speed is not None:
-            timed[result.name] = _Timed(result, speed, comparison.baseline)
-    judged = _judged(comparison, refusals, timed)
-    verdicts = []
-    for result in comparison.results:
-        name = result.name
-        verdicts.append(_verdict(comparison, result, timed.get(name), judged, refusals[name]))
+        candidates.append(_Candidate(result, base, reason, speed))
+    judged = _judged(comparison, candidates)
+    verdicts = [_verdict(comparison, candidate, judged) for candidate in candidates]
     return Recommendation(judged.level, judged.text, tuple(verdicts))
 
 
-def _judged(
-    comparison: Comparison, refusals: Mapping[str, str], timed: Mapping[str, _Timed]
-) -> _Judged:
+def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> _Judged:
     record = comparison.baseline.training
     if record is not None and not math.isfinite(record.losses[-1]):
         return _Judged(
@@ -113,13 +131,15 @@ def _judged(
             "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on "
             "your training script: it names the operator.",
         )
-    usable = [r for r in comparison.results if r.level.advised and not refusals[r.name]]
-    text = _undecidable(comparison) if usable else ""
-    if text:
-        return _Judged(None, text)
-    sound = [timed[result.name] for result in usable if result.name in timed]
-    gaining = [candidate for candidate in sound if candidate.gains]
-    unclear = [candidate for candidate in sound if candidate.is_faster is None]
+    advised = [candidate for candidate in candidates if candidate.result.level.advised]
+    usable = [candidate for candidate in advised if not candidate.reason]
+    if usable:
+        text = _undecidable(comparison)
+        if text:
+            return _Judged(None, text)
+    timed = [candidate for candidate in usable if candidate.speed is not None]
+    gaining = [candidate for candidate in timed if candidate.gains]
+    unclear = [candidate for candidate in timed if candidate.is_faster is None]
     if gaining:
         ties = _fastest_and_ties(gaining, comparison)
         best = min(ties, key=lambda candidate: candidate.preference)
@@ -139,16 +159,16 @@ def _judged(
             f"No verdict on speed: the times vary too much ({comparison.load}). {best.result.name} "
             f"looked {best.facts}. Run again with more --rounds.",
         )
-    if not sound:
+    if not timed:
         return _Judged(BASELINE, "Stay in fp32: no other level is usable.")
-    best = _fastest(sound)
+    best = _fastest(timed)
     return _Judged(
         BASELINE, f"Stay in fp32: {best.result.name}, the fastest usable level, is {best.facts}."
     )
 
 
 def _undecidable(comparison: Comparison) -> str:
-    """Returns why nothing measured can decide, and what to do; empty if it can."""
+    """Returns why the measurements cannot decide, and what to do; empty if they can."""
     rounds = len(comparison.baseline.times)
     if comparison.load.busy:
         return (
@@ -164,11 +184,11 @@ def _undecidable(comparison: Comparison) -> str:
     return ""
 
 
-def _fastest(candidates: Sequence[_Timed]) -> _Timed:
-    return max(candidates, key=lambda candidate: candidate.speed.median)
+def _fastest(candidates: Sequence[_Candidate]) -> _Candidate:
+    return max(candidates, key=lambda candidate: candidate.median_speed)
 
 
-def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> list[_Timed]:
+def _fastest_and_ties(candidates: Sequence[_Candidate], comparison: Comparison) -> list[_Candidate]:
     """Returns the fastest level and those that are as fast, within the spread."""
     fastest = _fastest(candidates)
     alike = []
@@ -179,29 +199,29 @@ def _fastest_and_ties(candidates: Sequence[_Timed], comparison: Comparison) -> l
     return alike
 
 
-def _verdict(
-    comparison: Comparison, result: Result, timed: _Timed | None, judged: _Judged, refused: str
-) -> Verdict:
+def _verdict(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> Verdict:
     """Returns the verdict on a level in one word, and the reason."""
-    facts = "not timed" if timed is None else timed.facts
+    result = candidate.result
     name = result.name
+    facts = candidate.facts
     if name == BASELINE:
         word: Word = "use" if judged.level == BASELINE else "baseline"
         return Verdict(name, word, "; ".join(result.errors))
     if result.skipped:
-        return Verdict(name, "skipped", refused)
-    if refused:
-        return Verdict(name, "no", refused)
+        return Verdict(name, "skipped", candidate.reason)
+    if candidate.reason:
+        return Verdict(name, "no", candidate.reason)
     if not result.level.advised:
         return Verdict(name, "no", f"{facts}; no fp32 masters, for comparison only")
-    if judged.level is None or timed is None:
-        enough = comparison.steps >= LEAST_STEPS
-        return Verdict(name, "unclear", f"trains as well as fp32; {facts}" if enough else facts)
+    if judged.level is None or candidate.speed is None:
+        if comparison.steps >= LEAST_STEPS:
+            facts = f"trains as well as fp32; {facts}"
+        return Verdict(name, "unclear", facts)
     if name == judged.level:
         return Verdict(name, "use", facts)
-    if timed in judged.ties:
+    if candidate in judged.ties:
         return Verdict(name, "ties", facts)
-    if timed.is_faster is None:
+    if candidate.is_faster is None:
         return Verdict(name, "unclear", f"{facts}; the times do not tell")
     return Verdict(name, "usable", facts)
 

@@ -1,19 +1,18 @@
-"""The names of apex in a script, found by whatever name the script imports them."""
+"""Finds the uses of apex in a script, whatever names the script imports them by."""
 
 from __future__ import annotations
 
 import ast
-from collections import ChainMap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from apex.tools.migrate.definitions import ROOTS, is_of_apex
 from apex.tools.migrate.notes import CLIPPING, OPTIMIZER, OPTIMIZERS
-from apex.tools.source import bound_by, imported_by, of_scope
+from apex.tools.source import Imported, bound_by, of_scope
 
 MASTER_LEVELS = ("O2", "O5")
-"""Levels whose optimizer steps with fp32 copies of the model's gradients."""
+"""Levels whose optimizer updates fp32 masters."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Name:
 
 def mentions_apex(text: str) -> bool:
     """Returns whether a source may use apex, so that it is worth parsing."""
-    words = [*ROOTS, *(name.removeprefix(OPTIMIZER) for name in OPTIMIZERS)]
+    words = [name.removeprefix(OPTIMIZER) for name in (*ROOTS, *OPTIMIZERS)]
     return any(word in text for word in words)
 
 
@@ -42,51 +41,57 @@ def names(tree: ast.Module) -> list[Name]:
     visitor = _Visitor(tree)
     visitor.visit(tree)
     if visitor.has_masters:
-        visitor.found += visitor.clippings
-    return sorted(visitor.found, key=lambda name: name.line)
+        visitor.uses += visitor.clippings
+    return sorted(visitor.uses, key=lambda name: name.line)
 
 
 class _Visitor(ast.NodeVisitor):
-    """Visits a script, and knows which names mean apex where.
+    """Visits a script and collects the names of apex.
 
-    A name means apex if the script imports it from apex anywhere, except in functions that bind it
-    to something else.
+    A name refers to apex if the script imports it from apex anywhere, except in functions that bind
+    it to something else.
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self.found: list[Name] = []
+        self.uses: list[Name] = []
+        # Calls that clip a model's gradients; they matter if the script has masters.
         self.clippings: list[Name] = []
         self.has_masters = False
-        everywhere = _bound_by(ast.walk(tree))
-        self._full_names = ChainMap({name: full for name, full in everywhere.items() if full})
-        self._keywords: dict[ast.expr, tuple[str, ...]] = {}  # by the function that is called
+        self._full_names = _full_names(ast.walk(tree))
+        # Keyword arguments by the function that is called.
+        self._keywords: dict[ast.expr, tuple[str, ...]] = {}
 
     def _add(self, name: str, node: ast.expr) -> None:
-        if name not in ROOTS:  # `apex is None` adds nothing
-            line = node.end_lineno or node.lineno
-            self.found.append(Name(name, line, self._keywords.get(node, ())))
+        if name in ROOTS:  # as in `apex is None`
+            return
+        line = node.end_lineno or node.lineno
+        keywords = self._keywords.get(node, ())
+        self.uses.append(Name(name, line, keywords))
 
     def _visit_function(self, node: Any) -> None:
-        self._full_names = self._full_names.new_child(_bound_by(of_scope(node)))
+        outer = self._full_names
+        self._full_names = outer | _full_names(of_scope(node))
         self.generic_visit(node)
-        self._full_names = self._full_names.parents
+        self._full_names = outer
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function  # noqa: N815
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             if is_of_apex(alias.name):
-                self.found.append(Name(alias.name, node.lineno))
+                self.uses.append(Name(alias.name, node.lineno))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias, (name, imported) in zip(node.names, imported_by(node), strict=True):
-            if is_of_apex(imported.module):
-                full = imported.module if name == "*" else str(imported)
-                self.found.append(Name(full, alias.lineno))
+        module = node.module or ""
+        if node.level or not is_of_apex(module):
+            return
+        for alias in node.names:
+            full_name = module if alias.name == "*" else f"{module}.{alias.name}"
+            self.uses.append(Name(full_name, alias.lineno))
 
     def visit_Call(self, node: ast.Call) -> None:
-        keywords = [keyword.arg for keyword in node.keywords]
-        self._keywords[node.func] = tuple(filter(None, keywords))
+        keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
+        self._keywords[node.func] = tuple(keywords)
         if _clips_a_model(node):
             self.clippings.append(Name(CLIPPING, node.lineno))
         self.generic_visit(node)
@@ -96,43 +101,51 @@ class _Visitor(ast.NodeVisitor):
             self.has_masters = True
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        attributes: list[str] = []
-        root: ast.expr = node
-        while isinstance(root, ast.Attribute):
-            attributes.insert(0, root.attr)
-            root = root.value
-        full = self._full_names.get(root.id) if isinstance(root, ast.Name) else ""
-        if full:
-            self._add(".".join([full, *attributes]), node)
+        full_name = self._full_name(node)
+        if full_name:
+            self._add(full_name, node)
             return
-        for attribute in attributes:
-            if OPTIMIZER + attribute in OPTIMIZERS:
-                self._add(OPTIMIZER + attribute, node)
-        self.visit(root)
+        self.visit(node.value)
+        attribute = OPTIMIZER + node.attr
+        if attribute in OPTIMIZERS:
+            self._add(attribute, node)
 
     def visit_Name(self, node: ast.Name) -> None:
-        full = self._full_names.get(node.id)
-        if full and isinstance(node.ctx, ast.Load):
-            self._add(full, node)
+        full_name = self._full_name(node)
+        if full_name and isinstance(node.ctx, ast.Load):
+            self._add(full_name, node)
+
+    def _full_name(self, node: ast.expr) -> str:
+        """Returns the full name of an expression such as ``amp.init``; empty outside apex."""
+        if isinstance(node, ast.Name):
+            return self._full_names.get(node.id, "")
+        if not isinstance(node, ast.Attribute):
+            return ""
+        owner = self._full_name(node.value)
+        if not owner:
+            return ""
+        return f"{owner}.{node.attr}"
 
 
-def _bound_by(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """Returns the names that nodes bind: apex's by their full names, the others by ``""``.
+def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """Returns the names that nodes bind: apex's with their full names, the others with ``""``.
 
-    Of several imports (``try`` and ``except``), apex's wins.
+    If there are several imports (``try`` and ``except``), apex's wins.
     """
-    bound: dict[str, str] = {}
+    full_names = {}
     for node in nodes:
-        for name, imported in imported_by(node):
-            if is_of_apex(imported.module):
-                bound[name] = str(imported)
-        bound.setdefault(bound_by(node) or "", "")
-    return bound
+        for name, bound in bound_by(node):
+            if isinstance(bound, Imported) and is_of_apex(bound.module):
+                full_names[name] = str(bound)
+            else:
+                full_names.setdefault(name, "")
+    return full_names
 
 
 def _clips_a_model(call: ast.Call) -> bool:
-    """Returns whether a call is ``clip_grad_norm_(model.parameters(), ...)`` or its like."""
+    """Returns whether a call clips ``model.parameters()``, as in ``clip_grad_norm_``."""
     name = ast.unparse(call.func).rpartition(".")[2]
     if not name.startswith(("clip_grad_norm", "clip_grad_value")) or not call.args:
         return False
-    return ast.unparse(call.args[0]).endswith(".parameters()")
+    clipped = ast.unparse(call.args[0])
+    return clipped.endswith(".parameters()")

@@ -1,4 +1,4 @@
-"""What there is to say of names of apex, from notes.ini."""
+"""Notes on names of apex, from notes.ini."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTES = dict(_DATA["notes"])
 """Notes on names of apex."""
 
 OPTIMIZERS = dict(_DATA["optimizers"])
-"""Notes on what scripts do to optimizers: attributes with their prefix, and ``CLIPPING``."""
+"""Notes on uses of optimizers: attributes with their prefix, and ``CLIPPING``."""
 
 IDLE = {name: words.split() for name, words in _DATA["idle"].items()}
 """Arguments without effect, by the name of the function."""

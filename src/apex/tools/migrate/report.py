@@ -1,4 +1,4 @@
-"""``apex migrate``: every use of apex in scripts, and whether it works here."""
+"""``apex migrate``: lists every use of apex in scripts, and whether it works here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Migration:
     @property
     def failed(self) -> bool:
         """Whether any use is unsupported or any file could not be read."""
-        return bool(self.unread) or any(use.verdict == "not supported" for use in self.uses)
+        return bool(self.unread or self.counts["not supported"])
 
     @property
     def counts(self) -> dict[str, int]:
@@ -57,23 +57,27 @@ class Migration:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every use, the unread files, and the counts, as ``--json`` writes them."""
+        uses = [asdict(use) for use in self.uses]
+        not_read = [{"file": file, "reason": reason} for file, reason in self.unread]
         return {
-            "uses": [asdict(use) for use in self.uses],
-            "not_read": [{"file": file, "reason": reason} for file, reason in self.unread],
+            "uses": uses,
+            "not_read": not_read,
             "files": self.files,
             "counts": self.counts,
         }
 
     def __str__(self) -> str:
         """Returns a paragraph per file, the unread files, and the counts."""
-        by_file: dict[str, list[Use]] = defaultdict(list)
+        by_file = defaultdict(list)
         for use in self.uses:
             by_file[use.file].append(use)
         parts = []
         for file, uses in by_file.items():
-            parts.append("\n".join([file, *_rows(uses)]))
+            lines = [file, *_rows(uses)]
+            parts.append("\n".join(lines))
         if self.unread:
-            parts.append("\n".join(f"{file}: {reason}" for file, reason in self.unread))
+            lines = [f"{file}: {reason}" for file, reason in self.unread]
+            parts.append("\n".join(lines))
         works, note, fails = self.counts.values()
         parts.append(
             f"Files: {self.files}. Uses that work unchanged: {works}, with a note: {note}, "
@@ -83,14 +87,17 @@ class Migration:
 
 
 def _rows(uses: Sequence[Use]) -> Iterator[str]:
-    """Yields a row for each name with the lines of its uses, and what to do below it."""
-    lines: dict[tuple[Kind, str, str], list[str]] = defaultdict(list)
+    """Yields a row for each name with the lines of its uses, and its remedy below."""
+    lines_by_row = defaultdict(list)
     for use in uses:
-        lines[use.verdict, use.name, use.remedy].append(str(use.line))
-    for (verdict, name, remedy), numbers in lines.items():
-        yield f"  {verdict:<13}  {name}  (line {', '.join(dict.fromkeys(numbers))})"
-        if remedy:
-            yield textwrap.fill(remedy, 100, initial_indent=" " * 17, subsequent_indent=" " * 17)
+        row = replace(use, line=0)
+        lines_by_row[row].append(str(use.line))
+    indent = " " * 17
+    for row, lines in lines_by_row.items():
+        numbers = ", ".join(dict.fromkeys(lines))
+        yield f"  {row.verdict:<13}  {row.name}  (line {numbers})"
+        if row.remedy:
+            yield textwrap.fill(row.remedy, 100, initial_indent=indent, subsequent_indent=indent)
 
 
 def migration_of(path: Path) -> Migration:
@@ -100,37 +107,50 @@ def migration_of(path: Path) -> Migration:
         InputError: If the path itself cannot be read.
     """
     unread: list[tuple[str, str]] = []
-    files = [*_python_files(path, unread)] if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = _python_files(path, unread)
     uses: list[Use] = []
     for file in files:
+        reason = ""
         try:
-            text = read(file)
-            if not mentions_apex(text):
-                continue
-            found = names(parse(text, file))
-            uses += [Use(str(file), name.line, name.name, *verdict_of(name)) for name in found]
+            uses += _uses_in(file)
         except InputError as error:  # one bad file must not end the search
             if file == path:
                 raise
-            unread.append((str(file), str(error).removeprefix(f"{file} ")))
-        except (RecursionError, MemoryError):  # the parser raises the second, too
-            unread.append((str(file), "nested too deeply to be read."))
+            reason = str(error).removeprefix(f"{file} ")
+        except (RecursionError, MemoryError):  # the parser raises either
+            reason = "nested too deeply to be read."
+        if reason:
+            unread.append((str(file), reason))
     return Migration(tuple(uses), tuple(unread), len(files))
 
 
-def _python_files(path: Path, unread: list[tuple[str, str]]) -> Iterator[Path]:
+def _uses_in(file: Path) -> Iterator[Use]:
+    text = read(file)
+    if mentions_apex(text):
+        for use in names(parse(text, file)):
+            verdict, remedy = verdict_of(use)
+            yield Use(str(file), use.line, use.name, verdict, remedy)
+
+
+def _python_files(path: Path, unread: list[tuple[str, str]]) -> list[Path]:
+    """Returns the files in a folder in order; adds folders that cannot be read to ``unread``."""
+
     def note(error: OSError) -> None:
         unread.append((str(error.filename), f"cannot be read: {error.strerror}."))
 
-    for folder, inside, files in os.walk(path, onerror=note):
-        inside[:] = sorted(name for name in inside if not _is_skipped(Path(folder, name)))
-        for name in sorted(files):
-            if name.endswith(".py"):
-                yield Path(folder, name)
+    python_files: list[Path] = []
+    for folder, subfolders, files in os.walk(path, onerror=note):
+        searched = [name for name in sorted(subfolders) if not _is_skipped(folder, name)]
+        subfolders[:] = searched  # os.walk enters the folders that are left in this list
+        scripts = [name for name in sorted(files) if name.endswith(".py")]
+        python_files += [Path(folder, name) for name in scripts]
+    return python_files
 
 
-def _is_skipped(folder: Path) -> bool:
-    if folder.name in SKIPPED or folder.name.startswith("."):
+def _is_skipped(parent: str, name: str) -> bool:
+    if name in SKIPPED or name.startswith("."):
         return True
     # A virtual environment may have any name, but always this file.
-    return (folder / "pyvenv.cfg").exists()
+    return Path(parent, name, "pyvenv.cfg").exists()

@@ -1,4 +1,4 @@
-"""The verdict on each name of apex: works, works with a note, or does not."""
+"""Decides for each name of apex whether it works, works with a note, or is not supported."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ _FORK = " If it comes from a fork, keep that fork."
 
 def verdict_of(use: Name) -> tuple[Kind, str]:
     """Returns the verdict on one use, including its arguments, and the remedy."""
-    verdict, text = verdict_of_name(use.name)
+    verdict, note = verdict_of_name(use.name)
     if verdict == "not supported" or use.name in OPTIMIZERS:
-        return verdict, text
-    taken = parameters(definition_of(use.name))
-    wrong = []
-    idle = []
+        return verdict, note
+    accepted = parameters(definition_of(use.name))
+    idle = IDLE.get(_noted_name(use.name), ())
+    errors = []
+    notes = [note]
     for keyword in use.keywords:
-        if taken is not None and keyword not in taken:
-            remedy = did_you_mean(keyword, taken) or " Remove it."
-            wrong.append(f"{use.name} takes no argument {keyword}.{remedy}")
-        elif keyword in IDLE.get(_noted_name(use.name), ()):
-            idle.append(f"{keyword} has no effect: remove it.")
-    if wrong:
-        return "not supported", " ".join(wrong)
-    return _noted(text, *idle)
+        if accepted is not None and keyword not in accepted:
+            remedy = did_you_mean(keyword, accepted) or " Remove it."
+            errors.append(f"{use.name} takes no argument {keyword}.{remedy}")
+        elif keyword in idle:
+            notes.append(f"{keyword} has no effect: remove it.")
+    if errors:
+        return "not supported", " ".join(errors)
+    return _noted(*notes)
 
 
 @cache
@@ -41,8 +42,8 @@ def verdict_of_name(name: str) -> tuple[Kind, str]:
     """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
     if name in OPTIMIZERS:
         return _noted(OPTIMIZERS[name])
-    for key, instead in INSTEAD.items():
-        if f"{name}.".startswith(f"{key}."):
+    for removed, instead in INSTEAD.items():
+        if f"{name}.".startswith(f"{removed}."):
             return "not supported", f"Use {instead}."
     definition = definition_of(name)
     if definition.name and definition.node is None:
@@ -53,7 +54,7 @@ def verdict_of_name(name: str) -> tuple[Kind, str]:
 
 
 def _why_missing(definition: Definition) -> str:
-    """Returns why a module lacks a name that its source does not bind; empty if it has it."""
+    """Returns why a module lacks a name that its source does not bind; empty if it defines it."""
     name = f"{definition.module}.{definition.name}"
     known = bindings(definition.module)
     if {"__getattr__", "*"} & known.keys():  # only running the module can tell
@@ -69,16 +70,18 @@ def _why_missing(definition: Definition) -> str:
 
 def _noted(*notes: str) -> tuple[Kind, str]:
     text = " ".join(filter(None, notes))
-    return ("note", text) if text else ("works", "")
+    if text:
+        return "note", text
+    return "works", ""
 
 
 def _noted_name(name: str) -> str:
-    """Returns the name that the notes use for the same object, which apex exports twice."""
-    parts = name.split(".")
-    for end in range(len(parts), 1, -1):
-        prefix = ".".join(parts[:end])
+    """Returns the name that the notes use for an object, which apex may export under several."""
+    prefix = name
+    while prefix:
         if prefix in NOTES:
             return prefix
+        prefix = prefix.rpartition(".")[0]
     return _noted_definitions().get(definition_of(name), name)
 
 
