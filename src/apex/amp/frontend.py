@@ -148,7 +148,7 @@ def initialize(
             ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
         ValueError: If a number is out of range; if a model or optimizer is given twice; if an
-            optimizer has no parameters, or only parameters of other models.
+            optimizer has no parameters; if all have only parameters of other models.
 
     Examples:
         >>> import torch
