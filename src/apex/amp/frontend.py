@@ -206,7 +206,7 @@ def initialize(
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     if policy.master_weights and optimizer_list:
-        inputs.check_masters(model_list)
+        inputs.check_masters(model_list, optimizer_list)
     warn_if_emulated(policy, model_list)
     made = new_session(
         policy,

@@ -129,19 +129,21 @@ def check_optimizers(
         )
 
 
-def check_masters(models: Sequence[nn.Module]) -> None:
+def check_masters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises RuntimeError if a parameter has a master in the session of an earlier call."""
+    params: list[tuple[str, Tensor]] = []
+    for model in models:
+        params += named_parameters(model)
+    for optimizer in optimizers:
+        params += [(f"of {type(optimizer).__name__}", param) for param in params_of(optimizer)]
     for session in _amp_state.sessions():
-        for model in models:
-            for name, param in named_parameters(model):
-                if session.masters.pair_of(param) is None:
-                    continue
+        for name, param in params:
+            if session.masters.pair_of(param) is not None:
                 raise RuntimeError(
-                    f"amp.initialize got a model ({type(model).__name__}) whose parameter {name} "
-                    "is shared with a model from an earlier amp.initialize call. Each call would "
-                    "keep its own fp32 master of it, and updates would be lost. Pass both models "
-                    "and their optimizers to one call, as lists, or call amp.restore(model, "
-                    "optimizer) first."
+                    f"amp.initialize got a parameter ({name}) that has an fp32 master from an "
+                    "earlier amp.initialize call. Each call would keep its own, and updates would "
+                    "be lost. Pass all models and optimizers that share it to one call, as lists, "
+                    "or call amp.restore(model, optimizer) first."
                 )
 
 
