@@ -182,6 +182,8 @@ class Momentum(nn.Module):
                 old.mul_(0.999).add_(new, alpha=0.001)
             elif self.how == "foreach":
                 torch._foreach_lerp_([old], [new.detach()], 0.001)
+            elif self.how == "data in place":
+                old.data.mul_(0.9).add_(new.data, alpha=0.1)
             else:
                 old.data = old.data * 0.999 + new.data * 0.001
 
@@ -191,9 +193,8 @@ class Momentum(nn.Module):
         return self.student(x) - self.teacher(x).detach()
 
 
-@pytest.mark.parametrize(
-    ("how", "inside"), [("in place", False), ("in place", True), ("foreach", True), ("data", False)]
-)
+@pytest.mark.parametrize("how", ["in place", "foreach", "data", "data in place"])
+@pytest.mark.parametrize("inside", [False, True])
 @LOW_LEVELS
 def test_a_momentum_teacher_is_named_once_with_the_line(caplog, level, how, inside):
     after = (lambda model: None) if inside else Momentum.follow

@@ -130,9 +130,9 @@ class Mistake(enum.Enum):
         "To train on, compute them anew: loss.backward()"
     )
     NO_SCALE_LOSS = (
-        "optimizer.step() got the gradients of a plain loss.backward(), without amp.scale_loss. In "
-        "fp16, gradients below 6e-8 become zero without loss scaling, and no step is skipped if a "
-        "gradient overflows. Write\n"
+        "optimizer.step() got gradients that no amp.scale_loss block computed, such as the "
+        "gradients of a plain loss.backward(). In fp16, gradients below 6e-8 become zero without "
+        "loss scaling, and no step is skipped if a gradient overflows. Write\n"
         + BLOCK
         + "or use a bf16 level, which needs no loss scaling: opt_level 'O4' instead of 'O1', or "
         "'O5' instead of 'O2'."

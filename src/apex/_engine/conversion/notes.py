@@ -1,7 +1,8 @@
 """Messages about a prepared model: fixes for dtype errors, and what 16 bits lose.
 
 What is lost in forward passes is found in the first ones, by the version counters of tensors and
-without a wait for the device. torch does not count writes through ``tensor.data`` in place.
+without a wait for the device. torch counts no writes in place through ``tensor.data``, so of frozen
+weights and deep copies, the sum of one is compared, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from apex._core.arguments import positional_names
 from apex._core.sums import OLD, SUM, Sums
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
 from apex._engine.scaler import Readback
-from apex._torch import errors
+from apex._torch import dtensor, errors
 from apex._torch.copies import has_values
 from apex._torch.modules import named_parameters
 
@@ -151,6 +152,9 @@ class Writes:
         self.left = _FORWARDS
         # What a pass saw of each of the model's tensors, and whether the one before saw another.
         self._versions: dict[str, tuple[tuple[int, int, int], bool]] = {}
+        # The same of one tensor's sum, with the tensor's name and version.
+        self._sums = Readback[tuple[str, Any]]()
+        self._last_sum: tuple[Any, float, bool] = None, 0.0, False
         self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
         self._told = set[str]()
         self._whole_numbers = Readback[str]()
@@ -188,6 +192,7 @@ class Writes:
                 lost.append(name)
             else:
                 buffers[name] = tensor
+        lost += self._moved_again()
         if buffers:
             versions = {name: tensor._version for name, tensor in buffers.items()}
             with Sums(buffers.values()) as sums:
@@ -231,6 +236,7 @@ class Writes:
         for copied, its_link in list(self._copies.items()):
             for name, param in named_parameters(copied):
                 watched.append((name + _COPIED, param, its_link))
+        is_sampled = False
         for name, tensor, its_link in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
             has_master = its_link.masters.pair_of(tensor) is not None
@@ -243,6 +249,19 @@ class Writes:
             versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor
+            if isinstance(tensor, nn.Parameter) and not is_sampled:
+                is_sampled = True
+                total = dtensor.local(tensor).detach().abs().sum(dtype=torch.float32)
+                self._sums.send((name, version), total.reshape(1))
+
+    def _moved_again(self) -> Iterator[str]:
+        """Yields the name of a tensor whose sum changed twice in a row, without a counted write."""
+        for key, (total,) in self._sums.poll():
+            last_key, last_total, was_changed = self._last_sum
+            is_changed = key == last_key and total != last_total
+            self._last_sum = key, total, is_changed
+            if is_changed and was_changed:
+                yield key[0]
 
     def _check_arguments(
         self, model: nn.Module, given: dict[str, Any], cast: dict[str, Any]
