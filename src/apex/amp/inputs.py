@@ -135,7 +135,7 @@ def check_masters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
     for model in models:
         params += named_parameters(model)
     for optimizer in optimizers:
-        params += [(f"of {type(optimizer).__name__}", param) for param in params_of(optimizer)]
+        params += [("of an optimizer", param) for param in params_of(optimizer)]
     for session in _amp_state.sessions():
         for name, param in params:
             if session.masters.pair_of(param) is not None:
