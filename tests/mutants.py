@@ -126,9 +126,9 @@ MUTANTS = [
     Mutant(
         "the wrong operator named",
         "apex/debug/overflow.py",
-        "        if not births:\n            return self._first_birth(call, before, bad, kind)\n",
+        "        if not births:\n            return self._first_birth(observed, bad, kind)\n",
         "        if not births or births:\n"
-        "            return self._first_birth(call, before, bad, kind)\n",
+        "            return self._first_birth(observed, bad, kind)\n",
         "tests/debug/test_planted_faults.py tests/debug/test_overflow.py",
     ),
     Mutant(

@@ -34,9 +34,11 @@ def takes(*counts: int, empty: bool = False) -> Callable[[Function], Function]:
             _check(function.__name__, noop_flag, tensor_lists, counts)
             positions = zip(*tensor_lists)  # noqa: B905 - _check compares the lengths
             fitted = [_fitted(function.__name__, position) for position in positions]
-            if not (fitted or empty):
+            lists = tensor_lists
+            if fitted:
+                lists = list(zip(*fitted))  # noqa: B905
+            elif not empty:
                 return None
-            lists = list(zip(*fitted)) or [()] * len(tensor_lists)  # noqa: B905
             return function(chunk_size, noop_flag, lists, *args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -52,6 +54,7 @@ def set_noop_(noop_flag: Tensor, overflow: Tensor) -> None:
 def _check(
     name: str, noop_flag: Tensor, lists: Sequence[Sequence[Any]], counts: tuple[int, ...]
 ) -> None:
+    """Raises unless the lists are of an accepted number, of one length, and of dense tensors."""
     lengths = [len(tensors) for tensors in lists]
     if len(lists) not in counts or len({*lengths}) > 1:
         raise ValueError(

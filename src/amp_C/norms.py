@@ -34,7 +34,9 @@ def multi_tensor_l2norm(
     each_norm = norms.norms_of(tensors, 2.0, noop_flag.device).float()
     norm = torch.linalg.vector_norm(each_norm).reshape(1)
     set_noop_(noop_flag, ~torch.isfinite(norm))
-    return norm, each_norm if per_tensor else each_norm[:0]
+    if not per_tensor:
+        each_norm = each_norm[:0]
+    return norm, each_norm
 
 
 multi_tensor_l2norm_mp = multi_tensor_l2norm

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,8 @@ def multi_tensor_scale(
     ``tensor_lists`` are ``[sources, targets]``; both may be the same tensors.
     """
     device = noop_flag.device
-    set_noop_(noop_flag, any_non_finite(tensor_lists[0], device))
+    sources, _ = tensor_lists
+    set_noop_(noop_flag, any_non_finite(sources, device))
     with working(*tensor_lists) as (values, targets):
         store(targets, values)
         torch._foreach_mul_(targets, as_scalar(scale, device))
@@ -44,13 +43,15 @@ def multi_tensor_axpby(
     ``tensor_lists`` are ``[xs, ys, targets]``; targets may be xs or ys. ``arg_to_check`` selects
     the inputs to check: 0 for x, 1 for y, -1 for both.
     """
-    inputs = {0: tensor_lists[:1], 1: tensor_lists[1:2], -1: tensor_lists[:2]}[arg_to_check]
+    xs, ys, _ = tensor_lists
+    checked = {0: xs, 1: ys, -1: [*xs, *ys]}[arg_to_check]
     device = noop_flag.device
-    set_noop_(noop_flag, any_non_finite([*chain(*inputs)], device))
-    with working(*tensor_lists) as (xs, ys, targets):
-        left = torch._foreach_mul(xs, as_scalar(a, device))
-        right = torch._foreach_mul(ys, as_scalar(b, device))
-        store(targets, torch._foreach_add(left, right))
+    set_noop_(noop_flag, any_non_finite(checked, device))
+    with working(*tensor_lists) as (wide_xs, wide_ys, targets):
+        left = torch._foreach_mul(wide_xs, as_scalar(a, device))
+        right = torch._foreach_mul(wide_ys, as_scalar(b, device))
+        sums = torch._foreach_add(left, right)
+        store(targets, sums)
 
 
 @torch.no_grad()

@@ -71,13 +71,14 @@ class UnavailableFinder:
 def names_instead(
     module: str, instead: Mapping[str, str], *, others: str = ""
 ) -> Callable[[str], Any]:
-    """Returns ``__getattr__`` of a module, whose errors say what to use ``instead`` of a name.
+    """Returns a module's ``__getattr__``, whose errors name what to use ``instead`` of a name.
 
-    ``others`` says what to use in place of any further public name.
+    ``others`` names what to use instead of any other public name.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes a module's __getattr__
-        use = instead.get(name, "" if name.startswith("_") else others)
+        general = "" if name.startswith("_") else others
+        use = instead.get(name, general)
         if use:
             raise AttributeError(f"{module}.{name} is not part of this apex: use {use}.")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

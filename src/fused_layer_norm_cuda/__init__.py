@@ -114,13 +114,14 @@ def backward_affine(
         normalized_shape: Sizes of the last dimensions.
         weight: Weight of the norm.
         bias: Bias of the norm.
-        eps: Smallest magnitude of a weight by which the result is divided.
+        eps: Smallest magnitude of a weight that divides the result.
         memory_efficient: Whether to compute the input from the result.
         centered: False for an RMS norm.
     """
     wide_grad, y, wide_weight, wide_bias = _widened(grad, input_or_output, weight, bias)
-    dims = tuple(range(-len(normalized_shape), 0))
-    rows = y.shape[: -len(dims)] + (1,) * len(dims)
+    inner = len(normalized_shape)
+    dims = tuple(range(-inner, 0))
+    rows = y.shape[:-inner] + (1,) * inner
     factor = invvar.to(y.dtype).view(rows)
     if memory_efficient:
         if bias is not None:
@@ -136,11 +137,14 @@ def backward_affine(
     grad_x = grad_y - y * (grad_y * y).mean(dims, keepdim=True)
     if centered:
         grad_x = grad_x - grad_y.mean(dims, keepdim=True)
-    grads = [(grad_x * factor).to(input_or_output.dtype)]
+    grad_input = grad_x * factor
+    grads = [grad_input.to(input_or_output.dtype)]
     if weight is not None:
-        grads.append((wide_grad * y).sum_to_size(weight.shape).to(weight.dtype))
+        grad_weight = (wide_grad * y).sum_to_size(weight.shape)
+        grads.append(grad_weight.to(weight.dtype))
     if bias is not None:
-        grads.append(wide_grad.sum_to_size(bias.shape).to(bias.dtype))
+        grad_bias = wide_grad.sum_to_size(bias.shape)
+        grads.append(grad_bias.to(bias.dtype))
     return grads
 
 
@@ -170,8 +174,18 @@ def rms_backward_affine(
     memory_efficient: bool = False,
 ) -> list[Tensor]:
     """Returns the gradients of the input, and if given, of the weight; see `backward_affine`."""
-    saved = (grad, None, invvar, input_or_output, normalized_shape)
-    return backward_affine(*saved, weight, None, eps, memory_efficient, centered=False)
+    return backward_affine(
+        grad,
+        None,
+        invvar,
+        input_or_output,
+        normalized_shape,
+        weight,
+        None,
+        eps,
+        memory_efficient,
+        centered=False,
+    )
 
 
 def rms_backward(
@@ -190,5 +204,7 @@ def rms_backward(
 
 
 def _widened(*tensors: Tensor | None) -> list[Any]:
-    wide = math_dtype(*(tensor for tensor in tensors if tensor is not None))
+    """Returns the tensors in the dtype of the computation; keeps None."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    wide = math_dtype(*present)
     return [None if tensor is None else tensor.to(wide) for tensor in tensors]

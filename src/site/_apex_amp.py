@@ -45,10 +45,12 @@ class Finder:
         """Returns the spec of another distribution's module if there is one, otherwise of ours.
 
         Raises:
-            ModuleNotFoundError: If the other ``apex`` has ``amp``, but not this kernel. With None,
-                the path line of ``apex_amp.pth`` would still find ours.
+            ModuleNotFoundError: If the other ``apex`` has ``amp``, but lacks this kernel. After
+                None, Python would find our kernel by the path line of ``apex_amp.pth``.
         """
-        if (name != "apex" and name not in KERNELS) or getattr(_searching, "on", False):
+        if name != "apex" and name not in KERNELS:
+            return None
+        if getattr(_searching, "on", False):
             return None
         theirs = find_theirs(name)
         if theirs is not None:
@@ -59,7 +61,8 @@ class Finder:
             return theirs
         if name != "apex" and has_amp(find_theirs("apex")):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return find_ours(name)
+        ours: ModuleSpec | None = PathFinder.find_spec(name, [SITE])
+        return ours
 
     @classmethod
     def find_distributions(cls, context: "Any" = None) -> "Iterator[Distribution]":
@@ -89,14 +92,8 @@ class Finder:
             yield Metadata()
 
 
-def find_ours(name: str) -> "ModuleSpec | None":
-    """Returns the spec of a module in SITE."""
-    spec: ModuleSpec | None = PathFinder.find_spec(name, [SITE])
-    return spec
-
-
 def find_theirs(name: str) -> "ModuleSpec | None":
-    """Returns the spec of a module outside SITE, or None; ignores a folder without files."""
+    """Returns the spec of a module outside SITE, or None; ignores namespace packages."""
     _searching.on = True
     try:
         for finder in tuple(sys.meta_path):
@@ -114,7 +111,9 @@ def find_theirs(name: str) -> "ModuleSpec | None":
 
 def has_amp(spec: "ModuleSpec | None") -> bool:
     """Returns whether a spec belongs to an ``apex`` from before May 2025, which has ``amp``."""
-    folders = (spec and spec.submodule_search_locations) or ()
+    if spec is None:
+        return False
+    folders = spec.submodule_search_locations or ()
     return any(os.path.isfile(os.path.join(folder, "amp", "__init__.py")) for folder in folders)
 
 
@@ -123,7 +122,7 @@ def _path_without_ours() -> list[str]:
 
 
 def _add_parts(loader: "Any") -> None:
-    """Makes our parts attributes of the module that this loader executes."""
+    """Makes the loader add our parts to the module that it executes, as attributes."""
     execute = loader.exec_module
 
     def exec_module(module: "ModuleType") -> None:

@@ -104,17 +104,6 @@ def cross_entropy_with_all_targets_ignored():
     return trace
 
 
-def step_of(make_optimizer, gradient=1.0, before=None):
-    net = BodyNet(nn.Identity())
-    optimizer = make_optimizer(net.parameters())
-    if before is not None:
-        before(net, optimizer)
-    with trace_overflow(net) as trace:
-        (net(torch.ones(2, 3)).sum() * gradient).backward()
-        optimizer.step()
-    return trace
-
-
 @planted("log", "inf", "domain", module="")
 def loss_in_a_closure():
     net = BodyNet(nn.Identity())
@@ -142,13 +131,24 @@ def masters_that_outgrow_the_model_s_fp16():
 
 @planted("lerp_", "nan", "optimizer state", module="")
 def nan_in_optimizer_state():
-    def break_state(net, optimizer):
-        net(torch.ones(2, 3)).sum().backward()
+    net = BodyNet(nn.Identity())
+    optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.state[net.layers[0].weight]["exp_avg"][0, 0] = NAN
+    with trace_overflow(net) as trace:
         optimizer.step()
-        optimizer.zero_grad()
-        optimizer.state[net.layers[0].weight]["exp_avg"][0, 0] = NAN
+    return trace
 
-    return step_of(lambda params: torch.optim.Adam(params, foreach=False), before=break_state)
+
+@planted("linalg_vector_norm", "inf", "update", module="")
+def an_optimizer_whose_eps_is_a_pair():
+    net = BodyNet(nn.Identity())
+    optimizer = torch.optim.Adafactor(net.parameters())
+    with trace_overflow(net) as trace:
+        (net(torch.ones(2, 3)).sum() * 1e30).backward()
+        optimizer.step()
+    return trace
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,7 @@
 """Cells that keep their hidden state, and stacks of cells in one or two directions.
 
-States persist between calls, with their graph: ``detach_hidden`` detaches them, ``reset_hidden``
-sets them to zeros. A different batch size starts from zeros.
+States persist between calls, with their graph. ``detach_hidden`` detaches the states,
+``reset_hidden`` sets them to zeros, and so does a different batch size.
 """
 
 # ruff: noqa: A001, A002, N801, N803 - apex's names
@@ -21,7 +21,8 @@ from apex._core import arguments
 __all__ = ["RNNCell", "bidirectionalRNN", "flatten_list", "is_iterable", "stackedRNN"]
 
 Hiddens = Sequence[Any]
-"""A tensor ``[layers, batch, features]`` per hidden state, or with ``collect_hidden`` a list."""
+"""One tensor ``[layers, batch, features]`` per hidden state; with ``collect_hidden``, a list of
+tensors, one per step."""
 
 
 def new_parameter(*shape: int) -> nn.Parameter:
@@ -64,11 +65,11 @@ class RNNCell(nn.Module):
         self.n_hidden_states = n_hidden_states
         self.w_ih = new_parameter(self.gate_size, input_size)
         self.w_hh = new_parameter(self.gate_size, self.output_size)
-        self._projects = self.output_size != hidden_size
-        if self._projects:
+        if self.output_size != hidden_size:
             self.w_ho = new_parameter(self.output_size, hidden_size)
         self.b_ih = new_parameter(self.gate_size) if bias else None
         self.b_hh = new_parameter(self.gate_size) if bias else None
+        # None until the first call, which knows the batch size.
         self.hidden: list[Tensor | None] = [None] * n_hidden_states
         self.reset_parameters()
 
@@ -85,22 +86,23 @@ class RNNCell(nn.Module):
         )
 
     def reset_parameters(self, gain: float = 1) -> None:
-        """Reinitializes all parameters uniformly within +-1/sqrt(hidden_size); ignores ``gain``."""
+        """Draws all parameters uniformly from +-1/sqrt(hidden_size); ignores ``gain``."""
         bound = 1.0 / math.sqrt(self.hidden_size)
         for param in self.parameters():
             nn.init.uniform_(param, -bound, bound)
 
     def init_hidden(self, bsz: int) -> None:
-        """Creates zero states for a batch of ``bsz``; keeps states of that size.
+        """Creates zero states for a batch of ``bsz``; keeps existing states of this batch size.
 
         Moves kept states to the parameters' device and dtype.
         """
+        size = self.output_size  # of the first state; the others have the size of the cell
         for index, state in enumerate(self.hidden):
-            if state is not None and state.shape[0] == bsz:
-                self.hidden[index] = state.to(self.w_ih)
-            else:
-                size = self.output_size if index == 0 else self.hidden_size
+            if state is None or state.shape[0] != bsz:
                 self.hidden[index] = self.w_ih.new_zeros(bsz, size)
+            else:
+                self.hidden[index] = state.to(self.w_ih)
+            size = self.hidden_size
 
     def reset_hidden(self, bsz: int) -> None:
         """Resets the states to zeros for a batch of ``bsz``."""
@@ -124,16 +126,18 @@ class RNNCell(nn.Module):
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """Returns the new states, output first, for one step's input ``[batch, features]``."""
         self.init_hidden(input.shape[0])
-        has_one_state = self.n_hidden_states == 1
-        hidden = self.hidden[0] if has_one_state else self.hidden
+        hidden: Any = self.hidden
+        if self.n_hidden_states == 1:
+            hidden = self.hidden[0]
         result = self.cell(input, hidden, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
-        states = [result] if has_one_state else list(result)
-        if self._projects:
+        states = [result] if isinstance(result, Tensor) else list(result)
+        if self.output_size != self.hidden_size:
             states[0] = F.linear(states[0], self.w_ho)
-        self.hidden = list(states)
+        self.hidden = states
         return tuple(states)
 
     def _weights(self) -> tuple[Tensor, ...]:
+        """Returns the weights in the order of the cell function's arguments."""
         return self.w_ih, self.w_hh
 
     def extra_repr(self) -> str:
@@ -152,7 +156,7 @@ class Stateful(nn.Module):
             rnn.reset_parameters()
 
     def init_hidden(self, bsz: int) -> None:
-        """Creates zero states for a batch of ``bsz``; keeps states of that size."""
+        """Creates zero states for a batch of ``bsz``; keeps existing states of this batch size."""
         for rnn in self.rnns:
             rnn.init_hidden(bsz)
 
@@ -173,7 +177,7 @@ class stackedRNN(Stateful):
     """A stack of cells, run step by step.
 
     Args:
-        inputRNN: The first cell, on which the others are modelled, or a list of all cells.
+        inputRNN: The first cell, whose options the other cells get, or a list of all cells.
         num_layers: Number of cells.
         dropout: Dropout probability between layers, in training.
 
@@ -213,18 +217,23 @@ class stackedRNN(Stateful):
             )
         steps = input.flip(0) if reverse else input
         layers_by_step = [self._step(step) for step in steps]
-        last = layers_by_step[-1]
+        last_layers = layers_by_step[-1]
         if reverse:
             layers_by_step.reverse()
-        output = torch.stack([layers[-1][0] for layers in layers_by_step])
+        outputs = []
+        for layers in layers_by_step:
+            top_states = layers[-1]
+            outputs.append(top_states[0])
+        output = torch.stack(outputs)
         if not collect_hidden:
-            return output, _by_state(last)
+            return output, _by_state(last_layers)
         states_by_step = [_by_state(layers) for layers in layers_by_step]
-        return output, [list(state) for state in zip(*states_by_step, strict=True)]
+        steps_by_state = zip(*states_by_step, strict=True)
+        return output, [list(states) for states in steps_by_state]
 
     def _step(self, input: Tensor) -> list[tuple[Tensor, ...]]:
         """Returns the states of every layer after one step."""
-        layers: list[tuple[Tensor, ...]] = []
+        layers: list[Any] = []
         for cell in self.rnns:
             if layers and self.dropout:
                 input = F.dropout(input, self.dropout, self.training)
@@ -252,8 +261,9 @@ class bidirectionalRNN(Stateful):
         """Runs both stacks and concatenates their features; for arguments, see `stackedRNN`."""
         output, states = self.fwd(input, collect_hidden=collect_hidden)
         reverse_output, reverse_states = self.bckwrd(input, collect_hidden, reverse=True)
-        both = tuple(map(_concatenated, states, reverse_states))
-        return torch.cat([output, reverse_output], -1), both
+        both_outputs = _concatenated(output, reverse_output)
+        both_states = _concatenated(states, reverse_states)
+        return both_outputs, tuple(both_states)
 
 
 def is_iterable(maybe_iterable: object) -> bool:
@@ -263,10 +273,13 @@ def is_iterable(maybe_iterable: object) -> bool:
 
 def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
     """Returns tensors of one shape stacked along a new first dimension; a tensor unchanged."""
-    return tens_list if isinstance(tens_list, Tensor) else torch.stack(list(tens_list))
+    if isinstance(tens_list, Tensor):
+        return tens_list
+    return torch.stack(list(tens_list))
 
 
 def _layers(first: Any, num_layers: int) -> list[RNNCell]:
+    """Returns the cells of a stack, from its first cell or the list of all."""
     arguments.integer("num_layers", num_layers, least=1)
     if isinstance(first, RNNCell):
         layers = [first]
@@ -284,7 +297,8 @@ def _by_state(layers: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
 
 
 def _concatenated(forward: Any, reverse: Any) -> Any:
-    """Concatenates the features of one state in both directions, or of a list of states."""
+    """Concatenates the features of both directions; accepts tensors, or nested lists of them."""
     if isinstance(forward, Tensor):
         return torch.cat([forward, reverse], -1)
-    return [torch.cat(pair, -1) for pair in zip(forward, reverse, strict=True)]
+    pairs = zip(forward, reverse, strict=True)
+    return [_concatenated(*pair) for pair in pairs]

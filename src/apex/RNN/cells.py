@@ -1,7 +1,7 @@
 """Functions for one step of each kind of cell, from ``(input, hidden, weights, biases)``.
 
-``hidden`` is a tensor for cells with one state, otherwise a list. The output may have a different
-size from the cell state: the number of columns of ``w_hh``.
+``hidden`` is a tensor for cells with one state, and a list for other cells. The size of the output
+is the number of columns of ``w_hh``, which may differ from the size of the cell state.
 """
 
 # ruff: noqa: A002, N802 - apex's names
@@ -31,10 +31,15 @@ def LSTMCell(
     if output.shape[-1] == state.shape[-1]:
         return torch.lstm_cell(input, [output, state], w_ih, w_hh, b_ih, b_hh)
     # torch's cell has no output projection.
-    gates = F.linear(input, w_ih, b_ih) + F.linear(output, w_hh, b_hh)
+    from_input = F.linear(input, w_ih, b_ih)
+    from_output = F.linear(output, w_hh, b_hh)
+    gates = from_input + from_output
     input_gate, forget_gate, candidate, output_gate = gates.chunk(4, dim=-1)
-    state = forget_gate.sigmoid() * state + input_gate.sigmoid() * candidate.tanh()
-    return output_gate.sigmoid() * state.tanh(), state
+    kept = forget_gate.sigmoid() * state
+    added = input_gate.sigmoid() * candidate.tanh()
+    state = kept + added
+    output = output_gate.sigmoid() * state.tanh()
+    return output, state
 
 
 GRUCell = torch.gru_cell
@@ -45,14 +50,18 @@ def ReLUCell(
     input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
 ) -> Tensor:
     """Returns the state of an Elman cell with ReLU, ``[batch, hidden]``."""
-    return torch.relu(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+    from_input = F.linear(input, w_ih, b_ih)
+    from_hidden = F.linear(hidden, w_hh, b_hh)
+    return torch.relu(from_input + from_hidden)
 
 
 def TanhCell(
     input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
 ) -> Tensor:
     """Returns the state of an Elman cell with tanh, ``[batch, hidden]``."""
-    return torch.tanh(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
+    from_input = F.linear(input, w_ih, b_ih)
+    from_hidden = F.linear(hidden, w_hh, b_hh)
+    return torch.tanh(from_input + from_hidden)
 
 
 def mLSTMCell(
@@ -71,7 +80,8 @@ def mLSTMCell(
     """
     output, state = hidden
     mixed = F.linear(input, w_mih) * F.linear(output, w_mhh)
-    return LSTMCell(input, [mixed, state.to(mixed.dtype)], w_ih, w_hh, b_ih, b_hh)
+    mixed_states = [mixed, state.to(mixed.dtype)]
+    return LSTMCell(input, mixed_states, w_ih, w_hh, b_ih, b_hh)
 
 
 class mLSTMRNNCell(RNNCell):  # noqa: N801

@@ -86,7 +86,9 @@ def _by_dtype(
     In torch 2.6 to 2.10, CUDA's copy writes past targets of several
     (https://github.com/pytorch/pytorch/pull/173531).
     """
-    if len({*map(_dtype, targets)}) == len({*map(_dtype, sources)}) == 1:
+    target_dtypes = {*map(_dtype, targets)}
+    source_dtypes = {*map(_dtype, sources)}
+    if len(target_dtypes) == len(source_dtypes) == 1:
         kernel(list(targets), list(sources))
         return
     by_dtypes: dict[object, tuple[list[Tensor], list[Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""What causes.ini says of a birth: its cause, the formula behind it, and remedies."""
+"""Explains a birth with the texts of causes.ini: its cause, the formula behind it, and remedies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,32 @@ _MOST_REMEDIES = 3
 
 @functools.cache
 def data() -> configparser.ConfigParser:
-    """Returns what causes.ini says of each cause and formula."""
+    """Returns the sections of causes.ini, one for each cause and formula."""
     parser = configparser.ConfigParser(interpolation=None, delimiters="=", default_section="")
     parser.read_string(Path(__file__).with_name("causes.ini").read_text("utf-8"))
     return parser
 
 
 def remedies(section: str, way: str, **names: object) -> list[str]:
-    """Returns a section's remedies for a way of training, with the names in their braces."""
+    """Returns a section's remedies for a way of training; ``names`` fill their braces."""
     found = []
-    for line in data()[section].get("remedies", "").split("\n")[1:]:
-        ways, separator, text = line.partition(" | ")[0].rpartition(" :: ")
-        if not separator or way in ways.split(", "):
+    lines = data()[section].get("remedies", "").split("\n")
+    for line in lines[1:]:
+        remedy = line.partition(" | ")[0]
+        ways, _, text = remedy.rpartition(" :: ")
+        if not ways or way in ways.split(", "):
             found.append(text.format(**names))
     return found
 
 
 def section_of(cause: str, names: set[str], place: Place, facts: Mapping[str, Any]) -> str:
-    """Returns the section of causes.ini that applies: of a formula, or of what divides a cause.
+    """Returns the first section of causes.ini that applies to a cause, by default the cause's own.
 
     Args:
         cause: Cause of the finding.
         names: Names of its operator and its autograd node.
-        place: Where it is.
-        facts: What the conditions of causes.ini ask for, by name.
+        place: Where it happened.
+        facts: The facts that the conditions of causes.ini name.
     """
     for section, row in data().items():
         if cause not in row.get("causes", "").split(", "):
@@ -70,15 +72,18 @@ def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
     sign, value = comparison
     if sign == "=":
         return str(fact) in value.split("|")
-    number = float(value)
-    return bool(fact < number if sign == "<" else fact > number)
+    if sign == "<":
+        return bool(fact < float(value))
+    return bool(fact > float(value))
 
 
 def explained(
-    section: str, ways: Sequence[str], *, cause: str, dtype: str, facts: Mapping[str, Any]
+    section: str, ways: list[str], *, cause: str, dtype: str, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns what a finding says of its cause; the facts are those in the text's braces."""
-    why = data()[section].get("why") or data()[cause]["why"]
+    """Returns the attributes of a finding that explain its cause; ``facts`` fill the braces."""
+    why = data()[section].get("why")
+    if why is None:
+        why = data()[cause]["why"]
     return {
         "cause": cause,
         "dtype": dtype,
@@ -88,23 +93,30 @@ def explained(
 
 
 def in_fp32(place: Place, way: str, *, module: str) -> list[str]:
-    """Returns how to run a module, or one line, in fp32."""
-    line = remedies("in fp32" if place.inside else "a loss in fp32", way)
-    return [*module_in_fp32(module, way), *line]
+    """Returns the remedies that run a module, or one line, in fp32."""
+    section = "a loss in fp32"
+    if place.inside:
+        section = "in fp32"
+    return module_in_fp32(module, way) + remedies(section, way)
 
 
 def module_in_fp32(module: str, way: str) -> list[str]:
-    """Returns how to keep a module in fp32, if there is one and the way of training has a way."""
+    """Returns the remedies that keep a module in fp32; none for ``""``."""
     name = module.rpartition(":")[2]
-    return remedies("a module in fp32", way, module=name) if name else []
+    if not name:
+        return []
+    return remedies("a module in fp32", way, module=name)
 
 
 def finding_of(birth: Birth | None) -> Finding | None:
-    """Returns a birth's place, cause and remedies; None of none."""
+    """Returns a birth's place, cause and remedies; None if there is no birth."""
     if birth is None:
         return None
     facts = _facts(birth)
     section = section_of(birth.cause, {birth.name, birth.node}, birth.place, facts)
+    pattern = ""
+    if "ops" in data()[section]:
+        pattern = section
     return Finding(
         **vars(birth.place),
         op=birth.op,
@@ -118,7 +130,7 @@ def finding_of(birth: Birth | None) -> Finding | None:
             facts=facts,
         ),
         inputs=birth.inputs,
-        pattern=section if "ops" in data()[section] else "",
+        pattern=pattern,
         heals=birth.heals,
     )
 
@@ -128,24 +140,28 @@ def _remedies_of(birth: Birth, section: str) -> list[str]:
     ways = remedies(section, birth.way)
     if birth.cause != "range" or not birth.fits_fp32:
         return ways
-    also = data()[section].get("also", "fp32 bf16")
     if section == "range":
         ways = []
+    also = data()[section].get("also", "fp32 bf16")
     if "fp32" in also and not birth.backward and not birth.casts:
         ways += in_fp32(birth.place, birth.way, module=_module_around(birth))
-    in_bf16 = remedies("in bf16", birth.way) if "bf16" in also else []
+    in_bf16 = []
+    if "bf16" in also:
+        in_bf16 = remedies("in bf16", birth.way)
     if "first" in also:
         return in_bf16 + ways
     return ways[: _MOST_REMEDIES - len(in_bf16)] + in_bf16
 
 
 def _module_around(birth: Birth) -> str:
-    """Returns the innermost module that holds a birth and what reads its values.
+    """Returns the innermost module that contains a birth and the operator that reads its values.
 
-    A module in fp32 returns 16 bits, which are no place for a result that exceeds their range.
+    A module in fp32 returns 16 bits, whose range the values exceed.
     """
     module = birth.place.module.split(".")
-    reader = module if birth.reader_module is None else birth.reader_module.split(".")
+    reader = module
+    if birth.reader_module is not None:
+        reader = birth.reader_module.split(".")
     return ".".join(os.path.commonprefix([module, reader]))  # noqa: RUF071 - of names, not paths
 
 
@@ -159,20 +175,33 @@ def _what(birth: Birth) -> str:
     place = f"{birth.place.where}, {birth.place.direction}"
     if birth.cause in ("update", "optimizer state", "skipped step"):
         place = "in an update of the weights"
-    largest = f" (largest finite input {birth.largest:.4g})" if birth.inputs else ""
-    sign = "-" if birth.negative else ""
-    name = dtypes.name(birth.dtype)
-    return f"{birth.op} {place}, returned {sign}{birth.kind} in {name}{largest}"
+    value = birth.kind
+    if birth.negative:
+        value = f"-{value}"
+    text = f"{birth.op} {place}, returned {value} in {dtypes.name(birth.dtype)}"
+    if birth.inputs:
+        text += f" (largest finite input {birth.largest:.4g})"
+    return text
 
 
 _LARGE = 1e7
-"""Numbers beyond it are those of a mask, not of a computation."""
+"""Larger numbers belong to a mask, not to a computation."""
 
 
 def _facts(birth: Birth) -> dict[str, Any]:
-    """Returns what the sections of causes.ini ask of a birth, and what their texts name."""
+    """Returns the facts that the conditions of causes.ini name, and those in its braces."""
     info = torch.finfo(birth.dtype)
-    is_large = 1e9 < birth.largest < info.max  # the least number is that of a mask
+    is_large = 1e9 < birth.largest < info.max  # the largest number is a mask's
+    grown = birth.grown
+    if birth.steps and is_large and not birth.fits_fp32:
+        grown = True
+    true = birth.true or 0.0
+    shown = "more"
+    if 0.0 < true < math.inf:
+        shown = f"{true:.5g}"
+    names = birth.names
+    if names:
+        names = f" ({names})"
     facts = {
         **vars(birth),
         "heals": birth.heals,
@@ -181,16 +210,15 @@ def _facts(birth: Birth) -> dict[str, Any]:
         "casts": birth.casts,
         "lowest": birth.lowest,
         "least": birth.lowest == info.min,
-        "largest": birth.largest,
         "inside": birth.place.inside,
         "empty": any(0 in values.shape for values in birth.inputs),
-        "excess": (birth.true or 0.0) / birth.scale / info.max,
+        "excess": true / birth.scale / info.max,
         "operands": len(birth.inputs),
-        "grown": birth.grown or (is_large and birth.steps and not birth.fits_fp32),
+        "grown": grown,
         "exceeds_fp16": _exceeds_fp16(birth),
         "limit": f"{info.max:g}",
-        "true": f"{birth.true:.5g}" if birth.true and math.isfinite(birth.true) else "more",
-        "names": birth.names and f" ({birth.names})",
+        "true": shown,
+        "names": names,
         "divisor": 0.0,
     }
     if birth.inputs:
@@ -201,8 +229,10 @@ def _facts(birth: Birth) -> dict[str, Any]:
 
 
 def _exceeds_fp16(birth: Birth) -> bool:
-    """Returns whether a number of the script does, as one of a mask."""
+    """Returns whether the script gave the operator a number beyond fp16's range, as for a mask."""
     numbers = [0.0, *birth.numbers]
-    if max(numbers) > _LARGE and birth.feeds_softmax:  # that is subtracted
+    if max(numbers) > _LARGE and birth.feeds_softmax:  # a mask that is subtracted
         return True
-    return min(numbers) < -65504.0 or birth.lowest < -_LARGE
+    if min(numbers) < -65504.0:
+        return True
+    return birth.lowest < -_LARGE

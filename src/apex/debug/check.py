@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -32,12 +31,12 @@ from apex.debug.place import Finding, innermost_line, unwrapped
 def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[NonfiniteGradient]:
     """Returns the gradients that hold inf or NaN; empty if all are finite or cleared.
 
-    Call it after the ``scale_loss`` block and before ``zero_grad``. It waits for the device.
+    Call it after the ``scale_loss`` block and before ``zero_grad``. In a plain loop, call it after
+    ``backward`` or, with a ``GradScaler``, after ``scaler.step``. It waits for the device.
 
     Args:
-        optimizer: An optimizer prepared by ``amp.initialize``, at any level, or that of a plain
-            loop: call it after ``backward`` or, with a ``GradScaler``, after ``scaler.step``.
-        model: The model of a plain loop, for names.
+        optimizer: An optimizer, prepared by ``amp.initialize`` at any level or plain.
+        model: The model of a plain loop, which provides the names.
 
     Example:
         >>> import torch
@@ -52,15 +51,15 @@ def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[Nonfi
         ...     print(gradient)
         weight (1 inf of 2)
     """
-    own = inner(optimizer)
-    prepared = prepared_state(own)
+    inner_optimizer = inner(optimizer)
+    prepared = prepared_state(inner_optimizer)
     models: list[nn.Module] = []
     if model is not None:
         arguments.module("amp.debug.why_skipped", model)
         models = [model]
     elif prepared is not None and prepared.session is not None:
         models = prepared.session.models
-    return nonfinite_gradients(own, map(unwrapped, models))
+    return nonfinite_gradients(inner_optimizer, map(unwrapped, models))
 
 
 # -- numerics --------------------------------------------------------------------------------------
@@ -68,7 +67,7 @@ def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[Nonfi
 
 @dataclass(frozen=True)
 class NonfiniteTensor(NonfiniteGradient):
-    """A tensor that holds inf or NaN: a parameter, or what belongs to one; or a buffer.
+    """A parameter, buffer, gradient, master or optimizer state that holds inf or NaN.
 
     Attributes:
         role: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"master"`` or ``"state NAME"``.
@@ -109,14 +108,17 @@ def check_numerics(model: nn.Module, optimizer: Any = None) -> list[NonfiniteTen
         weight (1 nan of 2), parameter in float32
     """
     arguments.module("amp.debug.check_numerics", model)
+    optimizers = []
+    if optimizer is not None:
+        optimizers.append(inner(optimizer))
     nonfinite = []
-    optimizers = [] if optimizer is None else [inner(optimizer)]
     for name, role, value in held_by([model], optimizers):
         for tensor in tracing.floating(value):
             inf, nan, elements = count(tensor)
             if not inf and not nan:
                 continue
-            if role == "buffer" and inf < elements and tracing.is_mask(tensor):
+            may_be_mask = role == "buffer" and inf < elements
+            if may_be_mask and tracing.is_mask(tensor):
                 continue
             dtype = dtypes.name(tensor.dtype)
             nonfinite.append(NonfiniteTensor(name, inf, nan, elements, role, dtype))
@@ -130,13 +132,13 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
     """Returns a context that counts the weights that its steps should have moved but did not.
 
     A copy of the optimizer computes the intended update from the same weights, gradients and state
-    in fp64. If that update is not zero
-    but the weight stays the same, rounding has lost it, as for an Adam step of 1e-3 on a bf16
-    weight of 1. The counted weights are those that the optimizer steps: fp32 masters where they
-    exist. A skipped step counts nothing, and neither does a weight without a finite update.
+    in fp64. If that update is not zero but the weight stays the same, rounding has lost the update.
+    An example is an Adam step of 1e-3 on a bf16 weight of 1. The weights are those that the
+    optimizer updates: fp32 masters where they exist. Skipped steps and weights without a finite
+    update do not count.
 
     Costs a copy of weights and state, an additional step, and host syncs: use it for single steps.
-    Of a sharded model, every rank counts its own shards, and every rank must use it.
+    If the model is sharded, every rank must use it, and counts its own shards.
 
     Args:
         optimizer: An optimizer that steps without a closure, prepared by amp or plain; a
@@ -160,29 +162,36 @@ def frozen_updates(optimizer: Any) -> FrozenUpdates:
 
 
 _MAY_STAY = 0.2
-"""Share of the weights that may stay where they are in a healthy training."""
+"""Share of the weights that may keep their value in a healthy training."""
 
 
 class FrozenUpdates:
-    """A context that counts the weights that stay, over all steps of an optimizer, or of all.
+    """A context that counts the weights that stay, in all steps of one optimizer or of all.
 
     Attributes:
         wanted: Number of weights whose intended update was not zero.
         frozen: How many of these kept their value.
-        errors: What the copies of optimizers raised, by the optimizers' classes; of all optimizers.
+        errors: The errors that copies of optimizers raised, by the optimizer's class. With a single
+            optimizer, the error is raised instead.
         busy: Whether the copy of an optimizer steps.
     """
 
     def __init__(self, optimizer: Optimizer | None = None) -> None:
-        self.wanted = self.frozen = 0
-        self._only = optimizer
+        self.wanted = 0
+        self.frozen = 0
         self.errors: dict[str, Exception] = {}
         self.busy = False
+        # The optimizer whose steps count; None counts the steps of all.
+        self._only = optimizer
         self._steps = 0
+        # For the report: how the model trains, and the line of the first step.
         self._level = "plain"
         self._line = ""
+        # Names of the dtypes of weights and averages that stayed.
         self._stayed: set[str] = set()
-        self._beta = 0.0  # of an average in 16 bits that it cannot lower
+        # A beta with which an average in 16 bits cannot fall; 0 if there is none.
+        self._beta = 0.0
+        # Between the hooks of a step: each parameter, its value before and its intended value.
         self._wanted: list[tuple[Tensor, Tensor, Tensor]] = []
         self._hooks = ExitStack()
 
@@ -197,11 +206,13 @@ class FrozenUpdates:
     @property
     def share(self) -> float:
         """``frozen / wanted``; 0 if no weight was to move."""
-        return self.frozen / self.wanted if self.wanted else 0.0
+        if not self.wanted:
+            return 0.0
+        return self.frozen / self.wanted
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
-        """Computes the values that a step is to reach; a GradScaler has unscaled by now."""
-        if self.busy or self._only not in (None, optimizer):  # the step of a copy, or another
+        """Computes the values that a step should write; a GradScaler has unscaled the gradients."""
+        if self.busy or self._only not in (None, optimizer):  # a copy steps, or another optimizer
             return
         self._steps += 1
         prepared = prepared_state(optimizer)
@@ -219,22 +230,27 @@ class FrozenUpdates:
         finally:
             self.busy = False
         for group in optimizer.param_groups:
-            self._look_at_average(optimizer, group)
+            self._check_average(optimizer, group)
         self._wanted = [(param, param.detach().clone(), value) for param, value in wanted.items()]
 
-    def _look_at_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Notes a beta that rounds to 1 in the dtype of the squared gradients' average."""
+    def _check_average(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Records a beta that rounds to 1 in the dtype of the squared gradients' average."""
         beta = group.get("betas", [0.0])[-1]
         for param in group["params"]:
-            average = optimizer.state[param].get("exp_avg_sq")
-            if average is not None and 1.0 - beta < torch.finfo(average.dtype).eps / 4:
+            state = optimizer.state.get(param, {})
+            average = state.get("exp_avg_sq")
+            if average is None:
+                continue
+            eps = torch.finfo(average.dtype).eps
+            if 1.0 - beta < eps / 4:
                 self._beta = beta
                 self._stayed.add(dtypes.name(average.dtype))
 
     def _after(self, *_: object) -> None:
-        """Counts, after the step."""
+        """Counts the weights after the step."""
         for param, old, wanted in self._wanted:
-            moves = (wanted != old.to(wanted.dtype)) & torch.isfinite(wanted)
+            differs = wanted != old.to(wanted.dtype)
+            moves = differs & torch.isfinite(wanted)
             stays = moves & (param.detach() == old)
             frozen = int(stays.count_nonzero())  # sync: a diagnosis on request
             self.wanted += int(moves.count_nonzero())  # sync: as above
@@ -245,7 +261,7 @@ class FrozenUpdates:
 
     @property
     def worst(self) -> Finding | None:
-        """That too many weights stay, or the optimizer's averages; None if few do."""
+        """The finding that too many weights stay or an average cannot fall; None if neither."""
         if self.share > _MAY_STAY:
             section = "frozen"
             what = self._counts
@@ -286,48 +302,63 @@ class FrozenUpdates:
         )
 
     def __str__(self) -> str:
-        lines = [f"{name} has no verdict: {e}" for name, e in self.errors.items()]
         if not self._steps:
             return "No optimizer stepped."
+        lines = [f"Updates arrive: {self._counts}."]
         if self.worst is not None:
-            return "\n".join([f"Updates lost: {self.worst}", *lines])
-        return "\n".join([f"Updates arrive: {self._counts}.", *lines])
+            lines = [f"Updates lost: {self.worst}"]
+        for name, error in self.errors.items():
+            lines.append(f"{name} has no verdict: {error}")
+        return "\n".join(lines)
 
 
-def _wanted_values(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Returns, by parameter with a gradient, the values after a step in fp64.
-
-    A plain copy of the optimizer steps.
-    """
+def _wanted_values(optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
+    """Returns, by parameter with a gradient, the values after a step in fp64."""
     wide = {param: _widened(param) for param in params_of(optimizer)}
-    own: dict[str, Any] = {}
+    _copy_of(optimizer, wide).step()
+    wanted = {}
+    for param, wider in wide.items():
+        if param.grad is not None:
+            wanted[param] = wider.detach()
+    return wanted
+
+
+def _copy_of(optimizer: Optimizer, wide: dict[nn.Parameter, nn.Parameter]) -> Any:
+    """Returns a plain copy of an optimizer with wider parameters and state."""
+    attributes: dict[str, Any] = {}
     for name, value in vars(optimizer).items():
-        # An LR scheduler's wrapper of `step`, and hooks, would have side effects.
+        # Hooks, and an LR scheduler's wrapper of `step`, would have side effects.
         if name.endswith("_hooks"):
-            own[name] = OrderedDict()
+            attributes[name] = OrderedDict()
         elif name not in (PREPARED, "step"):
-            own[name] = value
-    shadow = object.__new__(plain_class(type(optimizer)))
-    copied = {id(param): wider for param, wider in wide.items()}
-    shadow.__dict__.update(copy.deepcopy(own, copied))
-    for param, state in states_in(shadow.state):
-        match = functools.partial(_match_dtype, dtype=param.dtype)
-        for name, value in state.items():
-            state[name] = tree.map_tensors(match, value)
-    shadow.step()
-    return {param: wider.detach() for param, wider in wide.items() if param.grad is not None}
+            attributes[name] = value
+    memo = {id(param): wider for param, wider in wide.items()}
+    copied = object.__new__(plain_class(type(optimizer)))
+    copied.__dict__.update(copy.deepcopy(attributes, memo))
+    for _, state in states_in(copied.state):
+        state.update(tree.map_tensors(_widened_state, state))
+    return copied
 
 
-def _match_dtype(value: Tensor, *, dtype: torch.dtype) -> Tensor:
+def _widened_state(value: Tensor) -> Tensor:
     # 0-d tensors are step counts, whose dtype the kernels require.
-    return value.to(dtype) if value.dim() > 0 and value.dtype in tracing.WIDE else value
+    if value.dim() == 0:
+        return value
+    return value.to(_wide_dtype(value))
 
 
-def _widened(param: Tensor) -> Tensor:
-    dtype = tracing.WIDE.get(param.dtype, param.dtype)
-    if param.device.type == "mps" and dtype is torch.float64:  # not supported there
-        dtype = torch.float32
-    wide = torch.nn.Parameter(param.detach().to(dtype, copy=True))
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns the widest dtype that a tensor's device supports, of the same kind."""
+    dtype = tracing.WIDE.get(tensor.dtype, tensor.dtype)
+    if tensor.device.type == "mps" and dtype is torch.float64:
+        return torch.float32
+    return dtype
+
+
+def _widened(param: Tensor) -> nn.Parameter:
+    """Returns a copy of a parameter and its gradient in a wide dtype."""
+    dtype = _wide_dtype(param)
+    wide = nn.Parameter(param.detach().to(dtype, copy=True))
     wide.requires_grad_(param.requires_grad)
     if param.grad is not None:
         wide.grad = param.grad.detach().to(dtype, copy=True)

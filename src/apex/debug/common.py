@@ -1,4 +1,4 @@
-"""What several tools share: checked arguments, preserved state, text and JSON."""
+"""Functions that several tools share: checked arguments, preserved state, text and JSON."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ def inner(optimizer: Any) -> Optimizer:
         TypeError: If it is neither an optimizer nor a wrapper of one.
     """
     wrapped = getattr(optimizer, "optimizer", None)
-    return inner(wrapped) if isinstance(wrapped, Optimizer) else unwrap(optimizer)
+    if isinstance(wrapped, Optimizer):
+        return inner(wrapped)
+    return unwrap(optimizer)
 
 
 def checked_model(caller: str, model: Any, loss_fn: object) -> nn.Module:
-    """Returns the model inside wrappers; raises unless it can be run.
+    """Returns the model inside wrappers; raises an error if it or ``loss_fn`` cannot be run.
 
-    ``loss_fn`` is None or a function; a class is none.
+    ``loss_fn`` is None or a function. A class, such as ``nn.MSELoss``, is not accepted.
     """
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+    is_function = callable(loss_fn) and not isinstance(loss_fn, type)
+    if loss_fn is not None and not is_function:
         raise TypeError(
             f"{caller} got {arguments.kind(loss_fn)} as loss_fn; it takes a function of the "
             "model's output that returns the loss."
@@ -67,7 +70,8 @@ def loss_of(
 ) -> Tensor:
     """Returns the loss of a model's output; by default the mean of its squares.
 
-    Raises, with a remedy, unless it is one number with a gradient, where gradients are enabled.
+    Raises an error unless the loss is one number, with a gradient where gradients are enabled.
+    ``instead`` is a sentence that two of the messages end with.
     """
     if loss_fn is not None:
         loss = loss_fn(output)
@@ -78,7 +82,8 @@ def loss_of(
                 f"{caller} got a model whose output ({type(output).__name__}) holds no "
                 f"floating-point tensor, so it cannot derive a loss. Pass loss_fn=....{instead}"
             )
-        loss = torch.stack([_widened(tensor).square().mean() for tensor in floating]).sum()
+        means = [_widened(tensor).square().mean() for tensor in floating]
+        loss = torch.stack(means).sum()
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"{caller}'s loss_fn returned {type(loss).__name__}; it must take the model's output "
@@ -104,14 +109,16 @@ def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor | None
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype is torch.float64 else tensor.float()
+    if tensor.dtype is torch.float64:
+        return tensor
+    return tensor.float()
 
 
-# -- what is held ----------------------------------------------------------------------------------
+# -- the tensors of a training ---------------------------------------------------------------------
 
 
 class Held(NamedTuple):
-    """What a model or its optimizer holds.
+    """A tensor of a model or of its optimizer.
 
     Attributes:
         name: Qualified name of the parameter or buffer in the model.
@@ -125,24 +132,25 @@ class Held(NamedTuple):
 
 
 def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[Held]:
-    """Yields what models and their optimizers hold."""
-    names: dict[int, str] = {}
+    """Yields the parameters, buffers, gradients, masters and state of models and optimizers."""
+    names: dict[Tensor, str] = {}
     for prefix, model in prefixed(models):
         for name, param in named_parameters(model):
-            names[id(param)] = prefix + name
+            names[param] = prefix + name
             yield from _with_gradient(prefix + name, "parameter", param)
         for name, buffer in model.named_buffers():
             yield Held(prefix + name, "buffer", buffer)
     for optimizer in optimizers:
         prepared = prepared_state(optimizer)
         pairs = [] if prepared is None else prepared.pairs
-        weights = {id(pair.master): pair.model for pair in pairs}
+        weights: dict[Tensor, Tensor] = {pair.master: pair.model for pair in pairs}
         for param in params_of(optimizer):
-            weight = weights.get(id(param), param)
-            name = names.get(id(weight), "(a parameter of another model)")
-            if id(param) not in names:
-                role = "parameter" if weight is param else "master"
-                yield from _with_gradient(name, role, param)
+            weight = weights.get(param, param)  # by identity: a tensor's hash is its id
+            name = names.get(weight, "(a parameter of another model)")
+            if weight is not param:
+                yield from _with_gradient(name, "master", param)
+            elif param not in names:
+                yield from _with_gradient(name, "parameter", param)
             for key, value in optimizer.state.get(param, {}).items():
                 yield Held(name, f"state {key}", value)
 
@@ -170,25 +178,23 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         _restore_random_numbers(stack, model)
-        inputs = [(tensor, tensor.detach().clone()) for tensor in tree.tensors(arguments)]
-        stack.callback(_restore_values, inputs)
         for module in model.modules():
             stack.callback(_restore_buffers, module, dict(module._buffers))
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        stack.callback(_restore_values, buffers)
+        for tensor in (*tree.tensors(arguments), *model.buffers()):
+            stack.callback(_restore_values, tensor, tensor.detach().clone())
         stack.enter_context(eager())
         yield
 
 
-def _restore_values(saved: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, before in saved:
-        # Through .data: the user's graph may have saved the tensor, and would check its version.
-        tensor.data.copy_(before)
+def _restore_values(tensor: Tensor, before: Tensor) -> None:
+    # Through .data: the user's graph may have saved the tensor, and would check its version.
+    tensor.data.copy_(before)
 
 
 def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> None:
     buffers = module._buffers
-    if list(buffers.keys()) != list(before):  # a scripted module's cannot be cleared, nor differ
+    # Buffers were added or removed. A scripted module allows neither, nor to clear them.
+    if list(buffers.keys()) != list(before):
         buffers.clear()
     for name, buffer in before.items():
         buffers[name] = buffer
@@ -199,20 +205,29 @@ def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         stack.callback(numpy.random.set_state, numpy.random.get_state())
+    kind = "cuda"
     device = accelerator()
-    kind = "cuda" if device is None else device.type
-    tensors = named_tensors(model).values()
-    indices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == kind}
+    if device is not None:
+        kind = device.type
+    indices = set()
     if kind == "mps":  # has one generator and no device indices, so fork_rng cannot save it
-        indices.clear()
         stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+    else:
+        for tensor in named_tensors(model).values():
+            if tensor.device.type == kind:
+                indices.add(tensor.device.index or 0)
     stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Returns a context that runs compiled parts eagerly, if dynamo, slow to import, is loaded."""
-    loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+    """Returns a context that runs compiled parts eagerly.
+
+    Without dynamo, which is slow to import, there are no compiled parts.
+    """
+    context: AbstractContextManager[Any] = nullcontext()
+    if "torch._dynamo" in sys.modules:
+        context = torch.compiler.set_stance("force_eager")
+    return context
 
 
 # -- formats ---------------------------------------------------------------------------------------
@@ -221,34 +236,49 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "
 
 
 def short(dtype: str) -> str:
-    """Returns a dtype's short name, such as ``"bf16"``, or a dash."""
+    """Returns a dtype's short name, such as ``"bf16"``; a dash for ``""``."""
     return _SHORT.get(dtype, dtype) or "—"
 
 
 def percent(share: float) -> str:
     """Returns a share as a percentage."""
-    return f"{100.0 * share:.3g} %" if share < 10.0 else f"{100.0 * share:,.0f} %"
+    if share < 10.0:
+        return f"{100.0 * share:.3g} %"
+    return f"{100.0 * share:,.0f} %"
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """Returns, for instance, ``"1 pass"`` or ``"2 passes"``; ``plural`` is the ending."""
-    return f"{count} {noun}{plural * (count != 1)}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}{plural}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first three names, and how many more there are."""
+    """Returns the first three names, and the number of the others."""
+    text = ", ".join(names[:3])
     more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[list[str]]:
-    """Returns the rows of a table with each cell padded, in ``left`` columns at its right."""
-    columns = []
-    for column, is_left in zip(zip(*table, strict=True), left, strict=True):
-        width = max(map(len, column))
-        pad = str.ljust if is_left else str.rjust
-        columns.append([pad(cell, width) for cell in column])
-    return [list(row) for row in zip(*columns, strict=True)]
+    """Returns the rows of a table with all cells of a column padded to one width.
+
+    ``left`` tells which columns are aligned to the left; the others are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = []
+    for row in table:
+        cells = []
+        for cell, width, is_left in zip(row, widths, left, strict=True):
+            if is_left:
+                cells.append(cell.ljust(width))
+            else:
+                cells.append(cell.rjust(width))
+        rows.append(cells)
+    return rows
 
 
 def to_json(value: Any) -> str:
@@ -268,4 +298,6 @@ def json_types(value: Any) -> Any:
         return [json_types(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return dtypes.name(value) if isinstance(value, torch.dtype) else value
+    if isinstance(value, torch.dtype):
+        return dtypes.name(value)
+    return value

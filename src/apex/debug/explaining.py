@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from apex._core import dtypes, tree
 from apex._torch.devices import accelerator
 from apex._torch.modules import named_tensors
 from apex.debug import common
-from apex.debug.common import checked_model, preserve_state
 from apex.debug.place import Direction
 from apex.debug.tracing import Call, Trace, floating
 
@@ -35,16 +34,16 @@ def explain(
 
     Runs the model forward and backward as a training step would. The model may be prepared by
     ``amp.initialize``, called inside ``torch.autocast``, or plain. For every module and operator,
-    the result lists calls, input and output dtypes and share of the time. Casts are rows of their
-    own, with the bytes that they move, in the module that made them.
+    the result lists calls, input and output dtypes and share of the time. Each cast has a row, with
+    the bytes that it moves, in the module that made it.
 
     Changes nothing: gradients, buffers (batch norm's statistics), random number generators, inputs,
     mode, hooks, loss scale and weight cache are preserved, also after an error. Compiled parts run
     eagerly, and data-parallel wrappers are bypassed.
 
-    Cost: the model runs twice; the first pass warms up kernels. Memory: that of a step, plus one
-    set of gradients and a copy of the buffers and inputs. The time of an operator is wall
-    time around it alone, so the device is synchronized before and after each.
+    Cost: the model runs twice; the first pass warms up kernels. Memory: a step's, plus one set of
+    gradients and a copy of the buffers and inputs. The time of an operator is wall time around it
+    alone, so the device is synchronized before and after each operator.
 
     Args:
         model: The model, as called in training.
@@ -75,22 +74,20 @@ def explain(
         >>> found.total.casts, found.total.cast_bytes
         (4, 360)
     """
+    inner = common.checked_model("explain", model, loss_fn)
     given = inputs, keywords
-    inner = checked_model("explain", model, loss_fn)
-
-    def run() -> _Costs:
+    for _ in range(2):  # the first run warms up kernels
         costs = _Costs(inner)
-        with preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
+        with common.preserve_state(inner, given), torch.set_grad_enabled(backward), costs:
             output = inner(*inputs, **keywords)
             if backward or loss_fn is not None:
                 loss = common.loss_of("explain", output, loss_fn, instead=_INSTEAD)
             if backward:
-                targets = [*named_tensors(inner).values(), *tree.tensors(given)]
-                common.gradients(loss, [t for t in targets if t.requires_grad])
-        return costs
-
-    run()
-    return Explanation(type(inner).__name__, run().rows())
+                # Now, not before: FSDP2 gives modules other parameters when they run.
+                tensors = [*named_tensors(inner).values(), *tree.tensors(given)]
+                targets = [tensor for tensor in tensors if tensor.requires_grad]
+                common.gradients(loss, targets)
+    return Explanation(type(inner).__name__, costs.rows())
 
 
 _INSTEAD = " Pass backward=False to run only the forward pass."
@@ -168,15 +165,18 @@ class Explanation:
 
     @property
     def total(self) -> Total:
-        """The sums over everything, the loss included."""
-        casts = [row for row in self.ops if row.cast_bytes]
-        low = [row for row in self.ops if row.computed_in in LOW and not row.cast_bytes]
-        return Total(
-            math.fsum(row.seconds for row in self.ops),
-            math.fsum(row.seconds for row in low),
-            sum(row.calls for row in casts),
-            sum(row.cast_bytes for row in casts),
-        )
+        """The sums over all operators, the loss included."""
+        seconds = math.fsum(row.seconds for row in self.ops)
+        low_precision_seconds = 0.0
+        casts = 0
+        cast_bytes = 0
+        for row in self.ops:
+            if row.cast_bytes:
+                casts += row.calls
+                cast_bytes += row.cast_bytes
+            elif row.computed_in in LOW:
+                low_precision_seconds += row.seconds
+        return Total(seconds, low_precision_seconds, casts, cast_bytes)
 
     def to_text(self, *, rows: int | None = 40) -> str:
         """Returns the totals and a table.
@@ -212,15 +212,24 @@ _HEAD = ("where", "operator", "pass", "calls", "dtypes", "time", "bytes cast")
 
 
 def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
-    taken = " + ".join(map(common.short, row.dtypes_in)) or common.short("")
+    """Returns the cells of an operator; its time is a share of ``seconds``."""
+    module = row.module
+    if not module:
+        module = "(outside)"
+        if row.inside:
+            module = "(model)"
+    dtypes_in = " + ".join(map(common.short, row.dtypes_in or [""]))
+    cast_bytes = ""
+    if row.cast_bytes:
+        cast_bytes = f"{row.cast_bytes:,}"
     return (
-        row.module or ("(model)" if row.inside else "(outside)"),
+        module,
         row.op.removeprefix("aten.")[:26],
         row.direction,
         str(row.calls),
-        f"{taken} → {common.short(row.dtype_out)}",
+        f"{dtypes_in} → {common.short(row.dtype_out)}",
         common.percent(row.seconds / seconds),
-        f"{row.cast_bytes:,}" if row.cast_bytes else "",
+        cast_bytes,
     )
 
 
@@ -228,23 +237,24 @@ def _cells(row: OpRow, seconds: float) -> tuple[str, ...]:
 
 
 class _Costs(Trace):
-    """Times every operator on floating-point tensors that computes; views do not."""
+    """Times every operator on floating-point tensors, except views, which compute nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        # Of each call, its seconds, and the bytes that it moved as a cast.
-        self._calls: defaultdict[OpRow, list[tuple[float, int]]] = defaultdict(list)
+        # By operator: the seconds of each call, and the bytes that all calls moved as casts.
+        self._seconds = defaultdict[OpRow, list[float]](list)
+        self._cast_bytes = Counter[OpRow]()
 
     def _now(self) -> float:
         if accelerator() is not None:
             torch.accelerator.synchronize()  # sync: to time the operator alone
         return time.perf_counter()
 
-    def _before(self, call: Call) -> Any:
-        """Returns when the call began."""
+    def _before(self, call: Call) -> float:
+        """Returns the time at which the call began."""
         return self._now()
 
-    def _after(self, call: Call, before: Any, result: Any) -> None:
+    def _after(self, call: Call, before: float, result: Any) -> None:
         """Records the call."""
         seconds = self._now() - before
         if call.traits.view:
@@ -253,24 +263,35 @@ class _Costs(Trace):
         outputs = list(floating(result))
         if not inputs and not outputs:
             return
-        casts = call.name == _CAST and inputs and outputs
+        dtypes_in = tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs))
+        dtype_out = ""
+        if outputs:
+            dtype_out = dtypes.name(outputs[0].dtype)
+        is_cast = call.name == _CAST and inputs and outputs
         moved = 0
-        if casts and inputs[0].dtype is not outputs[0].dtype:
-            moved = inputs[0].numel() * (inputs[0].itemsize + outputs[0].itemsize)
+        if is_cast and inputs[0].dtype is not outputs[0].dtype:
+            size = inputs[0].itemsize + outputs[0].itemsize
+            moved = size * inputs[0].numel()
         row = OpRow(
             *self._tracker.module,
             self._tracker.direction,
-            _CAST if moved else call.name,
-            tuple(dict.fromkeys(dtypes.name(tensor.dtype) for tensor in inputs)),
-            dtypes.name(outputs[0].dtype) if outputs else "",
+            call.name,
+            dtypes_in,
+            dtype_out,
         )
-        self._calls[row].append((seconds, moved))
+        self._seconds[row].append(seconds)
+        self._cast_bytes[row] += moved
 
     def rows(self) -> tuple[OpRow, ...]:
         """Returns one record per operator, in order of first use."""
         rows = []
-        for row, calls in self._calls.items():
-            seconds = math.fsum(call[0] for call in calls)
-            moved = sum(call[1] for call in calls)
-            rows.append(replace(row, calls=len(calls), seconds=seconds, cast_bytes=moved))
+        for row, times in self._seconds.items():
+            rows.append(
+                replace(
+                    row,
+                    calls=len(times),
+                    seconds=math.fsum(times),
+                    cast_bytes=self._cast_bytes[row],
+                )
+            )
         return tuple(rows)

@@ -11,11 +11,12 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +32,11 @@ from apex._torch.modules import named_parameters
 Direction = Literal["forward", "backward"]
 
 # torch has no public names for these. Without them, backward passes have no module and no line.
-current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+_current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
 _MAX_SITES = 2**17
-"""Autograd nodes whose sites are kept, the latest; a graph seldom has more."""
+"""Number of autograd nodes whose sites are kept, the latest ones. A graph seldom has more."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Place:
         module: Qualified name of the innermost module; ``""`` for the model itself and outside it.
         inside: Whether a model was running, forward or backward.
         direction: ``"forward"`` or ``"backward"``, also where a checkpoint recomputes a forward.
-        location: ``"file:line"`` of user code, in a backward pass of the forward; ``""`` if none.
+        location: ``"file:line"`` of user code; in a backward pass, the line of the forward. ``""``
+            if there is none.
     """
 
     module: str
@@ -58,19 +60,25 @@ class Place:
     def source(self) -> str:
         """The line of code at ``location``; ``""`` if there is none to read."""
         file, _, line = self.location.rpartition(":")
-        return linecache.getline(file, int(line)).strip() if line else ""
+        if not line:
+            return ""
+        return linecache.getline(file, int(line)).strip()
 
     @property
     def shown(self) -> str:
         """The location and, on a line of its own, the source; ``""`` if there is none."""
-        return "\n".join(filter(None, [self.location, self.source]))
+        if not self.source:
+            return self.location
+        return f"{self.location}\n{self.source}"
 
     @property
     def where(self) -> str:
         """The module in words, such as ``"in body.0"``."""
         if self.module:
             return f"in {self.module}"
-        return "in the model" if self.inside else "outside the model"
+        if self.inside:
+            return "in the model"
+        return "outside the model"
 
 
 @dataclass(frozen=True)
@@ -83,13 +91,13 @@ class Finding(Place):
             ``"cancellation"``, ``"chain"``, ``"lost update"``, ``"underflow"``, ``"frozen"``.
         dtype: Name of the dtype of the result.
         what: What happened, in a line.
-        cause: Why, in one to three words.
-        why: Why, in a sentence.
+        cause: The cause, in one to three words.
+        why: The cause, in a sentence.
         remedies: What to do, the most likely way first.
         inputs: Ranges of the inputs, at most four.
         pattern: The formula to avoid, such as ``"exp of a large number"``; ``""`` if none is known.
-        heals: Whether a dynamic loss scale backs off from it, as it does to find its value.
-        notes: What else to know, each a label of at most six letters and a text.
+        heals: Whether a dynamic loss scale backs off from it, so that training goes on.
+        notes: Further facts, each a label of at most six letters and a text.
     """
 
     op: str
@@ -109,32 +117,38 @@ class Finding(Place):
         """The remedies, one a line, numbered if there are several."""
         if len(self.remedies) == 1:
             return self.remedies[0]
-        return "\n".join(f"{number}. {each}" for number, each in enumerate(self.remedies, 1))
+        lines = []
+        for number, remedy in enumerate(self.remedies, 1):
+            lines.append(f"{number}. {remedy}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
-        known = f" This is {self.pattern}." if self.pattern else ""
+        cause = f"{self.cause}: {self.why}"
+        if self.pattern:
+            cause += f" This is {self.pattern}."
         parts = (
             ("at", self.shown),
             ("in", ", ".join(map(str, self.inputs))),
-            ("cause", f"{self.cause}: {self.why}{known}"),
+            ("cause", cause),
             *self.notes,
             ("remedy", self.remedy),
         )
         lines = [self.what]
         for name, text in parts:
             if text:
-                lines.append(f"  {name:6} {text.replace(chr(10), chr(10) + ' ' * 9)}")
+                indented = text.replace("\n", "\n         ")
+                lines.append(f"  {name:6} {indented}")
         return "\n".join(lines)
 
 
 @dataclass(eq=False)
 class Site:
-    """Where an autograd node was created, and what made the operator's result non-finite.
+    """The operator call that created an autograd node.
 
     Attributes:
-        place: Where.
-        task: Number of the backward pass that created it; -1 for none.
-        birth: The birth of its non-finite result.
+        place: Where it ran.
+        task: Number of the backward pass in which it ran; -1 for none.
+        birth: The birth of its non-finite result; None if the result is finite.
     """
 
     place: Place
@@ -142,11 +156,25 @@ class Site:
     birth: Any = None
 
 
+class _Running(NamedTuple):
+    """A module that is running, its name, and the backward pass in which it was called."""
+
+    module: nn.Module
+    name: str
+    task: int
+
+
 @dataclass
 class _ThreadState(threading.local):
-    """One thread's stack of running modules: each with its name and backward pass."""
+    """The state of one thread.
 
-    stack: list[tuple[nn.Module, str, int]] = field(default_factory=list)
+    Attributes:
+        stack: Its running modules, the innermost last.
+        last_sequence: Number of the last autograd node that it created.
+        created_site: The site that the last operator created.
+    """
+
+    stack: list[_Running] = field(default_factory=list)
     last_sequence: int = -1
     created_site: Site | None = None
 
@@ -155,30 +183,33 @@ class Tracker:
     """Tracks which module of the given models is running, in which direction and from which line.
 
     In a backward pass, module and line are those whose forward created the running autograd node.
-    Whoever asks has ``record_site`` called at every operator.
+    For this, ``record_site`` has to be called at every operator.
 
     With several models, names are prefixed with the model's class: ``"Net:body.0"``, and
     ``"Net[1]:body.0"`` for the second model of a class. Without any, models are found as they are
-    called: modules with parameters that are called from outside any other. None is kept alive.
-
-    Attributes:
-        names: Qualified name of each module.
-        parameters: Qualified name of each parameter.
-        autocasts: Whether the last module that was called ran under autocast. Operators cannot
-            tell: in a dispatch mode autocast is off.
+    called: a model is a module with parameters that is called outside any other module. The tracker
+    keeps no model alive.
     """
 
     def __init__(self, *models: nn.Module) -> None:
         """Collects the names."""
-        self.names: MutableMapping[nn.Module, str] = weakref.WeakKeyDictionary()
+        # Qualified name of each module and of each parameter.
+        self.names = weakref.WeakKeyDictionary[nn.Module, str]()
         self.parameters: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-        self._discovers = not models
-        own = {unwrapped(model): None for model in models}
-        self._models: MutableMapping[nn.Module, None] = weakref.WeakKeyDictionary(own)
-        self._state = _ThreadState()
-        self._thread = 0
+        # Whether the last module that was called ran under autocast. Operators cannot tell: in a
+        # dispatch mode autocast is off.
         self.autocasts = False
-        self._sites: OrderedDict[tuple[int, int], Site] = OrderedDict()
+        # Whether models are found as they are called.
+        self._discovers = not models
+        # The models, unwrapped, in order: a dict serves as an ordered set.
+        self._models = weakref.WeakKeyDictionary[nn.Module, None]()
+        for model in models:
+            self._models[unwrapped(model)] = None
+        self._state = _ThreadState()
+        # The thread that started tracking.
+        self._thread = 0
+        # Sites by thread and sequence number, the oldest first.
+        self._sites = OrderedDict[tuple[int, int], Site]()
         self._add_names()
 
     @contextmanager
@@ -186,7 +217,7 @@ class Tracker:
         """Hooks all modules inside the block; discards the recorded sites at its end."""
         self._thread = threading.get_ident()
         self._state.last_sequence = _next_sequence() - 1
-        # Not catch_warnings: what the script changes meanwhile stays.
+        # catch_warnings would undo the filters that the script sets in the meantime.
         warnings.filterwarnings("ignore", message=_ABOUT_GLOBAL_HOOKS)
         own_filter = warnings.filters[0]
         before = register_module_forward_pre_hook(self._enter_module)
@@ -196,8 +227,9 @@ class Tracker:
         finally:
             before.remove()
             after.remove()
-            if own_filter in warnings.filters:
-                cast(list[Any], warnings.filters).remove(own_filter)
+            filters: Any = warnings.filters
+            if own_filter in filters:
+                filters.remove(own_filter)
             self._state = _ThreadState()
             self._sites.clear()
 
@@ -220,45 +252,54 @@ class Tracker:
     @property
     def direction(self) -> Direction:
         """``"backward"`` while autograd computes gradients, also where a checkpoint recomputes."""
-        return "forward" if backward_id() == -1 else "backward"
+        if backward_id() == -1:
+            return "forward"
+        return "backward"
 
     @property
     def may_stop(self) -> bool:
         """Whether this is the thread that started tracking, outside any backward pass."""
-        return backward_id() == -1 and threading.get_ident() == self._thread
+        if self.direction == "backward":
+            return False
+        return threading.get_ident() == self._thread
 
     @property
     def runs_formula(self) -> bool:
         """Whether autograd's own formula of a derivative is running, not user code."""
-        return self.direction == "backward" and not line_within_backward()
+        if self.direction == "forward":
+            return False
+        return not line_within_backward()
 
     @property
     def place(self) -> Place:
         """Where the running operator was called."""
-        return Place(*self.module, self.direction, self.location())
+        return Place(*self.module, self.direction, self._location())
 
     @property
     def module(self) -> tuple[str, bool]:
-        """Name of the innermost running module, and whether a model, or its backward, is."""
-        task = backward_id()
+        """Name of the innermost running module, and whether a model or its backward runs."""
         stack = self._state.stack
-        if stack and stack[-1][2] == task:  # called in this pass
-            return stack[-1][1], True
-        site = None if task == -1 else self.forward_site
-        return ("", False) if site is None else (site.place.module, site.place.inside)
+        if stack and stack[-1].task == backward_id():
+            return stack[-1].name, True
+        site = self.forward_site
+        if site is None:
+            return "", False
+        return site.place.module, site.place.inside
 
-    def location(self) -> str:
+    def _location(self) -> str:
         """Returns ``"file:line"`` of the innermost user code, or ``""`` if there is none.
 
         In a backward pass this is the line of the forward, unless user code itself is running (a
         custom backward, a hook, a recompute). Without a recorded forward, it is the line that
         started the backward pass.
         """
-        if backward_id() == -1:
-            return innermost_line()
+        line = ""
+        if self.direction == "backward":
+            line = line_within_backward()
         site = self.forward_site
-        forward = "" if site is None else site.place.location
-        return line_within_backward() or forward or innermost_line()
+        if site is not None:
+            line = line or site.place.location
+        return line or innermost_line()
 
     # -- autograd nodes --------------------------------------------------------------------------
 
@@ -293,24 +334,26 @@ class Tracker:
     @property
     def accumulating(self) -> Tensor | None:
         """The tensor to whose ``grad`` autograd is adding; None while it adds to none."""
-        variable: Tensor | None = getattr(current_node(), "variable", None)
+        variable: Tensor | None = getattr(_current_node(), "variable", None)
         return variable
 
     @property
     def forward_site(self) -> Site | None:
         """The site whose forward created the running autograd node; None if unknown."""
-        node = current_node()
+        node = _current_node()
         if node is None:
             return None
         if self.accumulating is not None:
             name = self.parameters.get(self.accumulating)
-            return None if name is None else Site(Place(owner_of(name), True, "backward", ""))
+            if name is None:
+                return None
+            return Site(Place(owner_of(name), True, "backward", ""))
         number = node._sequence_nr()
-        thread = threading.get_ident()
-        site = self._sites.get((thread, number))
-        if site is not None and (thread == self._thread or site.task != backward_id()):
-            return site
-        return self._sites.get((self._thread, number))
+        site = self._sites.get((threading.get_ident(), number))
+        # This pass cannot run a node that it created itself: see Note [Sequence numbers].
+        if site is None or site.task == backward_id():
+            site = self._sites.get((self._thread, number))
+        return site
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -318,18 +361,20 @@ class Tracker:
         if self._discovers and module not in self.names:
             self._discover(module)
         name = self.names.get(module)
-        if name is not None:  # a copy, or a replica of DataParallel, has none
-            self.autocasts = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
-            self._state.stack.append((module, name, backward_id()))
+        if name is None:  # a copy, or a replica of DataParallel
+            return
+        self.autocasts = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
+        self._state.stack.append(_Running(module, name, backward_id()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         stack = self._state.stack
-        if stack and stack[-1][0] is module:
+        if stack and stack[-1].module is module:
             stack.pop()
 
     def _discover(self, module: nn.Module) -> None:
+        """Adds a model that is called, in place of models that are parts of it."""
         model = unwrapped(module)
-        if not self._state.stack and next(named_parameters(model), None) is not None:
+        if not self._state.stack and any(named_parameters(model)):
             for part in model.modules():
                 self._models.pop(part, None)
             self._models[model] = None
@@ -338,7 +383,7 @@ class Tracker:
         self._add_names()
 
 
-# torch's own, which the hooks would cause. A compiled model runs uncompiled in a trace.
+# The hooks would cause this warning of torch's. A compiled model runs uncompiled in a trace.
 _ABOUT_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
@@ -346,50 +391,70 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model inside ``torch.compile`` and data-parallel wrappers."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while True:
-        inner = getattr(model, "_orig_mod", model.module if isinstance(model, wrappers) else None)
+        if isinstance(model, wrappers):
+            inner = model.module
+        else:
+            inner = getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
 
 
 def prefixed(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields what names begin with, if there are several models, and each model."""
-    seen: dict[str, int] = {}
+    """Yields each model with the prefix of its names, which is ``""`` for a single model."""
+    seen = Counter[str]()
     models = list(models)
     for model in models:
         name = type(model).__name__
-        count = seen.get(name, -1) + 1
-        seen[name] = count
-        prefix = f"{name}[{count}]:" if count else f"{name}:"
-        yield prefix if len(models) > 1 else "", model
+        prefix = f"{name}:"
+        if seen[name]:
+            prefix = f"{name}[{seen[name]}]:"
+        seen[name] += 1
+        if len(models) == 1:
+            prefix = ""
+        yield prefix, model
 
 
 def owner_of(parameter: str) -> str:
     """Returns the name of the module that owns the named parameter."""
-    own = parameter.rpartition(":")[2].rpartition(".")[2]
-    return parameter.removesuffix(own).removesuffix(".")
+    module, dot, _ = parameter.rpartition(".")
+    if dot:
+        return module
+    model, colon, _ = parameter.rpartition(":")
+    return model + colon
 
 
 # -- autograd nodes by name ----------------------------------------------------------------------
 
 
-def node_name(node: Any) -> str:
-    """Returns the operator of an autograd node: ``"Sqrt"`` for ``SqrtBackward0``."""
-    return str(node.name()).rpartition("::")[2].partition("Backward")[0].strip("_")
+def node_name() -> str:
+    """Returns the running autograd node's operator: ``"Sqrt"`` for ``SqrtBackward0``.
+
+    Returns ``""`` outside a backward pass.
+    """
+    node = _current_node()
+    if node is None:
+        return ""
+    name = str(node.name()).rpartition("::")[2]
+    return name.partition("Backward")[0].strip("_")
 
 
 # -- frames --------------------------------------------------------------------------------------
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_APEX = str(Path(__file__).absolute().parents[2]) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
-_ENGINE = {_TORCH + os.path.join("autograd", name) for name in ("graph.py", "__init__.py")}
-_APEX_SCALERS = (
-    "_engine/scaler.py _engine/gradients.py _engine/backward.py amp/scaler.py "
-    "fp16_utils/loss_scaler.py fp16_utils/master_wrapper.py"
+
+# Ends of file names: files that start a backward pass, and files of loss scalers.
+_ENGINE = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py")
+_SCALERS = (
+    "/torch/amp/grad_scaler.py",
+    "/apex/_engine/scaler.py",
+    "/apex/_engine/backward.py",
+    "/apex/amp/scaler.py",
+    "/apex/fp16_utils/loss_scaler.py",
+    "/apex/fp16_utils/master_wrapper.py",
 )
-_SCALERS = {os.path.join(_APEX, "apex", *name.split("/")) for name in _APEX_SCALERS.split()}
-_SCALERS.add(os.path.join(_TORCH, "amp", "grad_scaler.py"))
 
 
 def innermost_line() -> str:
@@ -404,7 +469,9 @@ def line_within_backward() -> str:
     not have.
     """
     kind, line = _innermost("user", "engine")
-    return line if kind == "user" else ""
+    if kind == "engine":
+        return ""
+    return line
 
 
 def runs_in_scaler() -> bool:
@@ -418,7 +485,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def _innermost(*kinds: str) -> tuple[str, str]:
-    """Returns the kind and the line of the innermost running frame of these kinds; "" without."""
+    """Returns the kind and the line of the innermost frame of these kinds; ``""`` if none runs."""
     for frame, number in traceback.walk_stack(inspect.currentframe()):
         code = frame.f_code
         kind = _kind(code.co_filename)
@@ -431,11 +498,13 @@ def _innermost(*kinds: str) -> tuple[str, str]:
 @functools.cache
 def _kind(filename: str) -> str:
     """Returns whose code a file is: ``"engine"``, ``"scaler"``, ``"library"`` or ``"user"``."""
-    if filename in _ENGINE:
+    path = filename.replace(os.sep, "/")
+    if path.endswith(_ENGINE):
         return "engine"
-    if filename in _SCALERS:
+    if path.endswith(_SCALERS):
         return "scaler"
     if filename.startswith((_TORCH, _APEX, "<frozen")):
         return "library"
-    standard = filename.startswith(_STANDARD) and "site-packages" not in filename
-    return "library" if standard else "user"
+    if filename.startswith(_STANDARD) and "site-packages" not in filename:
+        return "library"
+    return "user"

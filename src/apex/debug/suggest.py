@@ -1,11 +1,11 @@
 """``suggest_fp32``: the fewest modules to keep in fp32.
 
 Note [The search]
-    A healthy model's gradients at a 16-bit level are off by some percent, which is what one
-    rounding of each value explains. So the limit is measured, not fixed: the rounding trace names
-    modules that lose more, one kind after another, until none does; what is then left of the error
-    is explained. Of these modules, those are suggested without which the error would be a tenth
-    larger. A module whose loss does not reach the gradients is not among them.
+    A healthy model's gradients at a 16-bit level are off by some percent, which one rounding of
+    each value explains. So the limit is measured, not fixed. The rounding trace names modules that
+    lose more, one class after another, until none does. With all of them in fp32, the error that
+    remains is explained. A module is suggested if the error would be a tenth larger without it in
+    fp32. A module whose error does not reach the gradients is not suggested.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from apex._core import dtypes
-from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.conversion.state import state_of
 from apex._torch import ranks
@@ -31,11 +30,10 @@ from apex.amp import frontend, inputs
 from apex.amp.properties import level_defaults, to_policy
 from apex.amp.sessions import new_session
 from apex.debug import common
-from apex.debug.common import casts_off, checked_model, preserve_state
 from apex.debug.rounding import RoundingTrace
 
 _EXPLAINED = 1.1
-"""Errors up to this multiple of what remains with all faulty modules in fp32 are explained."""
+"""Errors up to this multiple of the error with all faulty modules in fp32 are explained."""
 
 _REPRODUCIBLE = 1e-3
 """Largest error between two runs in fp32."""
@@ -56,16 +54,16 @@ def suggest_fp32(
     """Returns the fewest modules to keep in fp32 so that bf16 costs no more than one rounding.
 
     Runs copies of a plain fp32 model at O5, forward and backward, and compares their gradients
-    with those in fp32. A module is suggested if the model does not run at O5 without it in fp32. So
-    is one where :func:`trace_rounding` finds that digits are lost, if the gradients' error is a
-    tenth larger without it in fp32. A healthy model gets an empty list, although its gradients at a
-    16-bit level are off by some percent.
+    with those in fp32. A module is suggested if the model does not run at O5 without it in fp32. A
+    module where :func:`trace_rounding` finds lost digits is also suggested, if the gradients' error
+    is a tenth larger without it in fp32. A healthy model gets an empty list, although its gradients
+    at a 16-bit level are off by some percent.
 
     Changes nothing: the model, its gradients, buffers and hooks, the inputs and the random number
     generators are as before, also after an error.
 
-    Cost: one rounding trace for each kind of module that loses digits and one more, a run for each
-    module found, and a copy of the model at a time.
+    Cost: one rounding trace for each class of module that loses digits and one more, a run for each
+    module found, and the memory of one copy of the model.
 
     Args:
         model: A plain fp32 model, not prepared by ``amp.initialize``.
@@ -80,9 +78,9 @@ def suggest_fp32(
 
     Raises:
         TypeError: If ``model`` is not a module, or the loss is not a tensor.
-        ValueError: If the model is prepared or not in fp32, the loss is not one floating-point
-            number that requires gradients, two runs in fp32 give different gradients, or gradients
-            that are not finite, or several processes run.
+        ValueError: If the model is prepared or not in fp32, if the loss is not one floating-point
+            number that requires gradients, if the gradients of two runs in fp32 differ or are not
+            finite, or if several processes run.
 
     Example:
         >>> import torch
@@ -121,17 +119,17 @@ def suggest_fp32(
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The modules to keep in fp32 at O5, and what that brings.
+    """The modules to keep in fp32 at O5, and the error of the gradients with and without them.
 
     The error of a model's gradients is the root mean square, over its parameters, of the distance
     of each gradient from fp32's, relative to it by norm. Gradients below a thousandth of the
-    largest do not count: those that vanish by construction have no digits in fp32, either.
+    largest do not count, because those that vanish by construction have no digits in fp32 either.
 
     Attributes:
         modules: Names for ``fp32_modules``.
         error_before: Error of the gradients at O5; NaN if one overflows.
         error_after: Error with ``modules`` in fp32.
-        notes: What no choice of modules repairs, and operators without a verdict.
+        notes: The operators that no choice of modules repairs, and those without a verdict.
     """
 
     modules: list[str]
@@ -141,9 +139,11 @@ class Suggestion:
 
     @property
     def setting(self) -> str:
-        """The line of code that applies it; ``""`` without modules."""
+        """The line of code that applies the suggestion; ``""`` without modules."""
+        if not self.modules:
+            return ""
         options = f"opt_level='O5', fp32_modules={self.modules!r}"
-        return f"amp.initialize(model, optimizer, {options})" if self.modules else ""
+        return f"amp.initialize(model, optimizer, {options})"
 
     @property
     def verdict(self) -> str:
@@ -172,7 +172,7 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
     """Returns the modules that lose digits, and notes on what no module in fp32 repairs."""
     names: list[str] = []
     notes = [f"{row.op} has no verdict: {row.reason}." for row in trials.trace.skipped]
-    kinds = {name: type(module) for name, module in model.named_modules()}
+    classes = {name: type(module) for name, module in model.named_modules()}
     unrepaired: set[str] = set()
     for _ in range(_ROUNDS):
         lost = [row for row in trials.trace.lost if row.module not in unrepaired]
@@ -188,18 +188,23 @@ def _faulty(model: nn.Module, trials: _Trials) -> tuple[list[str], list[str]]:
             )
             continue
         # Modules of one class have the same fault; one after another would take a trace for each.
-        alike = [r.module for r in lost if r.module and kinds[r.module] is kinds[first.module]]
-        names += dict.fromkeys(name for name in alike if not _is_within(name, names))
+        for module in dict.fromkeys(row.module for row in lost if row.module):
+            is_alike = classes[module] is classes[first.module]
+            if is_alike and not _is_within(module, names):
+                names.append(module)
         trials.run(names, trace=True)
-    return [name for name in names if not _is_within(name, {*names} - {name})], notes
+    outermost = [name for name in names if not _is_within(name, {*names} - {name})]
+    return outermost, notes
 
 
 def _is_within(name: str, names: Collection[str]) -> bool:
-    return any(not each or name == each or name.startswith(each + ".") for each in names)
+    """Returns whether a module is one of the named modules, or inside one."""
+    return any(f"{name}.".startswith(f"{outer}.") for outer in names)
 
 
 def _checked(model: Any, loss_fn: object) -> nn.Module:
-    inner = checked_model("suggest_fp32", model, loss_fn)
+    """Returns the model inside wrappers; raises an error unless it is plain, and in fp32."""
+    inner = common.checked_model("suggest_fp32", model, loss_fn)
     if any(state_of(module) is not None for module in inner.modules()):
         raise ValueError(
             f"suggest_fp32 got {type(inner).__name__}, which amp has prepared; it takes the plain "
@@ -211,8 +216,9 @@ def _checked(model: Any, loss_fn: object) -> nn.Module:
                 f"suggest_fp32 got a model whose parameter {name!r} is {param.dtype} on "
                 f"{param.device}; it takes a plain fp32 model. Call model.float() first."
             )
-    if ranks.world_size() > 1:  # each would run the model, and what it exchanges, another number
-        raise ValueError(  # of times
+    # Each process would run the model, and communicate, another number of times.
+    if ranks.world_size() > 1:
+        raise ValueError(
             f"suggest_fp32 was called in one of {ranks.world_size()} processes. Call it in a "
             "single process, before torch.distributed.init_process_group: there, SyncBatchNorm is "
             "a plain batch norm."
@@ -224,21 +230,25 @@ class _Trials:
     """Runs copies of a plain fp32 model at O5, with some modules in fp32.
 
     Attributes:
-        trace: That of the last run with one.
-        required: Modules without which in fp32 the model does not run at O5.
+        trace: The trace of the last run that was traced.
+        required: Modules that have to be in fp32 for the model to run at O5.
     """
 
     def __init__(self, model: nn.Module, arguments: Any, loss_fn: Any) -> None:
-        """Runs the model twice in fp32; raises ValueError if the gradients tell nothing."""
+        """Runs the model twice in fp32.
+
+        Raises:
+            ValueError: If the gradients of the two runs differ, or are not finite.
+        """
         self._model = model
         self._arguments = arguments
         self._loss_fn = loss_fn
-        self._policy: Policy = to_policy(level_defaults("O5"))
+        self._policy = to_policy(level_defaults("O5"))
         self.trace = RoundingTrace(model)
         self.required: list[str] = []
         self._reference = self._in_fp32()
         noise = self._error(self._in_fp32())
-        if not noise <= _REPRODUCIBLE:  # nor NaN
+        if not noise <= _REPRODUCIBLE:  # also if it is NaN
             raise ValueError(
                 f"suggest_fp32 got {type(model).__name__}, whose gradients in fp32 are not finite, "
                 f"or differ between two runs (by {noise:.2g} of their norm), which hides the "
@@ -247,21 +257,21 @@ class _Trials:
                 "must not keep state outside itself; eval() may help."
             )
 
-    def run(self, fp32: Sequence[str], *, trace: bool = False) -> float:
-        """Returns the gradients' error with the modules ``fp32``, and those required, in fp32."""
+    def run(self, fp32: list[str], *, trace: bool = False) -> float:
+        """Returns the gradients' error with the modules ``fp32`` and ``required`` in fp32."""
         while True:
             model = copy.deepcopy(self._model)
             names = {module: name for name, module in model.named_modules()}
             try:
                 return self._run(model, [*fp32, *self.required], trace=trace)
-            except RuntimeError as error:  # such as a product of bf16 and fp32
+            except RuntimeError as error:  # such as that of a product of bf16 and fp32
                 name = _failed_module(error, names)
                 if not name or name in self.required:
                     raise
                 self.required.append(name)
 
-    def _run(self, model: nn.Module, fp32: Sequence[str], *, trace: bool) -> float:
-        """Prepares a model in a session of its own, which no other model notices, and runs it."""
+    def _run(self, model: nn.Module, fp32: list[str], *, trace: bool) -> float:
+        """Prepares a model in a session that affects no other model, and runs it."""
         plan = frontend._plan(self._policy, fp32_modules=tuple(fp32))
         inputs.check_models([model], plan)
         session = new_session(self._policy, ScaleRule(), models=[model])
@@ -271,9 +281,9 @@ class _Trials:
                 undo.pop_all()
             if trace:
                 self.trace = RoundingTrace(model)
-            tracing = self.trace if trace else nullcontext()
-            with tracing, preserve_state(model, self._arguments):
-                with casts_off():
+            context = self.trace if trace else nullcontext()
+            with context, common.preserve_state(model, self._arguments):
+                with common.casts_off():
                     loss = session.region.run(self._loss, model)
                 gradients = _gradients(model, loss)
             return self._error(gradients)
@@ -282,7 +292,7 @@ class _Trials:
 
     def _in_fp32(self) -> dict[str, Tensor]:
         model = copy.deepcopy(self._model)
-        with casts_off(), preserve_state(model, self._arguments):
+        with common.casts_off(), common.preserve_state(model, self._arguments):
             return _gradients(model, self._loss(model))
 
     @torch.enable_grad()
@@ -291,31 +301,40 @@ class _Trials:
         output = model(*given, **keywords)
         return common.loss_of("suggest_fp32", output, self._loss_fn)
 
-    def _error(self, grads: dict[str, Tensor]) -> float:
-        sizes = {name: float(grad.norm()) for name, grad in self._reference.items()}  # sync: a tool
+    def _error(self, gradients: dict[str, Tensor]) -> float:
+        """Returns the distance of the gradients from fp32's; see :class:`Suggestion`."""
+        # sync, here and below: a tool
+        sizes = {name: float(exact.norm()) for name, exact in self._reference.items()}
         least = _NEGLIGIBLE * max(sizes.values(), default=0.0)
-        errors = [
-            float((grads[name] - exact).norm()) / sizes[name]  # sync: as above
-            for name, exact in self._reference.items()
-            if name in grads and not sizes[name] <= least  # NaN, too
-        ]
-        return math.sqrt(sum(error**2 for error in errors) / max(1, len(errors)))
+        squares = []
+        for name, exact in self._reference.items():
+            size = sizes[name]
+            if name not in gradients or size <= least:
+                continue
+            distance = float((gradients[name] - exact).norm())
+            squares.append((distance / size) ** 2)
+        mean = sum(squares) / max(1, len(squares))
+        return math.sqrt(mean)
 
 
 def _failed_module(error: BaseException, names: dict[nn.Module, str]) -> str:
     """Returns the innermost named module whose code raised an error; ``""`` if there is none."""
-    found = ""
     while error.__cause__ is not None:  # amp adds a remedy
         error = error.__cause__
+    innermost = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            found = names.get(module, found)
-    return found
+            innermost = names.get(module, innermost)
+    return innermost
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Returns gradients in fp32."""
-    params = {name: p for name, p in named_parameters(model) if p.requires_grad}
-    grads = zip(params, common.gradients(loss, list(params.values())), strict=True)
-    return {name: grad.to_dense().float() for name, grad in grads if grad is not None}
+    """Returns the gradients of a model's parameters in fp32, by name."""
+    params = {name: param for name, param in named_parameters(model) if param.requires_grad}
+    gradients = common.gradients(loss, list(params.values()))
+    by_name = {}
+    for name, gradient in zip(params, gradients, strict=True):
+        if gradient is not None:
+            by_name[name] = gradient.to_dense().float()
+    return by_name

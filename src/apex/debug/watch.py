@@ -6,8 +6,8 @@ import logging
 import math
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("apex")
 
 
 def _prepared_state(caller: str, optimizer: Any) -> tuple[PreparedOptimizer, Session]:
-    """Returns amp's state for an optimizer, and its session."""
+    """Returns amp's state of an optimizer, and its session."""
     prepared = prepared_state(inner(optimizer))
     if prepared is None or prepared.session is None:
         raise ValueError(
@@ -45,9 +45,9 @@ def _prepared_state(caller: str, optimizer: Any) -> tuple[PreparedOptimizer, Ses
 
 
 def _listen(prepared: PreparedOptimizer, tool: Any) -> Callable[[], None]:
-    """Calls ``tool._end_of_pass`` after each pass of the optimizer; returns what ends that.
+    """Calls ``tool._end_of_pass`` after each pass of the optimizer; returns a function to stop.
 
-    Holds the optimizer weakly.
+    The function does not keep the optimizer alive.
     """
     reference = weakref.ref(prepared)
 
@@ -55,9 +55,9 @@ def _listen(prepared: PreparedOptimizer, tool: Any) -> Callable[[], None]:
         tool._end_of_pass(ended, prepared)
 
     def stop() -> None:
-        known = reference()
-        if known is not None and listener in known.listeners:
-            known.listeners.remove(listener)
+        optimizer = reference()
+        if optimizer is not None and listener in optimizer.listeners:
+            optimizer.listeners.remove(listener)
 
     prepared.listeners.append(listener)
     return stop
@@ -98,12 +98,12 @@ class History:
     ``delay_overflow_check``, ``no_sync``) or that run inside a CUDA graph. For sharded parameters
     the norm covers all shards and requires communication: record on every rank or on none.
 
-    The history keeps neither models nor optimizers alive, and ends when the last reference to it
-    does.
+    The history keeps neither models nor optimizers alive. Recording ends when the history is no
+    longer referenced.
 
     Args:
-        optimizer: An optimizer prepared by ``amp.initialize``. The history ignores passes of
-            others.
+        optimizer: An optimizer prepared by ``amp.initialize``. The history ignores the passes of
+            other optimizers.
         limit: Number of most recent passes to keep (about 200 bytes each); None keeps all.
 
     Raises:
@@ -128,10 +128,13 @@ class History:
         if limit is not None:
             integer("limit", limit, least=1)
         prepared, _ = _prepared_state("History", optimizer)
-        self._readback: Readback[int] = Readback()
-        self._passes: deque[Pass] = deque(maxlen=limit)
+        # Numbers on their way to the host, by loss.
+        self._readback = Readback[int]()
+        self._passes = deque[Pass](maxlen=limit)
+        # Number of passes recorded, including those beyond the limit.
         self._seen = 0
-        self._stop = weakref.finalize(self, _listen(prepared, weakref.proxy(self)))
+        stop_listening = _listen(prepared, weakref.proxy(self))
+        self._stop = weakref.finalize(self, stop_listening)
         self._stop.atexit = False
 
     def __enter__(self) -> History:
@@ -153,25 +156,28 @@ class History:
 
     @property
     def skipped(self) -> int:
-        """How many of ``passes`` overflowed."""
+        """Number of ``passes`` that overflowed."""
         return sum(item.overflow for item in self.passes)
 
     def __str__(self) -> str:
-        """Returns a line for each loss, however many passes there are."""
+        """Returns one line per loss."""
         lines = []
-        for loss_id, own in _by_loss(self.passes).items():
-            skipped = sum(item.overflow for item in own)
-            scales = [item.loss_scale for item in own]
-            norms = [item.grad_norm for item in own if math.isfinite(item.grad_norm)]
+        for loss_id, passes in _by_loss(self.passes).items():
+            count = counted(len(passes), "backward pass", "es")
+            skipped = sum(item.overflow for item in passes)
+            scales = [item.loss_scale for item in passes]
+            norms = [item.grad_norm for item in passes]
+            finite = filter(math.isfinite, norms)
+            largest = max(finite, default=math.nan)
             lines.append(
-                f"Loss {loss_id}: {counted(len(own), 'backward pass', 'es')}, {skipped} skipped; "
+                f"Loss {loss_id}: {count}, {skipped} skipped; "
                 f"scale {scales[-1]:g}, from {min(scales):g} to {max(scales):g}; "
-                f"gradient norm {own[-1].grad_norm:.3g}, at most {max(norms, default=math.nan):.3g}"
+                f"gradient norm {norms[-1]:.3g}, at most {largest:.3g}"
             )
         return "\n".join(lines) or "No backward pass recorded yet."
 
     def to_json(self) -> str:
-        """Returns ``passes`` as a JSON array of objects; a norm of inf or NaN is null."""
+        """Returns ``passes`` as a JSON array of objects; a norm that is inf or NaN is null."""
         return to_json(self.passes)
 
     def to_tensorboard(self, writer: Any, prefix: str = "amp") -> None:
@@ -201,14 +207,15 @@ class History:
             ) from error
         figure = Figure(layout="constrained")
         scales, norms = cast(Any, figure.subplots(2, 1, sharex=True))
-        for loss_id, own in _by_loss(self.passes).items():
-            index = [item.index for item in own]
+        for loss_id, passes in _by_loss(self.passes).items():
             name = f"loss {loss_id}"
-            skipped = [item for item in own if item.overflow]
-            scales.step(index, [item.loss_scale for item in own], where="post", label=name)
-            overflows = [item.index for item in skipped], [item.loss_scale for item in skipped]
-            scales.plot(*overflows, "v", label=f"{name}: overflow, step skipped ({len(skipped)})")
-            norms.plot(index, [item.grad_norm for item in own])
+            index = [item.index for item in passes]
+            scales.step(index, [item.loss_scale for item in passes], where="post", label=name)
+            norms.plot(index, [item.grad_norm for item in passes])
+            skipped = [item for item in passes if item.overflow]
+            index = [item.index for item in skipped]
+            label = f"{name}: overflow, step skipped ({len(skipped)})"
+            scales.plot(index, [item.loss_scale for item in skipped], "v", label=label)
         scales.set(ylabel="loss scale")
         scales.set_yscale("log", base=2)
         scales.legend()
@@ -218,32 +225,42 @@ class History:
     @torch.no_grad()
     @suspend_modes()
     def _end_of_pass(self, ended: BackwardPass, prepared: PreparedOptimizer) -> None:
+        """Starts the copy of a pass's numbers to the host."""
         if ended.failed:
             return
-        norm = _norm(prepared.params())
-        scale = ended.scaler.loss_scale
-        numbers = [scale, ended.scaler.found_inf, norm.to(scale.device, torch.float32)]
-        self._readback.send(ended.scaler.loss_id, torch.stack(numbers))
+        scaler = ended.scaler
+        scale = scaler.loss_scale
+        norm = _norm(prepared.params()).to(scale.device, torch.float32)
+        numbers = torch.stack([scale, scaler.found_inf, norm])
+        self._readback.send(scaler.loss_id, numbers)
         self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
-        for loss_id, (scale, found_inf, norm) in self._readback.poll(wait=wait):
-            self._passes.append(Pass(self._seen, loss_id, scale, found_inf != 0.0, norm))
+        """Records the passes whose numbers have arrived on the host, or waits for all."""
+        for loss_id, numbers in self._readback.poll(wait=wait):
+            scale, found_inf, norm = numbers
+            overflow = found_inf != 0.0
+            self._passes.append(Pass(self._seen, loss_id, scale, overflow, norm))
             self._seen += 1
 
 
-def _by_loss(passes: Sequence[Pass]) -> dict[int, list[Pass]]:
-    losses = sorted({item.loss_id for item in passes})
-    return {loss_id: [item for item in passes if item.loss_id == loss_id] for loss_id in losses}
+def _by_loss(passes: list[Pass]) -> dict[int, list[Pass]]:
+    """Returns the passes of each loss, in order of the losses."""
+    by_loss = defaultdict[int, list[Pass]](list)
+    for item in passes:
+        by_loss[item.loss_id].append(item)
+    return dict(sorted(by_loss.items()))
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
-    grads = [dtensor.summed_values(grad) for param in params if (grad := param.grad) is not None]
-    if dtensor.any_dtensor(grads):
-        norm = torch.nn.utils.get_total_norm(grads)
-        return norm.full_tensor() if dtensor.is_dtensor(norm) else norm
-    # In fp32: of 16-bit gradients, torch returns a 16-bit norm.
-    return norms.global_norm(grads)
+    """Returns the L2 norm of the parameters' gradients, over all shards."""
+    grads = [dtensor.summed_values(param.grad) for param in params if param.grad is not None]
+    if not dtensor.any_dtensor(grads):
+        return norms.global_norm(grads)  # in fp32: torch's norm has the gradients' dtype
+    norm = torch.nn.utils.get_total_norm(grads)
+    if dtensor.is_dtensor(norm):
+        norm = norm.full_tensor()
+    return norm
 
 
 # -- arm -------------------------------------------------------------------------------------------
@@ -253,13 +270,13 @@ def arm(optimizer: Any, after_skips: int = 3) -> AutoTrace:
     """Traces one step automatically once steps keep being skipped, and reports the cause.
 
     The handle waits for ``after_skips`` consecutive skips of one loss, whose scale is dynamic (O1,
-    O2). Then :func:`apex.debug.trace_overflow` traces everything up to the end of that loss's next
-    backward pass, also what else runs in between. If it finds a fault, the handle logs the report
-    as a warning to the logger ``apex`` and disarms itself. It stays armed, silently, if the step is
-    clean or if only the scaled gradients overflow: a dynamic scale finds its value by such skips.
-    Steps that are not traced cost no extra host sync and no extra kernel.
+    O2). Then :func:`apex.debug.trace_overflow` traces every operator up to the end of that loss's
+    next backward pass. If it finds a fault, the handle logs the report as a warning to the logger
+    ``apex`` and disarms itself. If the step is clean, or only the scaled gradients overflow, the
+    handle stays armed and logs nothing: such skips make a dynamic scale back off. Steps that are
+    not traced cost no extra host sync and no extra kernel.
 
-    With several processes, each traces itself, and logs a fault of its own.
+    With several processes, each process traces its own operators, and logs its own faults.
 
     Args:
         optimizer: An optimizer prepared by ``amp.initialize``.
@@ -304,12 +321,13 @@ class AutoTrace:
     def __init__(self, prepared: PreparedOptimizer, after_skips: int) -> None:
         self.trace: OverflowTrace | None = None
         self._after_skips = after_skips
+        # Of the running trace: its loss, None without a trace, and its thread.
         self._traced_loss: int | None = None
         self._thread = 0
         self._stop_listening = _listen(prepared, self)
 
     def disarm(self) -> None:
-        """Stops listening, and ends a trace started by this thread; idempotent."""
+        """Stops listening, and ends a trace that this thread started; idempotent."""
         self._stop_listening()
         self._stop()
 
@@ -334,15 +352,17 @@ class AutoTrace:
         self._thread = threading.get_ident()
 
     def _stop(self) -> None:
-        own_thread = threading.get_ident() == self._thread  # modes are per thread
-        if self._traced_loss is not None and self.trace is not None and own_thread:
+        is_own_thread = threading.get_ident() == self._thread  # modes are per thread
+        if self._traced_loss is not None and self.trace is not None and is_own_thread:
             self._traced_loss = None
             with suspend_modes(self.trace.mode):
                 self.trace.__exit__(None, None, None)
 
     def _report(self) -> None:
-        first = None if self.trace is None else self.trace.first
-        # A dynamic scale that is finding its value, or what the skipped step has left.
+        first = None
+        if self.trace is not None:
+            first = self.trace.first
+        # A dynamic scale backs off, or the skipped step has left its gradients.
         if first is None or first.cause in ("loss scale", "gradients"):
             return
         text = f"{self._after_skips} or more consecutive steps were skipped. {self.trace}"

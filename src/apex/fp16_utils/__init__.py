@@ -1,6 +1,6 @@
 """apex's first mixed-precision tools: half models, master parameters, ``FP16_Optimizer``.
 
-For old scripts. In new ones, use :mod:`apex.amp`, whose level O2 does all of this.
+They support old scripts. New scripts use :mod:`apex.amp`; its level O2 does all of this.
 """
 
 from apex.fp16_utils.fp16_optimizer import FP16_Optimizer

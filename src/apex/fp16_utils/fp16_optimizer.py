@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from apex._core import arguments
+from apex._core.param_groups import params_of
 from apex._core.scale import checked_static
 from apex.fp16_utils.loss_scaler import DynamicLossScaler
 from apex.fp16_utils.master_wrapper import MasterWrapper
-
-_NAMES = "_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter"
-"""What the loss scalers of apex's files hold."""
 
 
 class _Scale(DynamicLossScaler):
@@ -35,10 +32,10 @@ class _Scale(DynamicLossScaler):
 
 
 class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
-    """Steps fp32 masters of a model's 16-bit parameters, with a static or dynamic loss scale.
+    """Updates fp32 masters of a model's 16-bit parameters, with a static or dynamic loss scale.
 
-    Masters get their gradients in ``backward``. See :class:`apex.optimizers.FP16_Optimizer` for
-    the form of 2019, which gives them in ``step``.
+    Masters get their gradients in ``backward``. The class of 2019,
+    :class:`apex.optimizers.FP16_Optimizer`, copies the gradients in ``step``.
     """
 
     clip_grad_norm = staticmethod(nn.utils.clip_grad_norm_)
@@ -78,7 +75,11 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         """Returns the gradients of each group's parameters; ``None`` after an overflow."""
         if self.overflow:
             return None
-        return [[param.grad for param in params] for params in self._stepped()]
+        grads_by_group = []
+        for params in self._stepped():
+            grads = [param.grad for param in params]
+            grads_by_group.append(grads)
+        return grads_by_group
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clips the gradients of the optimizer's parameters by their total norm.
@@ -91,24 +92,29 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             The norm before clipping, or -1 after an overflow.
         """
         norms = arguments.clipping("FP16_Optimizer.clip_master_grads", max_norm, norm_type)
-        return -1 if self.overflow else self.clip_grad_norm([*chain(*self._stepped())], *norms)
+        if self.overflow:
+            return -1
+        return self.clip_grad_norm(params_of(self.optimizer), *norms)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the masters and rounds them into the model; does nothing after an overflow.
+        """Updates the masters and rounds them into the model; does nothing after an overflow.
 
         Args:
             closure: Clears the gradients, computes the loss, calls ``backward`` of this object
                 and returns the loss. It is called again while its gradients overflow.
 
         Raises:
-            RuntimeError: If the masters lack gradients because ``update_master_grads`` was not
-                called, nor ``backward``, or a closure overflows at the smallest loss scale.
+            RuntimeError: If the masters lack gradients because neither ``update_master_grads`` nor
+                ``backward`` was called, or if a closure overflows at the smallest loss scale.
         """
         if closure is not None:
             self.overflow = False
             return self._step_masters(functools.partial(self._evaluate, closure))
-        pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
-        if self._pending or any(own.grad is not None and m.grad is None for own, m in pairs):
+        lacks_grads = self._pending
+        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+            if param.grad is not None and master.grad is None:
+                lacks_grads = True
+        if lacks_grads:
             raise RuntimeError(
                 "FP16_Optimizer.step got gradients that the masters do not have yet. Call "
                 "update_master_grads() after the last backward(..., update_master_grads=False), "
@@ -117,7 +123,8 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
         return self._step_masters()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        self._master_params_to_model_params()  # the optimizer has moved the masters
+        """Calls the closure until its gradients do not overflow; returns its last result."""
+        self._master_params_to_model_params()  # the optimizer may have updated the masters
         loss = closure()
         while self.overflow:
             if self.loss_scale <= self.loss_scaler.rule().least:
@@ -144,17 +151,19 @@ class FP16_Optimizer(MasterWrapper):  # noqa: N801 - apex's name
             "first_closure_call_this_step": self.first_closure_call_this_step,
         }
 
-    def _scale_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _loaded_scale(self, state: Mapping[str, Any]) -> dict[str, Any]:
         saved = state["loss_scaler"]
-        if not isinstance(saved, dict):  # files of apex hold the scaler of `apex.amp`, or an older
-            saved = {name: getattr(saved, name) for name in _NAMES if hasattr(saved, name)}
-        scale = saved.get("_loss_scale") or saved.get("cur_scale")
-        updates = saved.get("_unskipped", saved.get("cur_iter", 0))
+        if isinstance(saved, dict):
+            value_of: Any = saved.get
+        else:  # apex's files hold a scaler object: apex.amp's, or an older one
+            value_of = functools.partial(getattr, saved)
+        scale = value_of("_loss_scale", None) or value_of("cur_scale", None)
+        updates = value_of("cur_iter", 0)
         return {
             "dynamic": bool(state["dynamic_loss_scale"]),
             "cur_scale": checked_static(scale, "loss_scaler"),
-            "cur_iter": int(updates),
-            "last_overflow_iter": int(saved.get("last_overflow_iter", -1)),
+            "cur_iter": int(value_of("_unskipped", updates)),
+            "last_overflow_iter": int(value_of("last_overflow_iter", -1)),
         }
 
     def _saved_groups(self) -> list[list[nn.Parameter]]:

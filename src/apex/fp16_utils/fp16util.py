@@ -50,31 +50,35 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
     Changes the network in place. :class:`FP16Model` keeps the names in its ``state_dict``.
     """
-    return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
+    half = convert_network(network, torch.float16)
+    return nn.Sequential(tofp16(), BN_convert_float(half))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating parameters, gradients and buffers of one module, without its children.
+    """Casts the floating-point parameters, gradients and buffers of a module, not its children.
 
     Raises:
-        TypeError: If ``module`` is not a module, or ``dtype`` not a floating dtype.
+        TypeError: If ``module`` is not a module, or ``dtype`` is not a floating-point dtype.
     """
     arguments.module("convert_module", module)
     value: object = dtype
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise TypeError(f"dtype is {dtype!r}; it must be a floating dtype, such as torch.float16.")
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        if dtypes.is_castable(tensor):
-            tensor.data = tensor.data.to(dtype)
-            if tensor.grad is not None:
-                tensor.grad.data = tensor.grad.data.to(dtype)
+    params = module.parameters(recurse=False)
+    buffers = module.buffers(recurse=False)
+    for tensor in (*params, *buffers):
+        if not dtypes.is_castable(tensor):
+            continue
+        tensor.data = tensor.data.to(dtype)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(dtype)
 
 
 def convert_network(network: Module, dtype: torch.dtype) -> Module:
     """Casts a network in place, except batch norm with a weight and a bias; returns it.
 
     Raises:
-        TypeError: If ``network`` is not a module, or ``dtype`` not a floating dtype.
+        TypeError: If ``network`` is not a module, or ``dtype`` is not a floating-point dtype.
     """
     arguments.module("convert_network", network)
     for module in network.modules():
@@ -110,16 +114,18 @@ def prep_param_lists(
 
     Args:
         model: Any model.
-        flat_master: Whether to make one master that holds all parameters, with a gradient. They may
-            have several dtypes, but only one device.
+        flat_master: Whether to create one flat master of all parameters, with a gradient. The
+            parameters may have several dtypes, but must be on one device.
     """
     arguments.module("prep_param_lists", model)
     params = [param for param in model.parameters() if param.requires_grad]
+    values = [param.detach() for param in params]
     if not arguments.flag("flat_master", flat_master):
-        return params, [make_master(param.detach().clone()) for param in params]
-    flat = nn.Parameter(flatten([param.detach() for param in params]).to(torch.float32))
-    flat.grad = torch.zeros_like(flat)
-    return params, [flat]
+        return params, [make_master(value.clone()) for value in values]
+    flat_values = flatten(values).to(torch.float32)
+    master = nn.Parameter(flat_values)
+    master.grad = torch.zeros_like(master)
+    return params, [master]
 
 
 def model_grads_to_master_grads(
@@ -129,17 +135,19 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copies the model's gradients to the masters, in fp32.
 
-    Where a parameter has no gradient, its master has none afterwards, and a flat master has zeros.
+    If a parameter has no gradient, its master gets none; a flat master gets zeros for it.
 
     Raises:
         ValueError: If the lists do not match, or are swapped.
     """
     model_params, master_params = _fitting(model_params, master_params, flat_master)
+    grads = []
     if flat_master:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        for param in model_params:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            grads.append(grad)
         master_params[0].grad = flatten(grads).float()
         return
-    grads = []
     receivers = []
     for param, master in zip(model_params, master_params, strict=True):
         master.grad = None
@@ -169,7 +177,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> Any:
-    """Returns the value of a tensor, or the first item of a sequence. Waits for the device."""
+    """Returns the value of a tensor, or the first item of a sequence; synchronizes."""
     return t.item() if isinstance(t, Tensor) else t[0]  # sync: the caller asks for a host number
 
 
@@ -180,17 +188,20 @@ def _keeps_fp32(module: nn.Module) -> bool:
 def _fitting(
     model: Iterable[nn.Parameter], masters: Iterable[nn.Parameter], flat_master: bool
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns both arguments as lists; raises ValueError if they do not match or are swapped."""
     model = list(model)
     masters = list(masters)
     sizes = [param.numel() for param in model]
     master_sizes = [param.numel() for param in masters]
-    if master_sizes != ([sum(sizes)] if flat_master else sizes):
+    expected_sizes = [sum(sizes)] if flat_master else sizes
+    if master_sizes != expected_sizes:
         raise ValueError(
             f"The masters hold {master_sizes} elements, the model's parameters {sizes} "
             f"(flat_master={flat_master}). Pass the two lists that one prep_param_lists call "
             "returned, and the same flat_master."
         )
-    if any(map(dtypes.is_low_precision, masters)) and not any(map(dtypes.is_low_precision, model)):
+    has_low_masters = any(map(dtypes.is_low_precision, masters))
+    if has_low_masters and not any(map(dtypes.is_low_precision, model)):
         raise ValueError(
             "The masters are in 16 bits and the model's parameters are not: the lists are "
             "swapped. Pass the model's parameters first, then the masters."
@@ -199,7 +210,7 @@ def _fitting(
 
 
 def backwards_debug_hook(grad: Tensor) -> None:
-    """Raises RuntimeError, as a hook on a master: autograd must not reach masters."""
+    """Raises RuntimeError; a hook for masters, which autograd must not reach."""
     raise RuntimeError(
         f"A master got a gradient of shape {tuple(grad.shape)} from a backward pass. Compute the "
         "loss from the model's parameters, not from the masters."

@@ -53,7 +53,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that falls on overflow and grows after ``scale_window`` clean steps.
+    """A loss scale that backs off on overflow and grows after ``scale_window`` clean steps.
 
     It never falls below 1. The script calls ``has_overflow``, skips the step if it returns True,
     and calls ``update_scale``.
@@ -107,7 +107,9 @@ class DynamicLossScaler(LossScaler):
     def growth_tracker(self) -> int:
         """Steps without overflow since the scale last changed."""
         steps = self.cur_iter - self.last_overflow_iter - 1
-        return steps % self.rule().growth_interval if self.dynamic else steps
+        if self.dynamic:
+            return steps % self.rule().growth_interval
+        return steps
 
     def update_scale(self, overflow: bool) -> None:
         """Updates the scale after one backward pass."""
@@ -119,7 +121,7 @@ class DynamicLossScaler(LossScaler):
         self.cur_iter += 1
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Returns whether the gradient of any parameter holds inf or NaN. Waits for the device."""
+        """Returns whether the gradient of any parameter holds inf or NaN; synchronizes."""
         return _any_non_finite([param.grad for param in params if param.grad is not None])
 
     @staticmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -25,7 +24,10 @@ from apex.fp16_utils.loss_scaler import DynamicLossScaler
 _log = logging.getLogger("apex")
 
 _SCALE = "dynamic_loss_scale", "cur_scale", "cur_iter"
-_RULE = "last_overflow_iter", "scale_factor", "scale_window"
+"""Entries of the loss scale in every state dict."""
+
+_ALL_OF_SCALE = *_SCALE, "last_overflow_iter", "scale_factor", "scale_window"
+"""All entries of the loss scale; files of apex contain the last three only for a dynamic scale."""
 
 
 def forwarded(part: str, name: str) -> Any:
@@ -38,23 +40,25 @@ def forwarded(part: str, name: str) -> Any:
 
 
 class MasterWrapper:
-    """Steps fp32 masters of a model's 16-bit parameters, with a static or dynamic loss scale.
+    """Updates fp32 masters of a model's 16-bit parameters, with a static or dynamic loss scale.
 
-    ``loss.backward()`` becomes ``optimizer.backward(loss)``; the rest of the loop stays. New
-    scripts use :func:`apex.amp.initialize` at level O2.
+    ``loss.backward()`` becomes ``optimizer.backward(loss)``; the rest of the loop does not change.
+    New scripts use :func:`apex.amp.initialize` at level O2.
 
     Attributes:
         optimizer: The wrapped optimizer, whose groups hold the masters.
-        state, param_groups: The optimizer's.
+        state, param_groups: The attributes of the optimizer.
         loss_scaler: The loss scale, with the attributes ``cur_scale`` to ``scale_window``.
         loss_scale: The current loss scale (multiplier).
         dynamic_loss_scale: Whether overflows and clean steps change the scale.
-        overflow: Whether the masters' latest gradients held inf or NaN; the step is then skipped.
+        overflow: Whether the masters' latest gradients held inf or NaN, so that ``step`` does
+            nothing.
         verbose: Whether overflows are logged.
         fp16_groups: The model's 16-bit parameters with masters, per group.
         fp32_from_fp16_groups: Their masters.
-        fp32_from_fp32_groups: The fp32 parameters of each group, stepped directly.
-        all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: The same, in a row.
+        fp32_from_fp32_groups: The fp32 parameters per group, which have no masters.
+        all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: The parameters of
+            these lists, without groups.
     """
 
     _with_frozen = True
@@ -77,7 +81,7 @@ class MasterWrapper:
     param_groups = forwarded("optimizer", "param_groups")
     loss_scale = forwarded("loss_scaler", "cur_scale")
     dynamic_loss_scale = forwarded("loss_scaler", "dynamic")
-    cur_scale = forwarded("loss_scaler", "cur_scale")
+    cur_scale = loss_scale
     cur_iter = forwarded("loss_scaler", "cur_iter")
     last_overflow_iter = forwarded("loss_scaler", "last_overflow_iter")
     scale_factor = forwarded("loss_scaler", "scale_factor")
@@ -91,20 +95,20 @@ class MasterWrapper:
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Replaces the 16-bit parameters in the optimizer's groups by masters.
+        """Replaces the 16-bit parameters in the optimizer's groups with masters.
 
         Args:
             init_optimizer: An optimizer over the model's fp16, bf16 and fp32 parameters.
             static_loss_scale: The scale (multiplier) unless it is dynamic.
-            dynamic_loss_scale: Whether the scale follows the gradients.
+            dynamic_loss_scale: Whether overflows and clean steps change the scale.
             dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window``,
                 ``min_loss_scale`` and ``max_loss_scale`` of a dynamic scale.
             verbose: Whether skipped steps are logged.
 
         Raises:
-            TypeError: If ``init_optimizer`` is not an optimizer or holds parameters of other
-                dtypes, a flag is no bool, or ``dynamic_loss_args`` has unknown keys. Nothing has
-                changed then.
+            TypeError: If ``init_optimizer`` is not an optimizer, a parameter has another dtype, a
+                flag is not a bool, or ``dynamic_loss_args`` has unknown keys. Nothing has changed
+                then.
             ValueError: If a scale is out of range.
             RuntimeError: If ``amp.initialize`` has prepared the optimizer.
         """
@@ -117,42 +121,62 @@ class MasterWrapper:
         if unknown:
             names = ", ".join(self._scale_options)
             raise TypeError(f"dynamic_loss_args holds {unknown}; it takes {names}.")
-        scale = options.pop("init_scale")
-        self.loss_scaler: Any = self._scale_type(scale if dynamic else static_loss_scale)
+        dynamic_scale = options.pop("init_scale")
+        scale = dynamic_scale if dynamic else static_loss_scale
+        self.loss_scaler: Any = self._scale_type(scale)
         vars(self.loss_scaler).update(options, dynamic=dynamic)
         self.loss_scaler.rule()  # raises for an option out of range
         self.optimizer = init_optimizer
         self.overflow = False
         self.verbose = verbose
-        self._scale: float | None = None  # of the model's gradients, from the first pass on
-        self._pending = False  # whether a pass has added to them since they were unscaled
-        self.fp16_groups: list[list[nn.Parameter]] = []
-        self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
-        self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
-        for params in self._stepped():
-            stepped = [param for param in params if param.requires_grad or self._with_frozen]
-            low = [param for param in stepped if dtypes.is_low_precision(param)]
-            self.fp16_groups.append(low)
-            self.fp32_from_fp16_groups.append([*map(make_master, low)])
-            full = [param for param in stepped if not dtypes.is_low_precision(param)]
-            self.fp32_from_fp32_groups.append(full)
-        self.all_fp16_params = [*chain(*self.fp16_groups)]
-        self.all_fp32_from_fp16_params = [*chain(*self.fp32_from_fp16_groups)]
-        self.all_fp32_from_fp32_params = [*chain(*self.fp32_from_fp32_groups)]
-        ids = map(id, self.all_fp16_params)
-        exchange(init_optimizer, dict(zip(ids, self.all_fp32_from_fp16_params, strict=True)))
+        # The scale of the model's present gradients; None before the first backward pass.
+        self._scale: float | None = None
+        # Whether a backward pass has added to the gradients since they were unscaled.
+        self._pending = False
+        self._make_masters()
         if init_optimizer.state:
-            init_optimizer.load_state_dict(init_optimizer.state_dict())  # casts it to fp32
+            init_optimizer.load_state_dict(init_optimizer.state_dict())  # casts the state to fp32
+
+    def _make_masters(self) -> None:
+        """Creates the lists of parameters and puts masters into the optimizer's groups."""
+        self.fp16_groups = []
+        self.fp32_from_fp16_groups = []
+        self.fp32_from_fp32_groups = []
+        self.all_fp16_params = []
+        self.all_fp32_from_fp16_params = []
+        self.all_fp32_from_fp32_params = []
+        masters_by_id = {}
+        for params in self._stepped():
+            low = []
+            masters = []
+            full = []
+            for param in params:
+                if not param.requires_grad and not self._with_frozen:
+                    continue
+                if not dtypes.is_low_precision(param):
+                    full.append(param)
+                    continue
+                master = make_master(param)
+                masters_by_id[id(param)] = master
+                low.append(param)
+                masters.append(master)
+            self.fp16_groups.append(low)
+            self.fp32_from_fp16_groups.append(masters)
+            self.fp32_from_fp32_groups.append(full)
+            self.all_fp16_params.extend(low)
+            self.all_fp32_from_fp16_params.extend(masters)
+            self.all_fp32_from_fp32_params.extend(full)
+        exchange(self.optimizer, masters_by_id)
 
     def _stepped(self) -> list[list[nn.Parameter]]:
-        """Returns what the optimizer steps, per group."""
+        """Returns the parameters that the optimizer updates, per group."""
         return [group["params"] for group in self.optimizer.param_groups]
 
     def _master_params_to_model_params(self) -> None:
         master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
 
     def maybe_print(self, msg: object) -> None:
-        """Logs ``msg`` (logger ``apex``) where ``verbose`` is set."""
+        """Logs ``msg`` (logger ``apex``) if ``verbose`` is set."""
         if self.verbose:
             _log.warning("%s", msg)
 
@@ -162,9 +186,9 @@ class MasterWrapper:
         """Clears the gradients of masters and model.
 
         Args:
-            set_grads_to_None: Whether to remove them instead of setting them to zero.
+            set_grads_to_None: Whether to remove gradients instead of setting them to zero.
         """
-        for param in chain(*self._stepped(), *self.fp16_groups):
+        for param in (*params_of(self.optimizer), *self.all_fp16_params):
             if set_grads_to_None:
                 param.grad = None
             elif param.grad is not None:
@@ -175,7 +199,7 @@ class MasterWrapper:
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Runs the backward pass of the loss times the scale, in fp32; several calls accumulate.
 
-        All passes of a sum use the scale of its first.
+        All passes that accumulate use the scale of the first.
         """
         arguments.loss("FP16_Optimizer.backward", loss)
         scale = self._scale or self.loss_scale
@@ -183,30 +207,33 @@ class MasterWrapper:
             unscale_(values_of(self.all_fp32_from_fp32_params), scale)
         self._scale = scale
         self._pending = True
-        torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
+        scaled_loss = loss.float() * scale
+        torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
         """Copies the model's gradients to the masters, divided by the scale; updates the scale.
 
-        Gradients of passes that the script ran itself count as multiplied by the present scale, as
-        in apex. A check of gradients synchronizes, because ``overflow`` is on the host.
+        As in apex, gradients from other backward passes count as multiplied by the present scale. A
+        check of gradients synchronizes, because ``overflow`` is on the host.
         """
         scale = self._scale or self.loss_scale
         self._pending = False
         masters = self.all_fp32_from_fp16_params
         model_grads_to_master_grads(self.all_fp16_params, masters)
-        values = values_of(masters + self.all_fp32_from_fp32_params)
-        device = values[0].device if values else torch.device("cpu")
+        grads = values_of(masters + self.all_fp32_from_fp32_params)
+        device = grads[0].device if grads else torch.device("cpu")
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        unscale_and_check_(values, torch.full_like(found_inf, 1.0 / scale), found_inf)
-        checks = self._checks_static or self.loss_scaler.dynamic
-        self.overflow = checks and bool(found_inf)  # sync: apex's `overflow` is a host value
+        inverse_scale = torch.full_like(found_inf, 1.0 / scale)
+        unscale_and_check_(grads, inverse_scale, found_inf)
+        self.overflow = False
+        if self._checks_static or self.loss_scaler.dynamic:
+            self.overflow = bool(found_inf)  # sync: apex's `overflow` is a host value
         self._scale = None if self.overflow else scale
         self.loss_scaler.update_scale(self.overflow)
 
     def step(self, closure: None = None) -> Any:
-        """Steps the masters and rounds them into the model; does nothing after an overflow."""
+        """Updates the masters and rounds them into the model; does nothing after an overflow."""
         if closure is not None:
             raise RuntimeError(
                 "FP16_Optimizer.step of 2019 takes no closure. Use apex.fp16_utils.FP16_Optimizer."
@@ -240,10 +267,10 @@ class MasterWrapper:
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads what ``state_dict`` returned, here or in apex; the model gets rounded masters.
+        """Loads a state dict of this class or of apex's; the model gets the rounded masters.
 
         Raises:
-            ValueError: If it does not fit this optimizer; nothing has changed then.
+            ValueError: If the state does not fit this optimizer. Nothing has changed then.
         """
         state: Any = state_dict if isinstance(state_dict, Mapping) else {}
         missing = [key for key in (*self._keys, self._masters_key) if key not in state]
@@ -252,10 +279,10 @@ class MasterWrapper:
                 f"FP16_Optimizer.load_state_dict got {arguments.kind(state_dict)} without "
                 f"{', '.join(missing)}. Pass what FP16_Optimizer.state_dict() returned."
             )
-        scale = self._scale_in(state)
+        scale = self._loaded_scale(state)
         groups = self._saved_groups()
         saved = state[self._masters_key]
-        saved_sizes = [*map(_shapes, saved)]
+        saved_sizes = [_shapes(values) for values in saved]
         sizes = [_shapes(self._joined(params)) for params in groups]
         if saved_sizes != sizes:
             raise ValueError(
@@ -273,29 +300,37 @@ class MasterWrapper:
         vars(self.loss_scaler).update(scale)
 
     def _saved_scale(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_SCALE, *_RULE)}
+        """Returns the entries of the loss scale in a state dict."""
+        return {name: getattr(self, name) for name in _ALL_OF_SCALE}
 
-    def _scale_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the attributes of the loss scale in a saved state."""
-        scale = {name: state[name] for name in (*_SCALE, *_RULE) if name in state}
+    def _loaded_scale(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the attributes of the loss scale from a state dict."""
+        scale = {}
+        for name in _ALL_OF_SCALE:
+            if name in state:
+                scale[name] = state[name]
         scale["cur_scale"] = checked_static(scale["cur_scale"], "cur_scale")
-        return {"dynamic": bool(scale.pop("dynamic_loss_scale")), **scale}
+        scale["dynamic"] = bool(scale.pop("dynamic_loss_scale"))
+        return scale
 
     def _saved_groups(self) -> list[list[nn.Parameter]]:
-        """Returns the parameters whose values are saved, per group."""
+        """Returns the parameters whose values a state dict contains, per group."""
         return self._stepped()
 
     def _joined(self, params: list[nn.Parameter]) -> Any:
-        """Returns a group's values as they are saved."""
+        """Returns the values of a group in the form of the state dict."""
         return [param.detach() for param in params]
 
     def __getstate__(self) -> NoReturn:
         """Refuses pickling, as apex did."""
-        raise RuntimeError("FP16_Optimizer is saved by its state_dict(), not by copy or pickle.")
+        raise RuntimeError("FP16_Optimizer cannot be copied or pickled; save its state_dict().")
 
 
-def _shapes(group: Any) -> Any:
-    return tuple(group.shape) if isinstance(group, Tensor) else [tuple(t.shape) for t in group]
+def _shapes(values: Any) -> Any:
+    """Returns the shape of flat masters, or the shapes of a list of masters."""
+    if isinstance(values, Tensor):
+        return tuple(values.shape)
+    return [tuple(value.shape) for value in values]
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,12 +15,12 @@ from apex._core import arguments
 
 Activation = Literal["none", "relu", "sigmoid"]
 
-_NAMES: Sequence[Activation] = get_args(Activation)
-_ACTIVATIONS: Sequence[Callable[[Tensor], Tensor]] = (nn.Identity(), torch.relu, torch.sigmoid)
+_NAMES = get_args(Activation)
+_ACTIVATIONS = (nn.Identity(), torch.relu, torch.sigmoid)
 
 
 class MlpFunction(torch.autograd.Function):
-    """`mlp_function` as an autograd function, whose methods DLRM's own function calls."""
+    """`mlp_function` as an autograd function; DLRM calls its methods."""
 
     @staticmethod
     def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -41,11 +41,14 @@ class MlpFunction(torch.autograd.Function):
         trainable = [arg for arg in args if arg.requires_grad]
         with torch.enable_grad():
             output = mlp_function(ctx.bias, ctx.activation, *args)
-            grads = torch.autograd.grad(
-                output, trainable, grad_o.to(output.dtype), create_graph=create_graph
-            )
+            grad_output = grad_o.to(output.dtype)
+            grads = torch.autograd.grad(output, trainable, grad_output, create_graph=create_graph)
         remaining = iter(grads)
-        return None, None, *(next(remaining) if arg.requires_grad else None for arg in args)
+        all_grads = []
+        for arg in args:
+            grad = next(remaining) if arg.requires_grad else None
+            all_grads.append(grad)
+        return None, None, *all_grads
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -67,10 +70,12 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
             "it takes the input, all weights, then (with bias=1) as many biases, and activation 0 "
             "(none), 1 (relu) or 2 (sigmoid)."
         )
+    activate = _ACTIVATIONS[activation]
     hidden, *parameters = args
     for layer in range(layers):
+        weight = parameters[layer]
         layer_bias = parameters[layers + layer] if bias else None
-        hidden = _ACTIVATIONS[activation](F.linear(hidden, parameters[layer], layer_bias))
+        hidden = activate(F.linear(hidden, weight, layer_bias))
     return hidden
 
 
@@ -87,8 +92,8 @@ class MLP(nn.Module):
         activation: ``"none"``, ``"relu"`` or ``"sigmoid"``, after every layer including the last.
 
     Raises:
-        TypeError: If the activation is invalid, or the sizes are no sequence.
-        ValueError: If there are fewer than two sizes, or one is no positive integer.
+        TypeError: If the activation is invalid, or the sizes are not a sequence.
+        ValueError: If there are fewer than two sizes, or one is not a positive integer.
     """
 
     def __init__(
@@ -106,9 +111,11 @@ class MLP(nn.Module):
         self.bias = int(arguments.flag("bias", bias))
         self.activation = _NAMES.index(activation)
         for layer, (before, after) in enumerate(itertools.pairwise(self.mlp_sizes)):
-            self.register_parameter(f"weight_{layer}", nn.Parameter(torch.empty(after, before)))
+            weight = nn.Parameter(torch.empty(after, before))
+            self.register_parameter(f"weight_{layer}", weight)
             if self.bias:
-                self.register_parameter(f"bias_{layer}", nn.Parameter(torch.empty(after)))
+                layer_bias = nn.Parameter(torch.empty(after))
+                self.register_parameter(f"bias_{layer}", layer_bias)
         self.reset_parameters()
 
     @property
@@ -124,9 +131,11 @@ class MLP(nn.Module):
     def reset_parameters(self) -> None:
         """Reinitializes weights and biases."""
         for weight in self.weights:
-            nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
+            variance = 2.0 / sum(weight.shape)
+            nn.init.normal_(weight, 0.0, math.sqrt(variance))
         for bias in self.biases:
-            nn.init.normal_(bias, 0.0, math.sqrt(1.0 / bias.numel()))
+            variance = 1.0 / bias.numel()
+            nn.init.normal_(bias, 0.0, math.sqrt(variance))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - apex's and torch's name
         """Returns ``[*, mlp_sizes[-1]]`` for an input ``[*, mlp_sizes[0]]``."""

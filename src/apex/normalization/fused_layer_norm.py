@@ -1,7 +1,7 @@
 """Fused norms: modules, functions and autograd functions with apex's names, on torch's kernels.
 
 The result of a fused norm has the input's dtype; the result of a mixed norm has the weight's dtype.
-Under autocast, both have autocast's dtype, unlike torch's layer norm, whose result is fp32.
+Under autocast, both have autocast's dtype; the result of torch's own layer norm is fp32.
 
 Sources: Ba et al., "Layer Normalization", arXiv:1607.06450; Zhang and Sennrich, "Root Mean Square
 Layer Normalization", arXiv:1910.07467.
@@ -67,7 +67,10 @@ def _norm(
     under_autocast = is_under_autocast(input)
     if under_autocast and autocasts and input.dtype is not torch.float64:  # as autocast: fp64 stays
         out = torch.get_autocast_dtype(input.device.type)
-    dtypes = {out, *(tensor.dtype for tensor in (input, weight, bias) if tensor is not None)}
+    dtypes = {out, input.dtype}
+    for param in (weight, bias):
+        if param is not None:
+            dtypes.add(param.dtype)
     if under_autocast:
         dtypes.add(torch.float32)  # autocast's own kernels compute norms in fp32
     if len(dtypes) > 1:
@@ -82,6 +85,7 @@ def _norm(
 
 
 def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """Returns the dtype to which torch promotes all of ``dtypes``."""
     for dtype in dtypes:
         if dtype not in CASTABLE:
             raise TypeError(
@@ -105,7 +109,9 @@ class _NormFunction(PlainFunction):
     def _of(
         cls, input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        out = weight.dtype if cls._mixed and weight is not None else input.dtype
+        out = input.dtype
+        if cls._mixed and weight is not None:
+            out = weight.dtype
         return _norm(
             input, shape, weight, bias, eps, out=out, centered=cls._centered, autocasts=False
         )
@@ -200,20 +206,22 @@ class _FusedNorm(nn.Module):
         super().__init__()
         self.normalized_shape = _size(type(self).__name__, normalized_shape)
         self.eps = eps
-        elementwise_affine = flag("elementwise_affine", elementwise_affine)
-        self.elementwise_affine = elementwise_affine
+        self.elementwise_affine = flag("elementwise_affine", elementwise_affine)
         self.memory_efficient = flag("memory_efficient", memory_efficient)
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
         for name in ("weight", "bias") if self._centered else ("weight",):
-            param = nn.Parameter(torch.empty(self.normalized_shape)) if elementwise_affine else None
+            param = None
+            if self.elementwise_affine:
+                param = nn.Parameter(torch.empty(self.normalized_shape))
             self.register_parameter(name, param)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the weight to ones and the bias, if any, to zeros."""
         for name, param in self.named_parameters():
-            nn.init.constant_(param, float(name == "weight"))
+            value = 1.0 if name == "weight" else 0.0
+            nn.init.constant_(param, value)
 
     def _out_dtype(self, input: Tensor) -> torch.dtype:
         """Returns the result's dtype without autocast."""
@@ -415,10 +423,11 @@ def manual_rms_norm(
     This is the dtype of a low-precision weight, or otherwise the widest of input, weight and fp32.
     """
     out = torch.promote_types(input.dtype, torch.float32)
-    if weight is not None and weight.dtype in LOW_PRECISION:
-        out = weight.dtype
-    elif weight is not None:
-        out = torch.promote_types(out, weight.dtype)
+    if weight is not None:
+        if weight.dtype in LOW_PRECISION:
+            out = weight.dtype
+        else:
+            out = torch.promote_types(out, weight.dtype)
     return _norm(
         input, normalized_shape, weight, None, eps, out=out, centered=False, autocasts=False
     )

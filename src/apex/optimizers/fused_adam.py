@@ -16,13 +16,13 @@ from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.norms import global_norm
 from apex._core.foreach.working import math_dtype, store
 from apex._torch.copies import as_tensor, moved
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, gradients_of
 
 
 class FusedAdam(FusedOptimizer):
     """AdamW, or Adam with ``adam_w_mode=False``.
 
-    Steps 16-bit parameters in fp32 with fp32 state and rounds once.
+    Updates 16-bit parameters in fp32, with fp32 state, and rounds once.
 
     Attributes:
         adam_w_mode: 1 for decoupled weight decay, else 0.
@@ -31,8 +31,9 @@ class FusedAdam(FusedOptimizer):
         master_weights: Whether 16-bit parameters have fp32 masters in the state.
     """
 
-    # Those of optimizers in files of earlier releases.
-    adam_w_mode = eps_mode = 1
+    # Defaults for optimizers in files of earlier releases, which lack these attributes.
+    adam_w_mode = 1
+    eps_mode = 1
     master_weights = False
 
     steps_dtensors = True
@@ -76,8 +77,8 @@ class FusedAdam(FusedOptimizer):
             capturable: Whether learning rate and step count are device tensors, so that a step
                 can be captured in a CUDA graph.
             master_weights: Whether 16-bit parameters get fp32 masters; needs ``capturable``.
-            max_grad_norm: Greatest norm of a group's gradients; 0 for no clipping. An argument of
-                apex's first FusedAdam, as are the next three.
+            max_grad_norm: Greatest norm of a group's gradients; 0 for no clipping. This argument
+                and the next three are from apex's first FusedAdam.
             eps_inside_sqrt: Whether to add ``eps`` inside the square root.
             use_mt: Ignored: all parameters are always updated together.
             amp_scale_adjustment: Must be 1: amp unscales gradients before the step.
@@ -86,7 +87,6 @@ class FusedAdam(FusedOptimizer):
             RuntimeError: If ``amsgrad`` is set, or ``master_weights`` without ``capturable``.
             ValueError: If a value is out of range.
         """
-        del use_mt
         if master_weights and not capturable:
             raise RuntimeError(
                 "FusedAdam supports master_weights=True only with capturable=True. Pass both, or "
@@ -100,7 +100,7 @@ class FusedAdam(FusedOptimizer):
                 f"amp_scale_adjustment is {amp_scale_adjustment!r}; it must be 1, because amp "
                 "unscales gradients before the step."
             )
-        # The base's constructor calls add_param_group, which reads it.
+        # Before the base's constructor, which calls add_param_group, which reads it.
         self.capturable = flag("capturable", capturable)
         super().__init__(params, defaults, set_grad_none)
         self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
@@ -120,7 +120,7 @@ class FusedAdam(FusedOptimizer):
 
         Args:
             closure: Recomputes the loss; called once, before the step.
-            grads: Not supported: an argument of apex's first FusedAdam, as are the next three.
+            grads: Not supported. This argument and the next three are from apex's first FusedAdam.
             output_params: Not supported.
             scale: Not supported.
             grad_norms: Not supported.
@@ -141,22 +141,26 @@ class FusedAdam(FusedOptimizer):
     def prepare(self, batches: list[Batch]) -> None:
         """Clips the gradients of each group that has a greatest norm."""
         for index, group in enumerate(self.param_groups):
-            of_group = [batch for batch in batches if batch.group is group]
             largest = float(group.get("max_grad_norm", 0.0))  # later releases of apex have none
-            if not (of_group and largest):
+            if not largest:
+                continue
+            own_batches = [batch for batch in batches if batch.group is group]
+            if not own_batches:
                 continue
             if self._norms is None:
-                norm = global_norm([grad for batch in of_group for grad in batch.grads])
+                norm = global_norm(gradients_of(own_batches))
             else:
-                norm = as_tensor(self._norms[index], of_group[0].device)
+                norm = as_tensor(self._norms[index], own_batches[0].device)
             divisor = ((norm + 1e-6) / largest).clamp(min=1.0)
-            for batch in of_group:
+            for batch in own_batches:
                 wide = [grad.to(math_dtype(grad)) for grad in batch.grads]
-                batch.grads = list(torch._foreach_div(wide, moved(divisor, batch.device)))
+                clipped = torch._foreach_div(wide, moved(divisor, batch.device))
+                batch.grads = list(clipped)
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
-        targets = self.masters(batch, LOW_PRECISION if self.master_weights else ())
+        dtypes = LOW_PRECISION if self.master_weights else ()
+        targets = self.masters(batch, dtypes)
         adam_(
             batch.grads,
             targets,
@@ -173,4 +177,4 @@ class FusedAdam(FusedOptimizer):
         return batch.adam_rule(self.adam_w_mode, eps_inside_sqrt=self.eps_mode == 0)
 
     _norms: list[Any] | None = None
-    """The norm of each group's gradients, if the caller of ``step`` knows them."""
+    """The norm of each group's gradients, if the caller of ``step`` passes them."""

@@ -10,14 +10,13 @@ import amp_C
 from apex._core.arguments import flag, in_range
 from apex._core.foreach.lamb import clip_divisor, lamb_
 from apex._core.foreach.norms import global_norm
-from apex._core.foreach.scalars import Scalar
 from apex._core.foreach.working import store
 from apex._torch.copies import as_tensor
-from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
+from apex.optimizers.fused_optimizer import Batch, FusedOptimizer, gradients_of
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB: gradients clipped to one global norm, and a learning rate of its own per tensor.
+    """LAMB: clips gradients to one global norm, and scales the learning rate of each tensor.
 
     Attributes:
         adam_w_mode: 1 for decoupled weight decay, else 0.
@@ -75,12 +74,12 @@ class FusedLAMB(FusedOptimizer):
         self.use_nvlamb = flag("use_nvlamb", use_nvlamb)
 
     def prepare(self, batches: list[Batch]) -> None:
-        """Takes the global norm of all gradients."""
+        """Computes the divisor of all gradients from their global norm."""
         largest = self.defaults["max_grad_norm"]
-        grads = [grad for batch in batches for grad in batch.grads]
-        self._divisor: Scalar = 1.0
-        if grads and largest:
-            self._divisor = clip_divisor(global_norm(grads), largest)
+        self._divisor: float | Tensor = 1.0
+        if largest:
+            norm = global_norm(gradients_of(batches))
+            self._divisor = clip_divisor(norm, largest)
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""

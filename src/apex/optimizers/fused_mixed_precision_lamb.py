@@ -20,8 +20,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     capturable = True
 
-    multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
-    # apex's name; its arguments differ from the arguments of the base class's function.
+    # apex's name; its arguments differ from those of the base class's function.
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)  # type: ignore[assignment]
 
     def __init__(
@@ -42,11 +41,22 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     ) -> None:
         """Creates the optimizer after ``step`` steps.
 
-        Parameters of ``reduced_precision_dtype`` get fp32 masters. Other arguments and errors are
-        those of :class:`apex.optimizers.FusedLAMB`.
+        Parameters of ``reduced_precision_dtype`` get fp32 masters. For other arguments and errors,
+        see :class:`apex.optimizers.FusedLAMB`.
         """
-        flags = (amsgrad, adam_w_mode, grad_averaging, True, max_grad_norm, use_nvlamb)
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, *flags)
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
         self.defaults["step"] = step
         self.reduced_precision_dtype = reduced_precision_dtype
         for group in self.param_groups:

@@ -14,7 +14,7 @@ from apex._torch.copies import as_tensor
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 NORM = "exp_avg_sq"
-"""The state key of a running norm, 0-d. The name is apex's, although it is not a square."""
+"""State key of a running norm, 0-d. apex chose the name, although it is not a square."""
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -80,10 +80,12 @@ class FusedNovoGrad(FusedOptimizer):
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
         start = 0.0 if batch.group["init_zero"] else NOT_STARTED
+        running = []
         for param in batch.params:
-            if NORM not in self.state[param]:
-                self.state[param][NORM] = as_tensor(start, param.device)
-        running = [self.state[param][NORM] for param in batch.params]
+            state = self.state[param]
+            if NORM not in state:
+                state[NORM] = as_tensor(start, param.device)
+            running.append(state[NORM])
         norms = stacked(running, batch.device)
         novograd_(
             batch.grads,

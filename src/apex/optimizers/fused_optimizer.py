@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,30 +18,35 @@ from apex._core.dtypes import is_low_precision
 from apex._core.foreach.adam import AdamRule
 from apex._core.foreach.scalars import Scalar, skip_flag
 from apex._core.foreach.working import math_dtype, scale_
-from apex._core.param_groups import params_of, states_in
+from apex._core.param_groups import states_in
 from apex._torch.copies import as_scalar, as_tensor, capturing, moved
 
 MASTER = "master_param"
-"""The state key of an fp32 master that the optimizer keeps of a 16-bit parameter."""
+"""State key of the fp32 master that the optimizer keeps for a 16-bit parameter."""
 
 _LARGE = 2**23
-"""Elements from which on a batch of a rule in several kernels is full.
+"""Elements that fill a batch, if the rule runs in several kernels.
 
-Such a rule needs lists of intermediate values for the whole batch (FusedLAMB needs three). While a
-flag may skip the step, it also needs copies of everything that changes.
+Such a rule allocates lists of intermediate values for the whole batch; FusedLAMB allocates three.
+If a flag may skip the step, the rule also copies everything that changes.
 """
 
 
 SkipOn = Callable[[torch.device], Tensor | None]
-"""Returns a device's 0-d flag, 1 to change nothing, made once for each step; ``None`` without."""
+"""Returns the 0-d flag on a device, 1 to change nothing, or ``None`` if the step has no flag."""
 
 
 @dataclass
 class Batch:
-    """Parameters of one group that are on one device and have gradients.
+    """Parameters of one group on one device that have gradients.
 
     Attributes:
+        group: The parameter group, which holds the options.
+        device: The device of all tensors.
         skip: 0-d flag, 1 to change nothing; ``None`` without a flag.
+        params: The parameters.
+        grads: Their gradients, in the same order.
+        elements: The number of elements of all parameters.
     """
 
     group: dict[str, Any]
@@ -51,27 +57,27 @@ class Batch:
     elements: int = 0
 
     def option(self, name: str) -> Any:
-        """Returns a value of the group; a tensor comes as 0-d on the batch's device."""
+        """Returns an option of the group; moves a tensor to the batch's device, as 0-d."""
         return as_scalar(self.group[name], self.device)
 
     @property
     def step(self) -> Scalar:
-        """The count of this step, from 1.
+        """The number of this step, from 1.
 
         Raises:
-            RuntimeError: If a CUDA graph would capture a count on the host.
+            RuntimeError: If a CUDA graph would capture a step count on the host.
         """
         count: Scalar = self.option("step")
         if not isinstance(count, Tensor) and capturing(self.device):
             raise RuntimeError(
-                "A CUDA graph captures a step whose count is on the host, so that each replay "
-                "would correct the bias of the same step. Use FusedAdam(..., capturable=True) or "
+                "A CUDA graph captures a step whose count is on the host. Each replay would "
+                "correct the bias of the same step. Use FusedAdam(..., capturable=True) or "
                 "FusedMixedPrecisionLamb, or call optimizer.step() outside the graph."
             )
         return count
 
     def adam_rule(self, decoupled: int, **options: Any) -> AdamRule:
-        """Returns the group's hyperparameters of Adam, LAMB or NovoGrad."""
+        """Returns the group's hyperparameters for Adam, LAMB or NovoGrad."""
         return AdamRule(
             lr=self.option("lr"),
             betas=self.group["betas"],
@@ -87,10 +93,9 @@ class Batch:
 class FusedOptimizer(Optimizer):
     """A torch optimizer that skips a step by a device flag, without a host sync.
 
-    As torch's fused optimizers do, it reads two attributes that ``amp`` and
-    ``torch.amp.GradScaler`` set during a step. If ``self.found_inf`` is not 0, parameters,
-    gradients, state and step counts do not change. Gradients are divided by ``self.grad_scale`` in
-    place.
+    Like torch's fused optimizers, it reads two attributes that ``amp`` and ``torch.amp.GradScaler``
+    set during a step. If ``self.found_inf`` is not 0, parameters, gradients, state and step counts
+    do not change. The step divides gradients by ``self.grad_scale`` in place.
 
     Attributes:
         set_grad_none: Whether ``zero_grad`` drops gradients instead of setting them to zero.
@@ -98,7 +103,7 @@ class FusedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
     state_stays_fp32 = True
-    """Read by amp: state keeps its dtype where amp converts a parameter."""
+    """Tells amp to keep the dtype of state when it converts a parameter."""
 
     set_grad_none = True
 
@@ -106,10 +111,10 @@ class FusedOptimizer(Optimizer):
     """Whether learning rates and step counts are tensors from the start, as for CUDA graphs."""
 
     steps_dtensors = False
-    """Whether the rule supports DTensors: takes norms over all ranks, mixes in no plain tensors."""
+    """Whether the rule supports DTensors: norms cover all ranks, and no plain tensor mixes in."""
 
     scalar_state: tuple[str, ...] = ("step",)
-    """State that is one number per parameter; all other state has the parameter's shape."""
+    """Keys of state that is one number per parameter; other state has the parameter's shape."""
 
     gradients_in_kernels = False
     """Whether ``update`` leaves the values of gradients to torch's fused kernels; read by amp."""
@@ -126,7 +131,10 @@ class FusedOptimizer(Optimizer):
     ) -> dict[str, Any]:
         """Returns the options that Adam, LAMB and NovoGrad share.
 
-        Raises for one out of range or of a wrong type; RuntimeError for AMSGrad.
+        Raises:
+            RuntimeError: If ``amsgrad`` is set.
+            TypeError: If an option has the wrong type.
+            ValueError: If an option is out of range.
         """
         if amsgrad:
             raise RuntimeError(
@@ -135,8 +143,8 @@ class FusedOptimizer(Optimizer):
             )
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise TypeError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
-        in_range("betas[0]", betas[0], below=1.0)
-        in_range("betas[1]", betas[1], below=1.0)
+        for index, beta in enumerate(betas):
+            in_range(f"betas[{index}]", beta, below=1.0)
         in_range("lr", lr)
         in_range("eps", eps)
         in_range("weight_decay", decay)
@@ -158,18 +166,18 @@ class FusedOptimizer(Optimizer):
         """Takes one step for a batch of parameters."""
 
     def prepare(self, batches: list[Batch]) -> None:
-        """Called with all unscaled gradients before the first update."""
+        """Prepares the updates; gets all batches, with unscaled gradients."""
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        # Subclasses (fairseq's) call the multi-tensor functions by themselves, with this flag.
+        # fairseq's subclasses pass this flag to the multi-tensor functions.
         device = self.param_groups[0]["params"][0].device
         return torch.zeros(1, dtype=torch.int32, device=device)
 
     # -- the step ----------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; drops them only if ``set_grad_none`` is also set."""
+        """Clears gradients; sets them to None only if ``set_grad_none`` is also set."""
         super().zero_grad(set_to_none=set_to_none and self.set_grad_none)
 
     @torch.no_grad()
@@ -179,20 +187,23 @@ class FusedOptimizer(Optimizer):
         Args:
             closure: Recomputes the loss; called once, before the step.
             **scaling: ``grad_scaler``, the ``torch.amp.GradScaler`` that scaled the gradients;
-                its own ``step`` then runs. (A step that names it would get it from there, with a
-                warning.)
+                its own ``step`` then runs. torch would pass it, with a warning, to a ``step`` that
+                names this argument.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._stepped_by(**scaling):
+        grad_scaler = _only_grad_scaler(**scaling)
+        if grad_scaler is not None:
+            grad_scaler.step(self)  # sets both attributes and calls this method again
             return loss
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
+        # Each device's flag is made once in a step.
         skip_on = functools.cache(functools.partial(skip_flag, found_inf))
         batches: list[Batch] = []
         for group in self.param_groups:
@@ -207,14 +218,10 @@ class FusedOptimizer(Optimizer):
             self.update(batch)
         return loss
 
-    def _stepped_by(self, grad_scaler: Any = None) -> bool:
-        """Steps by a ``GradScaler``, which sets both attributes; returns whether there is one."""
-        if grad_scaler is not None:
-            grad_scaler.step(self)
-        return grad_scaler is not None
-
     def _batches(self, group: dict[str, Any], skip_on: SkipOn) -> Iterator[Batch]:
-        last: dict[torch.device, Batch] = {}
+        """Yields the group's parameters with gradients, in batches of one device each."""
+        limit = math.inf if self.gradients_in_kernels else _LARGE
+        unfinished: dict[torch.device, Batch] = {}
         for param in group["params"]:
             grad = self._gradient(param)
             if grad is None:
@@ -222,93 +229,107 @@ class FusedOptimizer(Optimizer):
             if grad.layout is not torch.strided or not param.is_floating_point():
                 raise RuntimeError(
                     f"{type(self).__name__} got a parameter of {param.dtype} or a sparse gradient. "
-                    "It does not support sparse gradients, and steps fp16, bf16, fp32 and fp64 "
-                    "parameters. Use another optimizer for it, such as torch.optim.SparseAdam, or "
-                    "sparse=False."
+                    "It does not support sparse gradients, only fp16, bf16, fp32 and fp64 "
+                    "parameters. Use another optimizer, such as torch.optim.SparseAdam, or an "
+                    "embedding with sparse=False."
                 )
-            batch = last.get(param.device)
-            if batch is None or (batch.elements >= _LARGE and not self.gradients_in_kernels):
-                if batch is not None:
-                    yield batch
+            batch = unfinished.get(param.device)
+            if batch is not None and batch.elements >= limit:
+                yield batch
+                batch = None
+            if batch is None:
                 batch = Batch(group, param.device, skip_on(param.device))
-                last[param.device] = batch
+                unfinished[param.device] = batch
             batch.params.append(param)
             batch.grads.append(grad)
             batch.elements += param.numel()
-        yield from last.values()
+        yield from unfinished.values()
 
     def _count(self, skip_on: SkipOn) -> None:
-        """Counts the step in each group; on the device from the first flag on that may skip one."""
-        counts: dict[torch.device, list[Tensor]] = {}
+        """Counts the step in each group; on the device once a flag may have skipped a step."""
+        device_counts: dict[torch.device, list[Tensor]] = {}
         for group in self.param_groups:
             if not group["params"]:
                 continue
             device = group["params"][0].device
-            step = group.get("step", 0)
-            if skip_on(device) is None and not isinstance(step, Tensor):
-                group["step"] = step + 1
+            count = group.get("step", 0)
+            if isinstance(count, Tensor) or skip_on(device) is not None:
+                count = _count_on(device, count)
+                device_counts.setdefault(device, []).append(count)
             else:
-                group["step"] = _count_on(device, step)
-                counts.setdefault(device, []).append(group["step"])
-        for device, steps in counts.items():
+                count += 1
+            group["step"] = count
+        for device, counts in device_counts.items():
             skip = skip_on(device)
             taken = 1 if skip is None else 1 - skip
-            # With alpha, as torch otherwise takes the tensor for a number, and reads it.
-            torch._foreach_add_(steps, _count_on(device, taken), alpha=1)
+            # Without alpha, torch would treat the tensor as a number and read it on the host.
+            torch._foreach_add_(counts, _count_on(device, taken), alpha=1)
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return param.grad
 
     def buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Returns the parameters' state of this name, initially zeros."""
+        """Returns each parameter's state of this name, initially zeros."""
+        buffers = []
         for param in params:
-            if name not in self.state[param]:
-                self.state[param][name] = torch.zeros_like(param, dtype=self.state_dtype(param))
-        return [self.state[param][name] for param in params]
+            state = self.state[param]
+            if name not in state:
+                dtype = self.state_dtype(param)
+                state[name] = torch.zeros_like(param, dtype=dtype)
+            buffers.append(state[name])
+        return buffers
 
     def state_dtype(self, param: Tensor) -> torch.dtype:
-        """Returns the dtype of a parameter's state: fp32, fp64 for fp64 parameters."""
+        """Returns the dtype of a parameter's state: fp32, or fp64 for an fp64 parameter."""
         return math_dtype(param)
 
     def masters(self, batch: Batch, dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
-        """Returns fp32 masters of the parameters of these dtypes, and other parameters themselves.
+        """Returns the fp32 masters of parameters of these dtypes; other parameters themselves.
 
-        Masters are made at the first step: before that the model's values may still change (by a
-        loaded checkpoint, by a broadcast).
+        The first step creates the masters, because until then a loaded checkpoint or a broadcast
+        may change the parameters.
         """
+        masters = []
         for param in batch.params:
-            if param.dtype in dtypes and MASTER not in self.state[param]:
-                self.state[param][MASTER] = param.detach().to(torch.float32, copy=True)
-        return [self.state[p][MASTER] if p.dtype in dtypes else p for p in batch.params]
+            if param.dtype not in dtypes:
+                masters.append(param)
+                continue
+            state = self.state[param]
+            if MASTER not in state:
+                state[MASTER] = param.detach().to(torch.float32, copy=True)
+            masters.append(state[MASTER])
+        return masters
 
     # -- copies and checkpoints --------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns torch's state and the settings of the constructor, which torch omits."""
-        plain = int | torch.dtype  # a bool is an int
-        settings = {name: value for name, value in vars(self).items() if isinstance(value, plain)}
-        return {**super().__getstate__(), **settings}
+        state = super().__getstate__()
+        for name, value in vars(self).items():
+            if isinstance(value, int | torch.dtype):  # a bool is an int
+                state[name] = value
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over options and the step count that a state of torch's own class lacks.
+        """Adds the options and the step count that the state of a torch optimizer lacks.
 
         Raises:
-            ValueError: If a tensor of it has another shape; nothing is changed.
+            ValueError: If a tensor has the wrong shape. Nothing has changed then.
         """
         self._check_state(state)
         super().__setstate__(state)
         for group in self.param_groups:
             if "step" not in group:
-                states = [self.state.get(param, {}) for param in group["params"]]
-                counts = [state["step"] for state in states if "step" in state]
-                if counts:
-                    group["step"] = int(max(counts))  # sync: to load
+                for param in group["params"]:
+                    count = self.state.get(param, {}).get("step", 0)
+                    if count > group.get("step", 0):  # sync: to load
+                        group["step"] = int(count)
             for name, value in self.defaults.items():
-                if name != "differentiable":  # torch's, not of a new optimizer's groups
+                if name != "differentiable":  # torch adds it to defaults, but not to groups
                     group.setdefault(name, value)
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        """Refuses shapes with which torch's fused kernels would write outside a tensor's memory."""
+        """Checks shapes: torch's fused kernels would write outside the memory of a small tensor."""
         for param, tensors in states_in(state["state"]):
             for key, tensor in tensors.items():
                 wanted = torch.Size() if key in self.scalar_state else param.shape
@@ -320,9 +341,10 @@ class FusedOptimizer(Optimizer):
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's, with step counts as numbers, whether or not a flag decided about steps.
+        """Returns torch's state dict with step counts as numbers, unless ``capturable``.
 
-        ``torch.distributed.checkpoint`` loads a value into one of its own type only.
+        ``torch.distributed.checkpoint`` loads a value only into a value of the same type. Therefore
+        the type does not depend on whether a flag ever controlled a step.
         """
         saved = super().state_dict()
         for group in saved["param_groups"]:
@@ -333,14 +355,29 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict; state of 16-bit parameters keeps its saved dtype, such as fp32.
 
-        torch casts state to the dtype of its parameter.
+        torch alone would cast it to the dtype of the parameter.
         """
         super().load_state_dict(state_dict)
-        saved_ids = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, param in zip(saved_ids, params_of(self), strict=True):
-            for name, saved in state_dict["state"].get(key, {}).items():
-                if isinstance(saved, Tensor) and is_low_precision(param):
-                    self.state[param][name] = saved.detach().to(param.device, copy=True)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for key, param in zip(saved["params"], group["params"], strict=True):
+                if not is_low_precision(param):
+                    continue
+                for name, value in state_dict["state"].get(key, {}).items():
+                    if isinstance(value, Tensor):
+                        self.state[param][name] = value.detach().to(param.device, copy=True)
+
+
+def gradients_of(batches: Sequence[Batch]) -> list[Tensor]:
+    """Returns the gradients of all batches, in one list."""
+    grads: list[Tensor] = []
+    for batch in batches:
+        grads += batch.grads
+    return grads
+
+
+def _only_grad_scaler(grad_scaler: Any = None) -> Any:
+    """Returns ``grad_scaler``; as any function, raises TypeError for another keyword."""
+    return grad_scaler
 
 
 def put_on_device(group: dict[str, Any]) -> None:
@@ -353,7 +390,7 @@ def put_on_device(group: dict[str, Any]) -> None:
 
 
 def _count_on(device: torch.device, count: Scalar) -> Tensor:
-    """Returns a number of steps as a tensor, itself if it is one there."""
+    """Returns a number of steps as an int32 tensor on ``device``."""
     if isinstance(count, Tensor):
         return moved(count, device, torch.int32)
     return torch.full((), int(count), dtype=torch.int32, device=device)

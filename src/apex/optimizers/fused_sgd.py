@@ -14,7 +14,6 @@ from apex._core.foreach.sgd import SGDRule, sgd_
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 BUFFER = "momentum_buffer"
-_OPTIONS = "momentum", "dampening", "weight_decay", "nesterov"
 
 
 class FusedSGD(FusedOptimizer):
@@ -83,26 +82,33 @@ class FusedSGD(FusedOptimizer):
 
     def state_dtype(self, param: Tensor) -> torch.dtype:
         """Returns the dtype of a parameter's momentum."""
-        return param.dtype if param.dtype is torch.float16 else super().state_dtype(param)
+        if param.dtype is torch.float16:
+            return torch.float16
+        return super().state_dtype(param)
 
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-        """Returns each parameter's momentum, and whether all have just been made, as zeros."""
+        """Returns each parameter's momentum, and whether this call created all of it, as zeros."""
         params = list(params)
         new = all(BUFFER not in self.state[param] for param in params)
         return self.buffers(params, BUFFER), new
 
     def update(self, batch: Batch) -> None:
         """Takes one step for a batch of parameters."""
+        group = batch.group
         rule = SGDRule(
             lr=batch.option("lr"),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
             decay_after_momentum=self.wd_after_momentum,
-            **{name: batch.group[name] for name in _OPTIONS},
         )
-        started = any(BUFFER in self.state[param] for param in batch.params)
-        # Without dampening, a start from zeros equals a first run.
-        first_run = bool(rule.momentum and rule.dampening) and not started
-        # sync: dampening depends on whether a buffer has started; only until all have.
-        if first_run and batch.skip is not None and bool(batch.skip):
-            return
+        first_run = False
+        if rule.momentum and rule.dampening:  # without dampening, a start from zeros is the same
+            first_run = not any(BUFFER in self.state[param] for param in batch.params)
+        if first_run and batch.skip is not None:
+            is_skipped = bool(batch.skip)  # sync: a skipped step must not count as the first run
+            if is_skipped:
+                return
         buffers = self.buffers(batch.params, BUFFER) if rule.momentum else []
         sgd_(batch.grads, batch.params, buffers, rule, batch.skip, first_run=first_run)

@@ -19,7 +19,7 @@ from apex.fp16_utils.master_wrapper import forwarded
 class LARC:
     """Wraps an optimizer and scales every gradient by its layer's trust ratio before the step.
 
-    Other attributes, such as ``zero_grad`` and ``state_dict``, are the optimizer's.
+    Other attributes, such as ``zero_grad`` and ``state_dict``, come from the optimizer.
 
     The local rate of a parameter ``w`` with gradient ``g`` is
     ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. With ``clip``, the step uses the
@@ -28,13 +28,13 @@ class LARC:
 
     Attributes:
         optim: The wrapped optimizer.
-        param_groups, state: The optimizer's.
+        param_groups, state: The attributes of the optimizer.
         trust_coefficient: Factor on the ratio of norms.
         clip: Whether the group's learning rate limits the local rate.
         eps: Term added to the denominator.
     """
 
-    # GradScaler then unscales, and skips, before `step`: the ratios need unscaled gradients.
+    # Makes GradScaler unscale, or skip, before `step`: the ratios need unscaled gradients.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -63,9 +63,9 @@ class LARC:
         self.eps = eps
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Scales the gradients and steps the optimizer.
+        """Scales the gradients and calls the optimizer's ``step``.
 
-        With a closure, which computes the gradients inside the step, each evaluation is scaled.
+        A closure computes gradients inside the step; each of its evaluations is scaled.
         """
         groups = self.optim.param_groups
         decays = [group.get("weight_decay", 0.0) for group in groups]
@@ -88,6 +88,7 @@ class LARC:
 
     @torch.no_grad()
     def _scale_gradients(self, decays: list[float]) -> None:
+        """Adds each group's weight decay to the gradients and multiplies them by their rate."""
         prepared = prepared_state(self.optim)
         if prepared is not None:
             prepared.update_masters_with_grads()
@@ -104,8 +105,10 @@ class LARC:
                     rate = (rate / group["lr"]).clamp(max=1.0)
                 adapts = (param_norm != 0) & (grad_norm != 0)
                 # A layer with a zero norm keeps its unscaled gradient, without weight decay.
-                grad.add_(param * torch.where(adapts, decay, 0.0))
-                grad.mul_(torch.where(adapts, rate, 1.0))
+                layer_decay = torch.where(adapts, decay, 0.0)
+                factor = torch.where(adapts, rate, 1.0)
+                grad.add_(param * layer_decay)
+                grad.mul_(factor)
 
     # -- forwarded to the optimizer ----------------------------------------------------------
 

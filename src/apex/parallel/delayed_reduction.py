@@ -26,9 +26,11 @@ class DelayedReduction:
         """Registers a hook on every parameter for the lifetime of this object."""
         self.params = params
         self.reduction = reduction
-        self._on = False  # whether this backward pass ends with a reduction
-        self._queued = False  # whether the engine has been asked for it
-        # A proxy, because a parameter's hook must not keep the reduction alive.
+        # Whether the present backward pass ends with a reduction.
+        self._on = False
+        # Whether the autograd engine already has the callback of this pass.
+        self._queued = False
+        # A proxy, because a parameter's hook must not keep this object alive.
         hook = functools.partial(DelayedReduction.queue, weakref.proxy(self))
         for param in params:
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -42,7 +44,7 @@ class DelayedReduction:
             tree.map_tensors(self._register_output, output)
 
     def queue(self, _: object) -> None:
-        """Asks the autograd engine to reduce when its pass ends; the hook of params and outputs."""
+        """Queues the reduction for the end of the pass; the hook of parameters and outputs."""
         if self._on and not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._finish)

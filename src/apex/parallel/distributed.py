@@ -123,28 +123,29 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.allreduce_always_fp32 = arguments.flag("allreduce_always_fp32", allreduce_always_fp32)
         self.gradient_average = arguments.flag("gradient_average", gradient_average)
         self.gradient_predivide_factor = gradient_predivide_factor
-        self._reduction(None)  # validates the factor before any communication
+        # Raises for a bad factor before any communication.
+        GradientReduction(predivide_factor=gradient_predivide_factor)
         if message_size != _MESSAGE_SIZE:
             largest = max((param.element_size() for param in module.parameters()), default=4)
             mebibytes = max(1, round(message_size * largest / 2**20))
             torch_options.setdefault("bucket_cap_mb", mebibytes)
         super().__init__(module, **torch_options)
         if not {"broadcast_buffers", "forward_sync_buffers"} & torch_options.keys():
-            self.broadcast_buffers = False  # the constructor warns about the keyword
+            self.broadcast_buffers = False  # not by the keyword, about which torch warns
         self.create_hooks()
 
     def create_hooks(self) -> None:
         """Registers the hooks that reduce gradients; the constructor calls it once."""
         self._delayed: DelayedReduction | None = None
-        reduction = self._reduction(self.process_group)
+        reduction = self._reduction()
         if self.delay_allreduce:
             self._delayed = DelayedReduction(self._reduced_params(), reduction)
         elif not reduction.is_plain:
             super().register_comm_hook(reduction, _in_background)
 
-    def _reduction(self, group: Any) -> GradientReduction:
+    def _reduction(self) -> GradientReduction:
         return GradientReduction(
-            group,
+            self.process_group,
             self.allreduce_always_fp32,
             self.gradient_average,
             self.gradient_predivide_factor,
@@ -163,7 +164,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         syncs = self.require_backward_grad_sync
         self.__dict__[SENDS_LATER] = syncs
-        with self.no_sync():  # torch's reducer stays idle
+        with self.no_sync():  # keeps torch's reducer idle
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self.require_forward_param_sync = syncs
         if torch.is_grad_enabled():
@@ -183,7 +184,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
         A gradient missing in some processes counts as zero there.
         """
-        reduce_gradients(self._reduced_params(), self._reduction(self.process_group))
+        reduce_gradients(self._reduced_params(), self._reduction())
 
     @torch.no_grad()
     def allreduce_bucket(
@@ -196,7 +197,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             bucket_idx: Ignored.
             force_default_stream: Ignored: the call runs on the current stream.
         """
-        reduced = self._reduction(self.process_group).blocking(flatten(bucket))
+        reduced = self._reduction().blocking(flatten(bucket))
         torch._foreach_copy_([*bucket], unflatten(reduced, bucket))
         return reduced
 
@@ -214,7 +215,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def allreduce_maybe_retain(
         self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool = False
     ) -> None:
-        """Does as `allreduce_bucket`; no buffer is retained."""
+        """Calls `allreduce_bucket`; retains no buffer."""
         self.allreduce_bucket(bucket, bucket_idx, force_default_stream)
 
     def comm_ready_buckets(self, param: nn.Parameter) -> None:
@@ -264,9 +265,9 @@ def reduce_in_fp32(model: parallel.DistributedDataParallel) -> None:
 
     Otherwise, at O2, O3 and O5, the wrapper adds gradients in 16 bits and rounds after each
     addition. This function converts each rank's gradient to fp32, averages in fp32 and rounds only
-    the average. 16-bit gradients then take 4 bytes per element to send instead of 2; fp32 gradients
-    are averaged as before. Call it once, after wrapping the model and before the first backward
-    pass. It registers a communication hook, of which a wrapper can have only one.
+    the average. 16-bit gradients then take 4 bytes per element to send instead of 2. Nothing
+    changes for fp32 gradients. Call it once, after wrapping the model and before the first backward
+    pass. It registers a communication hook; a wrapper can have only one.
 
     Args:
         model: A model in ``torch.nn.parallel.DistributedDataParallel``.

@@ -17,12 +17,13 @@ Call = Callable[..., Any]
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Returns non-empty lists of the fp16, bf16, fp32 and fp64 tensors."""
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    buckets: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in dtypes}
-    for tensor in tensors:
-        if tensor.dtype in buckets:
-            buckets[tensor.dtype].append(tensor)
-    return [bucket for bucket in buckets.values() if bucket]
+    tensors = list(tensors)
+    buckets = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        bucket = [tensor for tensor in tensors if tensor.dtype is dtype]
+        if bucket:
+            buckets.append(bucket)
+    return buckets
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
@@ -74,7 +75,7 @@ class Reducer:
     """Averages gradients over all processes at each call of ``reduce``.
 
     For a module, the constructor also broadcasts rank 0's parameters to all processes. For
-    gradients, the script must do so itself.
+    gradients, the script must broadcast the parameters.
 
     Attributes:
         module: The module, or ``None``.

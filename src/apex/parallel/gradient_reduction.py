@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apex._core.arguments import is_number
+from apex._core.flat import flatten, unflatten
 from apex._torch.copies import moved
 
 
@@ -62,7 +63,7 @@ class GradientReduction:
         return future.then(lambda done: _write_back(done.value()[0], buffer, factor))
 
     def _message(self, buffer: Tensor) -> Tensor:
-        """Returns the tensor to send: ``buffer`` itself, or its copy in fp32, divided."""
+        """Returns the tensor to send: ``buffer`` or its copy in fp32, divided in place."""
         if self.always_fp32 and buffer.element_size() < 4:
             buffer = buffer.float()
         if self._divisor_before != 1.0:
@@ -118,18 +119,23 @@ def reduce_gradients(params: Sequence[nn.Parameter], reduction: GradientReductio
 
 
 def _reduce_bucket(params: list[nn.Parameter], reduction: GradientReduction) -> None:
+    """Reduces the gradients of parameters with one dtype and device."""
     first = params[0]
-    has_grad = [param.grad is not None for param in params]
+    grads = []
+    has_grad = []
+    for param in params:
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        grads.append(grad)
+        has_grad.append(param.grad is not None)
     marks = torch.tensor(has_grad, dtype=first.dtype, device="cpu")
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     # One message carries the gradients and, behind them, a mark per parameter.
     parts = [*grads, moved(marks, first.device)]
-    message = reduction.blocking(torch.cat([part.reshape(-1) for part in parts]))
-    *sums, marks = torch.split(message, [part.numel() for part in parts])
+    message = reduction.blocking(flatten(parts))
+    *totals, marks = unflatten(message, parts)
     if not all(has_grad):
         has_grad = marks.ne(0).tolist()  # sync: only if a parameter has no gradient here
-    for param, grad, total, is_reduced in zip(params, grads, sums, has_grad, strict=True):
+    for param, grad, total, is_reduced in zip(params, grads, totals, has_grad, strict=True):
         if is_reduced:
-            # As in apex, through data: the write does not count as an edit of the gradient.
-            grad.data.copy_(total.view_as(grad))
+            # As in apex, through data, so that the write does not count as an edit of the gradient.
+            grad.data.copy_(total)
             param.grad = grad

@@ -41,28 +41,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "apex.parallel.multiproc starts %d processes. Prefer torchrun: "
         "torchrun --nproc-per-node=%d %s ...", world_size, world_size, options.script
     )  # fmt: skip
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free_port = str(probe.getsockname()[1])
-    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
-    environ = {**defaults, **os.environ, "WORLD_SIZE": str(world_size)}
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": _free_port(),
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+    }
     with contextlib.ExitStack() as stack:
-        processes: list[subprocess.Popen[bytes]] = []
+        processes = []
         for rank in map(str, range(world_size)):
             script_arguments = _script_arguments(options, rank, environ["WORLD_SIZE"])
             command = [sys.executable, options.script, *script_arguments]
-            process = subprocess.Popen(command, env={**environ, "RANK": rank, "LOCAL_RANK": rank})
-            processes.append(stack.enter_context(process))  # whose exit waits for the process
-            stack.callback(process.terminate)  # does nothing once the process has ended
-        while True:
-            states = [process.poll() for process in processes]
-            failed = [state for state in states if state]
-            if failed or None not in states:
-                return failed[0] if failed else 0
-            time.sleep(_POLL_SECONDS)
+            rank_environ = {**environ, "RANK": rank, "LOCAL_RANK": rank}
+            process = subprocess.Popen(command, env=rank_environ)
+            processes.append(process)
+            stack.enter_context(process)  # waits for the process at the end
+            stack.callback(process.terminate)  # runs before the wait; ignores an ended process
+        return _first_failure(processes)
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Waits for a process that fails, and returns its exit status; 0 if all succeed."""
+    while True:
+        statuses = [process.poll() for process in processes]
+        for status in statuses:
+            if status:
+                return status
+        if None not in statuses:
+            return 0
+        time.sleep(_POLL_SECONDS)
 
 
 def _world_size(parser: argparse.ArgumentParser) -> int:
+    """Returns ``WORLD_SIZE`` from the environment, or the number of accelerators, at least 1."""
     size = os.environ.get("WORLD_SIZE")
     if size is None:
         return max(1, torch.accelerator.device_count())
@@ -72,10 +89,12 @@ def _world_size(parser: argparse.ArgumentParser) -> int:
 
 
 def _script_arguments(options: argparse.Namespace, rank: str, world_size: str) -> list[str]:
-    """Returns the script's arguments, with the old flags if it uses them."""
+    """Returns the script's arguments, with the old flags if the script uses them."""
     result = list(options.arguments)
     path = Path(options.script)
-    text = path.read_text(errors="replace") if path.is_file() else ""
+    text = ""
+    if path.is_file():
+        text = path.read_text(errors="replace")
     for flag, value in (("--world-size", world_size), ("--rank", rank)):
         if flag in result[:-1]:
             result[result.index(flag) + 1] = value

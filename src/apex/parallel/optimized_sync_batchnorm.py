@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,6 @@ from apex._core import arguments, dtypes
 from apex._engine.conversion.state import is_converted
 from apex.parallel.process_groups import checked_group, syncing_group
 from apex.parallel.sync_batch_norm_function import sync_batch_norm
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -59,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: ProcessGroup | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
@@ -76,8 +72,8 @@ class SyncBatchNorm(_BatchNorm):
             z: Tensor added before the ReLU (a residual connection).
 
         Raises:
-            ValueError: If its dtype or shape does not match, or it has one value per channel in
-                training.
+            ValueError: If dtype or shape of ``input`` does not match, or ``input`` has one value
+                per channel in training.
         """
         dim = -1 if self.channel_last else 1
         fits = input.dim() > 1 and input.size(dim) == self.num_features
@@ -93,30 +89,35 @@ class SyncBatchNorm(_BatchNorm):
         return torch.relu(output) if self.fuse_relu else output
 
     def _normalized(self, x: Tensor) -> Tensor:
+        """Returns the normalized ``[N, C, ...]``; updates the running statistics in training."""
         group = syncing_group(self.process_group) if self.training else None
         if group is None:
             return super().forward(x)
-        running_mean = self.running_mean if self.track_running_stats else None
-        running_var = self.running_var if self.track_running_stats else None
-        tracked = self.num_batches_tracked if self.track_running_stats else None
+        running_mean = None
+        running_var = None
+        batches = None
+        if self.track_running_stats:
+            running_mean = self.running_mean
+            running_var = self.running_var
+            batches = self.num_batches_tracked
         momentum = self.momentum or 0.0
-        if self.momentum is None and tracked is not None:
-            momentum = 1.0 / (int(tracked) + 1)  # sync: torch's batch_norm takes a host number
+        if self.momentum is None and batches is not None:
+            momentum = 1.0 / (int(batches) + 1)  # sync: torch's batch_norm takes a host number
         args = (x, self.weight, self.bias, running_mean, running_var, self.eps, momentum, group)
         if x.is_cuda:
             size = torch.distributed.get_world_size(group)
             output: Tensor = TorchSyncBatchNorm.apply(*args, size)  # type: ignore[no-untyped-call]
         else:
             output = sync_batch_norm(*args)
-        if tracked is not None:
-            tracked.add_(1)
+        if batches is not None:
+            batches.add_(1)
         return output
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's
         """Accepts what `forward` has checked."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copies all but the process group, which copies share."""
+        """Copies everything except the process group, which the copies share."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo[id(self.process_group)] = self.process_group
@@ -130,7 +131,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_syncbn_model(
-    module: Module, process_group: ProcessGroup | None = None, channel_last: bool = False
+    module: Module,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    channel_last: bool = False,
 ) -> Module:
     """Replaces every batch norm in ``module`` with a :class:`SyncBatchNorm`.
 

@@ -41,7 +41,7 @@ def syncing_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
-    """Returns the group of ``group_size`` processes whose norms this process synchronizes with.
+    """Returns the group of ``group_size`` processes with which this one synchronizes its norms.
 
     Groups consist of consecutive ranks: 0 to ``group_size - 1``, and so on. Every process must call
     this function.

@@ -23,8 +23,7 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total: Tensor = _Sum.apply(grad.contiguous(), ctx.group)  # type: ignore[no-untyped-call]
-        return total, None
+        return _sum_over(ctx.group, grad.contiguous()), None
 
 
 def sync_batch_norm(
@@ -40,15 +39,15 @@ def sync_batch_norm(
     """Returns ``x`` normalized with the statistics of the batches of all processes in ``group``.
 
     Statistics and arithmetic are fp32 (fp64 for fp64); the result has the dtype of ``x``. Batch
-    sizes may differ between processes and may be 0. Gradients of ``weight`` and ``bias`` are those
-    of this process; data-parallel training averages them.
+    sizes may differ between processes and may be 0. Gradients of ``weight`` and ``bias`` come from
+    this process only; data-parallel training averages them.
 
     Args:
         x: ``[N, C, ...]``.
         weight: ``[C]``, of any floating-point dtype.
         bias: ``[C]``, of any floating-point dtype.
         running_mean: ``[C]``, updated in place; None without running statistics.
-        running_var: Likewise.
+        running_var: ``[C]``, updated in place; None without running statistics.
         eps: Term added to the variance.
         momentum: Weight of this batch in the running statistics.
         group: The processes.
@@ -57,11 +56,10 @@ def sync_batch_norm(
         ValueError: If there is only one value per channel.
     """
     wide = x.to(math_dtype(x))
-    shape = (1, -1, *(1 for _ in x.shape[2:]))
-    dims = [dim for dim in range(x.dim()) if dim != 1]
+    dims = [0, *range(2, x.dim())]
     sums = wide.sum(dims)
     values_per_channel = wide.new_full((1,), x.numel() // x.size(1))
-    total: Tensor = _Sum.apply(torch.cat([sums, values_per_channel]), group)  # type: ignore[no-untyped-call]
+    total = _sum_over(group, torch.cat([sums, values_per_channel]))
     count = total[-1].detach()
     if count == 1:  # sync: these tensors are on the CPU
         raise ValueError(
@@ -72,17 +70,27 @@ def sync_batch_norm(
     divisor = count.clamp(min=1.0)
     mean = total[:-1] / divisor
     # Two passes over the data, because E[x^2] - E[x]^2 would cancel.
-    centered = wide - mean.view(shape)
-    squares: Tensor = _Sum.apply(centered.square().sum(dims), group)  # type: ignore[no-untyped-call]
+    channels = [1] * x.dim()
+    channels[1] = -1
+    centered = wide - mean.view(channels)
+    squares = _sum_over(group, centered.square().sum(dims))
     var = squares / divisor
     if running_mean is not None and running_var is not None and count > 0:  # sync: as above
         with torch.no_grad():
+            unbiased_var = squares / (count - 1.0)
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            unbiased = squares / (count - 1.0)
-            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    result = centered * torch.rsqrt(var + eps).view(shape)
+            running_var.lerp_(unbiased_var.to(running_var.dtype), momentum)
+    inverse_deviation = torch.rsqrt(var + eps)
+    result = centered * inverse_deviation.view(channels)
     if weight is not None:
-        result = result * weight.to(wide.dtype).view(shape)
+        wide_weight = weight.to(wide.dtype)
+        result = result * wide_weight.view(channels)
     if bias is not None:
-        result = result + bias.to(wide.dtype).view(shape)
+        wide_bias = bias.to(wide.dtype)
+        result = result + wide_bias.view(channels)
     return result.to(x.dtype)
+
+
+def _sum_over(group: torch.distributed.ProcessGroup, part: Tensor) -> Tensor:
+    total: Tensor = _Sum.apply(part, group)  # type: ignore[no-untyped-call]
+    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ class Reparameterization:
             rule = reparameterization(own_name, dim, owner)
         else:
             rule = reparameterization(name, dim, module)
-        # torch also calls this, but treats a NotImplementedError as "keep the weight".
+        # torch also calls this, but would ignore a NotImplementedError.
         names, _ = rule.reparameterize(own_name, weight, dim)
         rule.reparameterization_names = list(names)
         _attach(owner, own_name, rule)
@@ -134,7 +135,7 @@ class Reparameterization:
 
     @staticmethod
     def get_module_and_name(module: Any, name: str) -> tuple[Any, Any]:
-        """Returns the submodule that a qualified name leads to, and the name in it.
+        """Returns the submodule of a qualified parameter name, and the name in this submodule.
 
         Both are None for an empty name.
 
@@ -159,20 +160,20 @@ class Reparameterization:
             module: The rule's ``module``.
 
         Raises:
-            ValueError: If the weight has other parametrizations too.
+            ValueError: If the weight also has other parametrizations.
         """
         owner, own_name = Reparameterization.get_module_and_name(module, self.name)
         detach(owner, own_name)
 
     def backward_hook(self, module: nn.Module, grad_input: object, grad_output: object) -> None:
-        """Does nothing: the weight is computed anew at each read."""
+        """Does nothing: each read computes the weight."""
 
 
 def detach(module: nn.Module, name: str) -> None:
     """Turns the weight ``name`` of ``module`` itself back into a parameter with its current value.
 
     Raises:
-        ValueError: If the weight has other parametrizations too.
+        ValueError: If the weight also has other parametrizations.
     """
     parametrizations = _parametrizations(module, name)
     computed = parametrizations[0] if len(parametrizations) == 1 else None
@@ -181,16 +182,16 @@ def detach(module: nn.Module, name: str) -> None:
             f"{name!r} of {type(module).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."
         )
-    if computed.loading is not None:
-        computed.loading.remove()
+    computed.loading.remove()
     for part in computed.rule.reparameterization_names:
         delattr(type(module), part)
-    trainable = getattr(module, name).requires_grad
+    is_trainable = getattr(module, name).requires_grad
     parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-    if not trainable:  # torch turns a frozen weight into a buffer
+    if not is_trainable:  # torch turns a frozen weight into a buffer
         value = getattr(module, name)
+        frozen = nn.Parameter(value, requires_grad=False)
         delattr(module, name)
-        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        module.register_parameter(name, frozen)
 
 
 def attached(module: nn.Module, name: str) -> Reparameterization | None:
@@ -202,44 +203,49 @@ def attached(module: nn.Module, name: str) -> Reparameterization | None:
 
 
 def _attach(module: nn.Module, name: str, rule: Reparameterization) -> None:
+    """Makes the weight ``name`` of ``module`` itself a result of ``rule``."""
     computed = _Computed(rule)
     parametrize.register_parametrization(module, name, computed, unsafe=True)
-    # torch has given this module a class of its own, so the properties affect no other module.
+    # torch has given this module a separate class, so the properties affect no other module.
     for index, part in enumerate(rule.reparameterization_names):
-        setattr(type(module), part, property(partial(_part, name, index)))
+        read_part = attrgetter(f"parametrizations.{name}.original{index}")
+        setattr(type(module), part, property(read_part))
     hook = partial(_rename_old, name, tuple(rule.reparameterization_names))
-    register: Callable[..., RemovableHandle] = module.register_load_state_dict_pre_hook
-    computed.loading = register(hook)
+    computed.loading = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class _Computed(nn.Module):
-    """A rule as a parametrization of torch's.
+    """A rule in the form of a torch parametrization.
 
     Attributes:
         rule: The rule.
         loading: Handle of the hook that loads state dicts with apex's parameter names.
     """
 
+    loading: RemovableHandle
+
     def __init__(self, rule: Reparameterization) -> None:
         super().__init__()
         self.rule = rule
-        self.loading: RemovableHandle | None = None
 
     def forward(self, *parts: Tensor) -> Tensor:
         """Returns the weight computed from its parts."""
-        owner, name = self.rule.get_module_and_name(self.rule.module, self.rule.name)
-        named = dict(zip(self.rule.reparameterization_names, parts, strict=True))
-        return self.rule.compute_weight(_WithParts(owner, named), name)
+        rule = self.rule
+        owner, name = rule.get_module_and_name(rule.module, rule.name)
+        parts_by_name = dict(zip(rule.reparameterization_names, parts, strict=True))
+        module = _WithParts(owner, parts_by_name)
+        return rule.compute_weight(module, name)
 
     def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
         """Returns the parts of a weight."""
-        _, name = self.rule.get_module_and_name(self.rule.module, self.rule.name)
-        _, parts = self.rule.reparameterize(name, weight, self.rule.dim)
+        rule = self.rule
+        _, name = rule.get_module_and_name(rule.module, rule.name)
+        _, parts = rule.reparameterize(name, weight, rule.dim)
         return list(parts)
 
 
 class _WithParts:
-    """A module with the parts that torch passes in, for example a replica's."""
+    """A view of a module with the parts that torch passes in, such as the parts of a replica."""
 
     def __init__(self, module: nn.Module, parts: dict[str, Tensor]) -> None:
         self._module = module
@@ -257,10 +263,6 @@ def _parametrizations(module: nn.Module, name: str) -> Sequence[nn.Module]:
     return list(module.parametrizations[name])  # type: ignore[index]
 
 
-def _part(name: str, index: int, module: nn.Module) -> Tensor:
-    return getattr(module.parametrizations[name], f"original{index}")  # type: ignore[index, no-any-return]
-
-
 def _rename_old(
     name: str,
     parts: Sequence[str],
@@ -270,7 +272,8 @@ def _rename_old(
     *rest: object,
 ) -> None:
     """Renames ``weight_g`` and ``weight_v`` of a state dict to the parametrization's names."""
-    if all(f"{prefix}{part}" in state_dict for part in parts):
-        for index, part in enumerate(parts):
-            new = f"{prefix}parametrizations.{name}.original{index}"
-            state_dict[new] = state_dict.pop(f"{prefix}{part}")
+    old_keys = [f"{prefix}{part}" for part in parts]
+    if all(key in state_dict for key in old_keys):
+        for index, key in enumerate(old_keys):
+            new_key = f"{prefix}parametrizations.{name}.original{index}"
+            state_dict[new_key] = state_dict.pop(key)

@@ -5,6 +5,7 @@ Source: Salimans and Kingma, "Weight Normalization", arXiv:1602.07868.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,21 +24,29 @@ class WeightNorm(Reparameterization):
 
     def compute_weight(self, module: Any = None, name: str | None = None) -> Tensor:
         """Returns the weight computed from magnitude and direction."""
-        module = self.module if module is None else module
-        name = self.name if name is None else name
+        if module is None:
+            module = self.module
+        if name is None:
+            name = self.name
         owner, own_name = self.get_module_and_name(module, name)
-        direction: Tensor = getattr(owner, f"{own_name}_v")
-        magnitude: Tensor = getattr(owner, f"{own_name}_g")
-        return torch._weight_norm(direction, magnitude, _torch_dim(direction, self.dim))
+        direction = getattr(owner, f"{own_name}_v")
+        magnitude = getattr(owner, f"{own_name}_g")
+        dim = _torch_dim(direction, self.dim)
+        return torch._weight_norm(direction, magnitude, dim)
 
     def reparameterize(
         self, name: str, weight: Tensor, dim: int | None
-    ) -> tuple[list[str], list[Tensor]]:
+    ) -> tuple[list[str], Sequence[Tensor]]:
         """Returns names and values of the magnitude and of the direction (the weight itself)."""
-        weight = weight.detach()
-        magnitude = torch.norm_except_dim(weight, 2, _torch_dim(weight, dim))
-        return [f"{name}_g", f"{name}_v"], [nn.Parameter(magnitude), nn.Parameter(weight)]
+        direction = weight.detach()
+        magnitude = torch.norm_except_dim(direction, 2, _torch_dim(weight, dim))
+        names = [f"{name}_g", f"{name}_v"]
+        values = [nn.Parameter(magnitude), nn.Parameter(direction)]
+        return names, values
 
 
 def _torch_dim(weight: Tensor, dim: int | None) -> int:
-    return -1 if dim is None else dim % weight.dim()  # -1 means one norm of the whole weight
+    """Returns ``dim`` in torch's form, in which -1 means one norm of the whole weight."""
+    if dim is None:
+        return -1
+    return dim % weight.dim()

@@ -63,8 +63,9 @@ def working(
             if is_kept and layout is not None and tensor.dtype is dtype:
                 continue
             memory = layout or torch.contiguous_format
-            result[index] = torch.empty_like(tensor, dtype=dtype, memory_format=memory)
-            copies.append(result[index])
+            copy = torch.empty_like(tensor, dtype=dtype, memory_format=memory)
+            result[index] = copy
+            copies.append(copy)
             sources.append(tensor)
     store(copies, sources)
     yield results

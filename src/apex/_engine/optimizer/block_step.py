@@ -179,21 +179,27 @@ def _run_blocks(
 
     On a CPU, a block has a 64th of all elements, within the bounds.
     """
-    models = [pair.model.detach() for pair in pairs]
-    grads = [cast(Tensor, pair.model.grad) for pair in pairs]
+    models: list[Tensor] = []
+    grads: list[Tensor] = []
+    sizes: list[int] = []
+    for pair in pairs:
+        models.append(pair.model.detach())
+        grads.append(cast(Tensor, pair.model.grad))
+        sizes.append(pair.model.numel())
     operands = [lists[0], grads, *lists[2:]]
-    sizes = [model.numel() for model in models]
     device = models[0].device
+    elements = sum(sizes)
     length = device_elements
     if device.type == "cpu":
-        share = sum(sizes) // 64
-        length = max(_LEAST, min(_GREATEST, share // _LEAST * _LEAST))
-    buffer = torch.empty(min(length, sum(sizes)), dtype=torch.float32, device=device)
+        share = elements // 64 // _LEAST * _LEAST
+        length = max(_LEAST, min(_GREATEST, share))
+    buffer = torch.empty(min(length, elements), dtype=torch.float32, device=device)
     # torch's own function parses some hundred tensors in a third of the operator's time.
     kernel = getattr(torch, func.overloadpacket.__name__)
     for block in _cuts(tuple(sizes), length):
         params, low_grads, *states = [_pieces(tensors, block) for tensors in operands]
-        kernel(params, _filled(buffer, low_grads), *states, **kwargs)
+        wide_grads = _filled(buffer, low_grads)
+        kernel(params, wide_grads, *states, **kwargs)
         foreach.copy_(_pieces(models, block), params)
     increment_version(models)
     masters.mark_synced(pairs)

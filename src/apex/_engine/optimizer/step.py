@@ -146,9 +146,10 @@ def _skips_in_kernel(optimizer: Optimizer, found_inf: Tensor) -> bool:
     ``_step_supports_amp_scaling``, but not by a step that takes a ``grad_scaler``, which it asks.
     """
     # torch's fused optimizers copy it to CPU parameters without synchronizing (torch 2.13).
-    flag_on_cpu = found_inf.device.type == "cpu"
-    if not flag_on_cpu and any(param.device.type == "cpu" for param in params_of(optimizer)):
-        return False
+    if found_inf.device.type != "cpu":
+        for param in params_of(optimizer):
+            if param.device.type == "cpu":
+                return False
     # A copied or unpickled torch optimizer loses the declaration but keeps its fused kernels.
     fused_class = _fused_class(optimizer)
     if fused_class is not None:

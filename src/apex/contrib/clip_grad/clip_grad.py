@@ -36,7 +36,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: If ``error_if_nonfinite`` is set and the norm is not finite.
-        TypeError: If a gradient is sparse, a norm no number, or ``parameters`` a module.
+        TypeError: If a gradient is sparse, a norm is not a number, or ``parameters`` is a module.
         ValueError: If ``max_norm`` or ``norm_type`` is negative or NaN.
     """
     arguments.parameters("clip_grad_norm_", parameters)

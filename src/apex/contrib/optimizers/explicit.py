@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,10 +17,6 @@ GivenTensors = Iterable[Tensor] | list[list[Tensor]]
 
 class ExplicitOptimizer(FusedOptimizer):
     """An optimizer whose ``step`` accepts gradients, their scale, and 16-bit outputs."""
-
-    _norms: list[Any] | None = None
-    _given: Mapping[Tensor, Tensor] = MappingProxyType({})
-    _scale = 1.0
 
     def step(  # type: ignore[override]
         self,
@@ -49,34 +44,45 @@ class ExplicitOptimizer(FusedOptimizer):
         self._given = self._by_param("grads", grads)
         outputs = self._by_param("output_params", output_params)
         self._scale = scale
-        self._norms = None if grad_norms is None else [norm / scale for norm in grad_norms]
+        self._norms = None
+        if grad_norms is not None:
+            self._norms = [norm / scale for norm in grad_norms]
         try:
             loss = super().step(closure)
         finally:
             del self._given, self._scale, self._norms
+        params = list(outputs)
+        receivers = list(outputs.values())
         with torch.no_grad():
-            store(list(outputs.values()), list(outputs))
+            store(receivers, params)
         return loss
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         grad = self._given.get(param, param.grad)
-        if grad is None or (grad is param.grad and self._scale == 1.0):
+        if grad is None:
+            return None
+        if grad is param.grad and self._scale == 1.0:
             return grad
-        # In fp32 or wider: in 16 bits the quotient would be rounded before the step.
-        return grad.detach().to(math_dtype(grad)) / self._scale
+        # In fp32 or wider, because 16 bits would round the quotient before the step.
+        wide = grad.detach().to(math_dtype(grad))
+        return wide / self._scale
 
     def _by_param(self, name: str, given: GivenTensors | None) -> dict[Tensor, Tensor]:
-        """Returns the argument's tensors, by parameter."""
+        """Returns the tensors of the argument ``name``, by parameter."""
         if given is None:
             return {}
         lists: Any = list(given)
         if not lists or not isinstance(lists[0], list):
             lists = [lists]
         groups = [group["params"] for group in self.param_groups]
-        if [*map(len, lists)] != [*map(len, groups)]:
+        counts = [*map(len, lists)]
+        expected_counts = [*map(len, groups)]
+        if counts != expected_counts:
             raise ValueError(
-                f"step got {name} in lists of {[*map(len, lists)]} tensors; it takes as many as "
-                f"parameters, {[*map(len, groups)]}, in one list per group."
+                f"step got {name} in lists of {counts} tensors; it takes as many as parameters, "
+                f"{expected_counts}, in one list per group."
             )
-        pairs = zip(chain(*groups), chain(*lists), strict=True)
+        params = chain(*groups)
+        tensors = chain(*lists)
+        pairs = zip(params, tensors, strict=True)
         return {param: tensor for param, tensor in pairs if tensor is not None}

@@ -37,21 +37,21 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):  # type: ignore[misc]
         """Creates the optimizer.
 
         Args:
-            params: Parameters or groups.
+            params: Parameters or parameter groups.
             lr: Learning rate.
             bias_correction: Whether to correct the bias of the averages in the step size.
             betas: Decay of the averages of gradients and of their squares, per step.
-            eps: Added to the denominator.
+            eps: Term added to the denominator.
             eps_inside_sqrt: Whether to add ``eps`` inside the square root.
             weight_decay: Decay rate.
             max_grad_norm: Greatest norm of a group's gradients; 0 for no clipping.
-            amsgrad: Not supported.
+            amsgrad: Not supported; must be False.
             use_mt: Ignored: all parameters are always updated together.
             amp_scale_adjustment: Must be 1: amp unscales gradients before the step.
 
         Raises:
-            RuntimeError: For ``amsgrad``.
-            ValueError: For a value out of range.
+            RuntimeError: If ``amsgrad`` is set.
+            ValueError: If a value is out of range.
         """
         super().__init__(
             params,
@@ -69,5 +69,7 @@ class FusedAdam(ExplicitOptimizer, optimizers.FusedAdam):  # type: ignore[misc]
     def rule(self, batch: Batch) -> AdamRule:
         """Returns the hyperparameters of a batch's step."""
         rule = super().rule(batch)
-        rate = corrected_rate(rule.lr, rule.betas, batch.step) if rule.bias_correction else rule.lr
+        if not rule.bias_correction:
+            return rule
+        rate = corrected_rate(rule.lr, rule.betas, batch.step)
         return replace(rule, lr=rate, bias_correction=False)

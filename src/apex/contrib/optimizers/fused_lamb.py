@@ -1,4 +1,4 @@
-"""apex's first FusedLAMB: the current one, whose arguments are the same and one more."""
+"""apex's first FusedLAMB: the current class, which has one more argument."""
 
 from apex.optimizers import FusedLAMB
 
