@@ -102,6 +102,13 @@ class AmpOptimizer(Optimizer):
             del self.param_groups[count:]
             raise
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Loads; again, now in fp32, if the state of parameters without masters was rounded."""
+        super().load_state_dict(state_dict)
+        were_created = self._apex_prepared.create_missing_masters()
+        if were_created:
+            super().load_state_dict(state_dict)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
         reduced: Any = super().__reduce_ex__(protocol)
