@@ -38,6 +38,7 @@ def test_an_optimizer_may_train_an_input_of_a_model(level, kind):
     loops.scaled_backward(model(image).float().sum(), [*optimizers, optimizer])
     optimizer.step()
     torch.testing.assert_close(image.detach(), expected, atol=1e-3, rtol=0)
+    assert not torch.equal(image.detach(), torch.full((2, 4), 0.5))
 
 
 # -- groups change ---------------------------------------------------------------------------

@@ -131,17 +131,19 @@ def check_optimizers(
 
 def check_masters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises RuntimeError if a parameter has a master in the session of an earlier call."""
-    params = [param for model in models for _, param in named_parameters(model)]
+    params: list[tuple[str, Tensor]] = []
+    for model in models:
+        params += named_parameters(model)
     for optimizer in optimizers:
-        params += params_of(optimizer)
+        params += [(f"of {type(optimizer).__name__}", param) for param in params_of(optimizer)]
     for session in _amp_state.sessions():
-        for param in params:
+        for name, param in params:
             if session.masters.pair_of(param) is not None:
                 raise RuntimeError(
-                    "amp.initialize got a model or optimizer of weights that have fp32 masters "
-                    "from an earlier amp.initialize call. Each call would keep its own, and "
-                    "updates would be lost. Pass all models and optimizers that share weights to "
-                    "one call, as lists, or call amp.restore(model, optimizer) first."
+                    f"amp.initialize got a parameter ({name}) that has an fp32 master from an "
+                    "earlier amp.initialize call. Each call would keep its own, and updates would "
+                    "be lost. Pass all models and optimizers that share it to one call, as lists, "
+                    "or call amp.restore(model, optimizer) first."
                 )
 
 
