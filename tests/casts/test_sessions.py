@@ -266,14 +266,17 @@ class Casts(TorchDispatchMode):
 
 layer = nn.Linear(2, 2, bias=False)
 model = amp.initialize(nn.Sequential(layer, layer), opt_level="O4", verbosity=0)
-with Casts() as casts:
-    model(torch.ones(1, 2, dtype=torch.bfloat16))
-assert casts.count == 1, casts.count
+for expected in (1, 2):  # the second time, a step in between changes the weight
+    with Casts() as casts:
+        model(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert casts.count == expected, casts.count
+    layer.weight.grad = torch.ones(2, 2)
+    layer.register_forward_hook(lambda *_: torch.optim.SGD(layer.parameters()).step())
 """
 
 
 @pytest.mark.skipif(not weight_cache_is_safe, reason="the weight cache loses gradients: it is off")
-def test_a_weight_that_a_forward_uses_twice_is_cast_once():
+def test_a_weight_that_a_forward_uses_twice_is_cast_once_but_again_after_a_step():
     """In a process without float64 data, whose kernels cast each time."""
     subprocess.run([sys.executable, "-c", COUNT], check=True)
 

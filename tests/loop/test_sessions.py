@@ -36,9 +36,8 @@ def test_a_session_lives_as_long_as_its_model_or_its_optimizer(level):
 @pytest.mark.parametrize("placeholder", [nn.Identity, list])
 @levels
 def test_the_optimizer_may_come_in_a_later_call_than_its_model(level, placeholder):
-    model = (
-        loops.net().bfloat16().float()
-    )  # the first call has no optimizer, so it keeps no masters
+    # The first call has no optimizer, so it keeps no masters.
+    model = loops.net().bfloat16().float()
     twin = copy.deepcopy(model)
     options = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
     twin, optimizer = amp.initialize(twin, loops.sgd(twin.parameters()), **options)

@@ -130,6 +130,7 @@ def test_a_frozen_part_stays_in_16_bits_and_trains_on_when_it_is_unfrozen(level)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
     assert model.first.weight.dtype is not torch.float32
     loops.train(model, optimizer, data=loops.small_batches(3))
+    optimizer.load_state_dict(optimizer.state_dict())
     model.first.requires_grad_(True)
     loops.train(model, optimizer, data=loops.small_batches(3))
     tensors = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
@@ -140,9 +141,8 @@ def test_a_frozen_part_stays_in_16_bits_and_trains_on_when_it_is_unfrozen(level)
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_what_is_added_in_16_bits_later_becomes_fp32_too(level):
     model = loops.Net().bfloat16()
-    model, optimizer = amp.initialize(
-        model, loops.sgd(model.parameters()), opt_level=level, verbosity=0
-    )
+    optimizer = loops.sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     model.last = nn.Linear(6, 2).bfloat16()
     optimizer.add_param_group({"params": model.last.parameters()})
     assert model.last.weight.dtype is torch.float32

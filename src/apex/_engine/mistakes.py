@@ -366,7 +366,7 @@ def _find_mistake(prepared: PreparedOptimizer, *, at_step: bool) -> Mistake | No
     if not prepared.has_only_scratch_grads():
         # A later block of another optimizer may reach them, as a generator's does a discriminator:
         # the masters' gradients are right.
-        if scratch and scratch.isdisjoint((Origin.OWN, Origin.OTHER)):
+        if Origin.CHANGED in scratch or scratch == {Origin.PLAIN}:
             return Mistake.CHANGED_MODEL_GRADS
     elif Origin.PLAIN in scratch or (at_step and Origin.CHANGED in scratch):
         return Mistake.IGNORED_BACKWARD

@@ -80,18 +80,12 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
         params += params_of(optimizer)
     old_dtypes = dict(zip(map(id, params), before, strict=True))
     for optimizer in optimizers:
-        prepared = subclass.prepared_state(optimizer)
-        has_masters = prepared is not None and prepared.master_weights
         for part in optimizers_in(optimizer):
             # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
             if getattr(part, "state_stays_fp32", False) or is_from(part, _FUSED_ADAM):
                 continue
             for param, state in states_in(part.state):
-                new = param.dtype
-                if has_masters and dtypes.is_low_precision(param):
-                    # Frozen: the state is for the fp32 master that it gets when unfrozen.
-                    new = torch.float32
-                _cast_state(state, old_dtypes.get(id(param), param.dtype), new)
+                _cast_state(state, old_dtypes.get(id(param), param.dtype), param.dtype)
 
 
 def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:

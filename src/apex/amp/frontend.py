@@ -148,7 +148,7 @@ def initialize(
             ``torch.inference_mode()``; if cuDNN is disabled.
         TypeError: If a model, optimizer or value has the wrong type.
         ValueError: If a number is out of range; if a model or optimizer is given twice; if an
-            optimizer has no parameters, or only parameters of other models.
+            optimizer has no parameters; if all have only parameters of other models.
 
     Examples:
         >>> import torch
@@ -206,7 +206,7 @@ def initialize(
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
     inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
     if policy.master_weights and optimizer_list:
-        inputs.check_masters(model_list)
+        inputs.check_masters(model_list, optimizer_list)
     warn_if_emulated(policy, model_list)
     made = new_session(
         policy,

@@ -110,8 +110,10 @@ def check_optimizers(
     """Raises the errors that :func:`apex.amp.initialize` documents for optimizers."""
     if len(set(map(id, optimizers))) < len(optimizers):
         raise ValueError("amp.initialize got the same optimizer twice. Pass each one once.")
+    params: list[Tensor] = []
     for optimizer in optimizers:
-        _check_optimizer(optimizer, models)
+        _check_optimizer(optimizer)
+        params += params_of(optimizer)
         # By name: importing the class is slow, and only scripts that use it have done so.
         if master_weights and is_from(optimizer, _ZERO):
             raise RuntimeError(
@@ -119,52 +121,53 @@ def check_optimizers(
                 "model's own parameters and would never see fp32 masters. Use opt_level 'O1' or "
                 "'O4', or fully_shard(model) at O0 with a MixedPrecisionPolicy."
             )
+    if params and _are_of_another_model(params, models):
+        raise ValueError(
+            f"amp.initialize got an optimizer ({type(optimizers[0]).__name__}) that holds no "
+            "parameter of the given models. Pass the model that it trains, and create the "
+            "optimizer after moving the model to its device."
+        )
 
 
-def check_masters(models: Sequence[nn.Module]) -> None:
+def check_masters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises RuntimeError if a parameter has a master in the session of an earlier call."""
+    params: list[tuple[str, Tensor]] = []
+    for model in models:
+        params += named_parameters(model)
+    for optimizer in optimizers:
+        params += [(f"of {type(optimizer).__name__}", param) for param in params_of(optimizer)]
     for session in _amp_state.sessions():
-        for model in models:
-            for name, param in named_parameters(model):
-                if session.masters.pair_of(param) is None:
-                    continue
+        for name, param in params:
+            if session.masters.pair_of(param) is not None:
                 raise RuntimeError(
-                    f"amp.initialize got a model ({type(model).__name__}) whose parameter {name} "
-                    "is shared with a model from an earlier amp.initialize call. Each call would "
-                    "keep its own fp32 master of it, and updates would be lost. Pass both models "
-                    "and their optimizers to one call, as lists, or call amp.restore(model, "
-                    "optimizer) first."
+                    f"amp.initialize got a parameter ({name}) that has an fp32 master from an "
+                    "earlier amp.initialize call. Each call would keep its own, and updates would "
+                    "be lost. Pass all models and optimizers that share it to one call, as lists, "
+                    "or call amp.restore(model, optimizer) first."
                 )
 
 
-def _check_optimizer(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+def _check_optimizer(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if prepared_state(optimizer) is not None:
         raise RuntimeError(
             f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
             "optimizer once, or call amp.restore(model, optimizer) first."
         )
-    params = params_of(optimizer)
-    if not params:
+    if not params_of(optimizer):
         raise ValueError(
             f"amp.initialize got an optimizer ({name}) without parameters. Create it with the "
             "model's parameters, or leave it out."
         )
-    if _is_of_another_model(params, models):
-        raise ValueError(
-            f"amp.initialize got an optimizer ({name}) that holds no parameter of the given "
-            "models. Pass the model that it trains, and create the optimizer after moving the "
-            "model to its device."
-        )
     checks.check_optimizer(optimizer)
 
 
-def _is_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:
-    """Returns whether an optimizer can only be meant for a model that is not among ``models``.
+def _are_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:
+    """Returns whether optimizers can only be meant for a model that is not among ``models``.
 
-    An optimizer may also train an input of a model: a plain tensor, or any tensor if the models are
-    frozen or have no parameters. A script may pass such a model in place of one from an earlier
-    call.
+    They may also train an input of a model: a plain tensor, or any tensor if the models are frozen
+    or have no parameters. Beside a model's own optimizer, another one may train the centers of a
+    loss. A script may pass such a model in place of one from an earlier call.
     """
     if not all(isinstance(param, nn.Parameter) for param in params):
         return False

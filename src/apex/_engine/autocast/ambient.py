@@ -67,6 +67,7 @@ class UncastBlock:
     def __exit__(self, *error: object) -> None:
         for device in self._on:
             torch.set_autocast_enabled(device, True)
+        torch.clear_autocast_cache()  # a step has changed weights, perhaps inside a forward
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns ``closure`` wrapped to run with the casts from outside the block."""

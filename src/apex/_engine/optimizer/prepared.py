@@ -203,23 +203,26 @@ class PreparedOptimizer:
             )
 
     @untraced
-    def create_missing_masters(self) -> None:
+    def create_missing_masters(self) -> bool:
         """Puts masters in place of trained low-precision parameters in the groups, all or none.
 
-        A frozen parameter stays and gets its master when unfrozen.
+        A frozen parameter without state stays and gets its master when unfrozen. Returns whether
+        masters were created.
         """
         if not self.master_weights:
-            return
+            return False
+        state = self.optimizer.state
         created: dict[int, MasterPair] = {}
         with without_overrides():
             for param in self.params():
-                if param.dtype in dtypes.LOW_PRECISION and is_trained(param):
+                if param.dtype in dtypes.LOW_PRECISION and (is_trained(param) or param in state):
                     created[id(param)] = self.masters.create(param, self)
         if not created:
-            return
+            return False
         known = {id(pair.model) for pair in self.pairs}
         self.pairs += [pair for key, pair in created.items() if key not in known]
         exchange(self.optimizer, {key: pair.master for key, pair in created.items()})
+        return True
 
     def close(self) -> None:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""

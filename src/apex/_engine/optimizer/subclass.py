@@ -102,6 +102,15 @@ class AmpOptimizer(Optimizer):
             del self.param_groups[count:]
             raise
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads; a second time if parameters have got fp32 masters, whose state is exact.
+
+        A frozen 16-bit parameter gets its master with its state, which torch rounds for it.
+        """
+        super().load_state_dict(*args, **kwargs)
+        if self._apex_prepared.create_missing_masters():
+            super().load_state_dict(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies by the optimizer's own class, so that no generated class is named."""
         reduced: Any = super().__reduce_ex__(protocol)
