@@ -32,8 +32,10 @@ class _Generated(type):
         """
         first, *rest = super().mro()
         mixin = mixin_of(cls)
-        added = () if mixin is None else mixin.__mro__
-        return [first, *(base for base in added if base not in rest), *rest]
+        if mixin is None:
+            return [first, *rest]
+        added = [base for base in mixin.__mro__ if base not in rest]
+        return [first, *added, *rest]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an object of the own class."""
@@ -89,10 +91,14 @@ def with_mixin(mixin: Any, own: type) -> Any:
         swap_class(self, with_mixin(mixin, plain_class(new)))
 
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    overrides: Any = getattr(mixin, "_apex_overrides", lambda own: {})(own)
+    overrides: dict[str, Any] = {}
+    make_overrides = getattr(mixin, "_apex_overrides", None)
+    if make_overrides is not None:
+        overrides = make_overrides(own)
     # A class that hides nothing, as dynamo's guards look for methods in its ``__dict__``.
     names[MIXIN] = type(mixin.__name__, (mixin,), overrides)
     names["__class__"] = property(shown_class, change_class)
+    # Python requires a metaclass derived from the base's.
     metaclass = type("_Generated", (_Generated, type(own)), {})
     # Past the own metaclass's ``__new__``, which may register classes or require keywords.
     return type.__new__(metaclass, own.__name__, (own,), names)

@@ -48,8 +48,11 @@ def _operator_of_method(name: str) -> str:
     operator = name.strip("_").replace("truediv", "div")
     plain = operator[1:]  # of a reflected or an in-place one
     if operator == "ipow" or plain in ("add", "sub", "mul", "div"):
-        return f"{plain}_" if operator.startswith("i") else plain
-    return "matmul" if operator == "rmatmul" else operator
+        is_in_place = operator.startswith("i")
+        return f"{plain}_" if is_in_place else plain
+    if operator == "rmatmul":
+        return "matmul"
+    return operator
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,9 @@ class OpTable:
         """Returns the one table of apex's lists and newer operators."""
         rows: dict[str, Category] = {}
         for category, ops in op_rows.ROWS.items():
-            known = [op for op in ops.split() if dispatcher.has_operator(f"aten::{op}")]
-            rows.update(dict.fromkeys(known, category))
+            for op in ops.split():
+                if dispatcher.has_operator(f"aten::{op}"):
+                    rows[op] = category
         return cls(rows)
 
     def for_dtype(self, dtype: torch.dtype) -> OpTable:
@@ -123,8 +127,11 @@ class OpTable:
                 "amp.register_half_function or amp.register_promote_function."
             )
         into_self: Category = "fp32_inplace" if category == "fp32" else "destination"
-        rows = {op: into_self if op.partition(".")[0].endswith("_") else category for op in ops}
-        return OpTable({**self.rows, **rows})
+        rows = dict(self.rows)
+        for op in ops:
+            operator, _, _ = op.partition(".")
+            rows[op] = into_self if operator.endswith("_") else category
+        return OpTable(rows)
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,12 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
     """
     for holder in optimizers_in(optimizer):
         for group in holder.param_groups:
-            group["params"][:] = [new.get(id(param), param) for param in group["params"]]
+            params = group["params"]
+            params[:] = [new.get(id(param), param) for param in params]
         for param in list(holder.state):
-            if id(param) in new:
-                holder.state[new[id(param)]] = holder.state.pop(param)
+            replacement = new.get(id(param))
+            if replacement is not None:
+                holder.state[replacement] = holder.state.pop(param)
 
 
 def move_state(optimizer: Optimizer) -> None:
@@ -65,7 +67,8 @@ def move_state(optimizer: Optimizer) -> None:
                 to_device = operator.methodcaller("to", param.device)
                 state = holder.state.get(param, {})
                 for key, value in state.items():
-                    if key != "step" or on_device:
+                    stays = key == "step" and not on_device
+                    if not stays:
                         state[key] = tree.map_tensors(to_device, value)
 
 

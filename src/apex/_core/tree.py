@@ -74,7 +74,8 @@ def cast_tensors(obj: T, dtype: torch.dtype) -> T:
     Converts objects with their own ``to`` method by :func:`converted`. See :func:`map_leaves` for
     what is preserved.
     """
-    return cast_arguments((obj,), {}, dtype)[0][0]  # type: ignore[no-any-return]
+    (cast_obj,), _ = cast_arguments((obj,), {}, dtype)
+    return cast_obj  # type: ignore[no-any-return]
 
 
 def cast_arguments(
@@ -97,10 +98,9 @@ def cast_arguments(
         return converted(leaf, dtype) if objects else leaf
 
     visit = _Walk(cast_leaf).visit
-    return (
-        tuple([arg if at in skip else visit(arg) for at, arg in enumerate(args)]),
-        {name: arg if name in skip else visit(arg) for name, arg in kwargs.items()},
-    )
+    cast_args = [arg if at in skip else visit(arg) for at, arg in enumerate(args)]
+    cast_kwargs = {name: arg if name in skip else visit(arg) for name, arg in kwargs.items()}
+    return tuple(cast_args), cast_kwargs
 
 
 def converted(obj: Any, dtype: torch.dtype) -> Any:
@@ -191,14 +191,17 @@ class _Walk:
         result = _writable(obj)
         for key, value in changed.items():
             result[key] = value
-        return _tuple_like(obj, result) if isinstance(obj, tuple) else result
+        if isinstance(obj, tuple):
+            return _tuple_like(obj, result)
+        return result
 
     def _dataclass(self, obj: Any) -> Any:
-        if any(outer is obj for outer in self.open):
+        if any(outer is obj for outer in self.open):  # a cycle
             return obj
         self.open.append(obj)
         names = [field.name for field in dataclasses.fields(obj)]
-        changed = self._changed([(name, getattr(obj, name, None)) for name in names])
+        items = [(name, getattr(obj, name, None)) for name in names]
+        changed = self._changed(items)
         self.open.pop()
         result = copy.copy(obj) if changed else obj
         for name, value in changed.items():
@@ -228,16 +231,21 @@ def _writable(obj: Any) -> Any:
     has_own_items = isinstance(obj, (list, deque, dict))
     if isinstance(obj, MutableMapping) and callable(getattr(type(obj), "__copy__", None)):
         has_own_items = True
-    return copy.copy(obj) if has_own_items else dict(obj)
+    if has_own_items:
+        return copy.copy(obj)
+    return dict(obj)
 
 
 def _tuple_like(obj: Any, items: list[Any]) -> Any:
+    """Returns a tuple of the class of ``obj`` with these items, and its attributes."""
     cls = type(obj)
     is_named = hasattr(cls, "_fields")
     attributes = getattr(obj, "__dict__", None)
     # dynamo traces only the class's own ``__new__``.
     if _is_compiling() or (attributes is None and not is_named):
-        return cls(*items) if is_named else cls(items)
+        if is_named:
+            return cls(*items)
+        return cls(items)
     made = tuple.__new__(cls, items)  # as the class's own ``__new__`` may not take the items
     if attributes:
         made.__dict__.update(attributes)

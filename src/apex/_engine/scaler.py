@@ -100,12 +100,13 @@ class Scaler:
         """
         # One tensor holds scale and flag, so that one copy brings both to the host.
         self._scale_and_flag = torch.zeros(2, dtype=torch.float32, device="cpu")
-        self.move_to(self._scale_and_flag.device)
+        self.move_to(self._scale_and_flag.device)  # makes the views of it
         self.rule = rule
         self.loss_id = 0
         self.unchecked: dict[OverflowFlag, None] = {}
         self.version = 0
         self.own_update: Callable[[], object] | None = None
+        # All steps, which a static scale reports in place of clean ones.
         self._steps = 0
         self.set_scale(loss_scale)
 
@@ -116,7 +117,8 @@ class Scaler:
 
         The scale is a number, or if dynamic a 0-d tensor that updates do not change.
         """
-        if self.loss_scale.device != loss.device and loss.device.type != "meta":
+        is_elsewhere = self.loss_scale.device != loss.device
+        if is_elsewhere and loss.device.type != "meta":  # where the scale would lose its value
             self.move_to(loss.device)
         factor = self.factor()
         if loss.dtype not in (torch.float32, torch.float64):
@@ -138,7 +140,8 @@ class Scaler:
             scale: What :meth:`factor` returned for the pass, or another number.
         """
         if values and scale != 1.0:
-            foreach.unscale_(values, 1.0 / float(scale))  # sync: none, it is a number
+            inverse = 1.0 / float(scale)  # sync: none, it is a number
+            foreach.unscale_(values, inverse)
 
     def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
         """Ends a block that updates the scale, of this number of optimizers.
@@ -210,10 +213,14 @@ class DynamicScaler(Scaler):
         Raises:
             ValueError: If it is not positive and finite.
         """
+        # First, as the base's constructor calls ``move_to``.
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device="cpu")
-        first = min(max(checked_static(loss_scale), rule.least), rule.greatest)
-        super().__init__(first, rule)
+        initial = checked_static(loss_scale)
+        bounded = min(max(initial, rule.least), rule.greatest)
+        super().__init__(bounded, rule)
+        # Scale and flag after each pass, with the pass's number of optimizers.
         self._readback = Readback[int]()
+        # Counted on the host, from what has been read back.
         self._skipped_in_row = 0
 
     def factor(self) -> Tensor:
@@ -234,15 +241,21 @@ class DynamicScaler(Scaler):
         if self.own_update is None:
             self.update()
         else:
-            self.found_inf.fill_(float(bool(self.own_update())))
+            skips_step = bool(self.own_update())
+            self.found_inf.fill_(float(skips_step))
         for flag in flags:
             flag.add(self.found_inf)
         self._readback.send(optimizers, self._scale_and_flag)
         updates = []
-        for count, (loss_scale, found_inf) in self._readback.poll():
+        for count, values in self._readback.poll():
+            loss_scale, found_inf = values
             overflow = found_inf != 0.0
-            self._skipped_in_row = self._skipped_in_row + 1 if overflow else 0
-            updates.append(ScaleUpdate(loss_scale, overflow, count, self._skipped_in_row))
+            if overflow:
+                self._skipped_in_row += 1
+            else:
+                self._skipped_in_row = 0
+            update = ScaleUpdate(loss_scale, overflow, count, self._skipped_in_row)
+            updates.append(update)
         return updates
 
     def update(self) -> None:
@@ -267,7 +280,8 @@ class DynamicScaler(Scaler):
         return int(self.growth_tracker)  # sync: the caller asks for a host number
 
     def set_growth_tracker(self, growth_tracker: int) -> None:
-        self.growth_tracker.fill_(min(growth_tracker, self.rule.growth_interval - 1))
+        greatest = self.rule.growth_interval - 1
+        self.growth_tracker.fill_(min(growth_tracker, greatest))
 
     def set_rule(self, rule: ScaleRule) -> None:
         super().set_rule(rule)

@@ -36,7 +36,8 @@ def own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tens
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, tensor
+                key = f"{prefix}.{name}" if prefix else name
+                yield key, tensor
 
 
 def flatten_rnns(model: nn.Module) -> None:

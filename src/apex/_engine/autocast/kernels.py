@@ -77,7 +77,8 @@ def register(device: str, ops: Iterable[str]) -> None:
     with _lock:
         for op in ops:
             if (device, op) not in _registered:
-                dispatcher.register(op, _build(op, device), AUTOCAST_KEYS[device])
+                kernel = _build(op, device)
+                dispatcher.register(op, kernel, AUTOCAST_KEYS[device])
                 _registered.add((device, op))
 
 
@@ -101,19 +102,24 @@ def tag_caches() -> None:
     """
     from torch.compiler import config
 
+    # A list first, as other threads change the table meanwhile.
     digests = {spec.digest for spec in [*live.values()]}
-    others_tag, _, _ = config.cache_key_tag.partition(_TAG)
-    config.cache_key_tag = others_tag + "".join(_TAG + digest for digest in sorted(digests))
+    tag, _, _ = config.cache_key_tag.partition(_TAG)  # what others have set
+    for digest in sorted(digests):
+        tag += _TAG + digest
+    config.cache_key_tag = tag
 
 
 def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
     """Yields the operators that need a kernel of ours: torch casts others than the table says."""
     default = OpTable.default().rows
-    for op in {*default, *table.rows, *op_rows.NATIVE_DIFFERENCES[device]}:
+    differences = op_rows.NATIVE_DIFFERENCES[device]
+    for op in {*default, *table.rows, *differences}:
         native = native_category(op, device)
         if native is None and op in op_rows.COVERED_INSIDE:
             native = default[op]
-        if table.rows.get(op) != native or op in op_rows.SPARSE_OPERANDS:
+        is_changed = table.rows.get(op) != native
+        if is_changed or op in op_rows.SPARSE_OPERANDS:
             yield op
 
 
@@ -122,7 +128,8 @@ def native_category(op: str, device: str) -> str | None:
     """Returns the category of torch's own autocast for an operator; None if it has no kernel."""
     if not dispatcher.has_kernel(f"aten::{op}", AUTOCAST_KEYS[device]):
         return None
-    return op_rows.NATIVE_DIFFERENCES[device].get(op, OpTable.default().rows.get(op))
+    usual = OpTable.default().rows.get(op)
+    return op_rows.NATIVE_DIFFERENCES[device].get(op, usual)
 
 
 def _build(op: str, device: str) -> Callable[..., Any]:
@@ -141,10 +148,11 @@ def _build(op: str, device: str) -> Callable[..., Any]:
         if type(args[0]) not in _PLAIN:
             dynamo.recompile_on_change(newest, device, low)
         if op in op_rows.COMPARISONS:
-            args = (*map(_as_tensor, args[:2]), *args[2:])
+            left, right, *others = args
+            args = (_as_tensor(left), _as_tensor(right), *others)
         tensors = tensors_in(args, kwargs)
         dtypes = floating_dtypes(tensors)
-        if spec is None:
+        if spec is None:  # autocast of the script's own
             category = native
         elif len(dtypes) < 2 and backward_id() != -1 and _is_left_alone():
             category = None

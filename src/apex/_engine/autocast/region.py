@@ -137,11 +137,13 @@ class AutocastRegion(Region):
 
     def __init__(self, spec: AutocastSpec) -> None:
         self.spec = spec
+        # An attribute of its own, so that dynamo guards it.
         self._digest = spec.digest
+        # The key of the spec among the live ones.
         self._token = kernels.activate_spec(spec)
         self.end = weakref.finalize(self, end_casts, self._token)
         """Ends the region: its rows no longer apply. Idempotent."""
-        self.end.atexit = False
+        self.end.atexit = False  # the table dies with the process
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AutocastRegion, (self.spec,)
@@ -237,6 +239,7 @@ def casts_off() -> Iterator[None]:
 
 @contextmanager
 def _off(devices: Sequence[str]) -> Iterator[None]:
+    """Turns autocast off on the devices, one at a time as :func:`under`, and marks the thread."""
     if devices:
         first, *others = devices
         with torch.autocast(first, enabled=False, cache_enabled=False), _off(others):
@@ -253,7 +256,8 @@ def devices_cast() -> list[str]:
 
 @at_tracing
 def _is_ours(device: str) -> bool:
-    return kernels.newest(device, torch.get_autocast_dtype(device)) is not None
+    dtype = torch.get_autocast_dtype(device)
+    return kernels.newest(device, dtype) is not None
 
 
 def active_dtype() -> torch.dtype | None:

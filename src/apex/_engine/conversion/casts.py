@@ -24,13 +24,16 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     plan = state.plan
     for _, tensor, dtype in planned_dtypes(model, plan):
         if tensor.dtype is not dtype and dtypes.is_castable(tensor):
-            set_in_place(tensor, tensor.detach().to(dtype), undo)
+            cast = tensor.detach().to(dtype)
+            set_in_place(tensor, cast, undo)
     flatten_rnns(model)
     if not plan.casts_down:
         return
     outermost = modules_in_fp32(model, plan)
     for module in model.modules():
-        state.handles += state.link.attach(module, in_fp32=outermost.get(module, False))
+        # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
+        in_fp32 = outermost.get(module, False)
+        state.handles += state.link.attach(module, in_fp32=in_fp32)
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
@@ -40,12 +43,15 @@ def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tenso
     tensors whose dtype changed, with their values before.
     """
     state = state_of(model)
-    if state is None or params.isdisjoint(map(id, named_tensors(model).values())):
+    if state is None:
+        return []
+    held = map(id, named_tensors(model).values())
+    if params.isdisjoint(held):
         return []
     before = floating_tensors(model)
     with ExitStack() as undo:
         cast_parts(model, state, undo)
-        undo.pop_all()
+        undo.pop_all()  # nothing failed: the casts stay
     return [(tensor, value) for tensor, value in before if value.dtype is not tensor.dtype]
 
 
@@ -75,10 +81,13 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
         state.link.masters.update_model(model)
         with ExitStack() as undo:
             for tensor in named_tensors(model).values():
-                if dtypes.is_low_precision(tensor):
-                    known = state.link.masters.exact_value(tensor), masters.get(id(tensor))
-                    set_in_place(tensor, exact_value(tensor, known), undo)
-            undo.pop_all()
+                if not dtypes.is_low_precision(tensor):
+                    continue
+                linked = state.link.masters.exact_value(tensor)
+                known = (linked, masters.get(id(tensor)))
+                value = exact_value(tensor, known)
+                set_in_place(tensor, value, undo)
+            undo.pop_all()  # nothing failed: the values stay
     undo_convert(model)
     flatten_rnns(model)
 
@@ -91,6 +100,7 @@ def undo_convert(model: nn.Module) -> None:
     state: ModelState = model.__dict__.pop(STATE)
     swap_class(model, plain_class(type(model)))
     while state.handles:
-        state.handles.pop().remove()
+        handle = state.handles.pop()
+        handle.remove()
     if state.inner_forward is not None:
         model.__dict__.setdefault("forward", state.inner_forward)

@@ -123,32 +123,50 @@ def _check_names(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
                 f"{name} says what stays in fp32 while the rest is cast, but this level does not "
                 "cast the model to a 16-bit type. Use it at O2, O3 or O5, or leave it out."
             )
-    modules = [pair for model in models for pair in named_submodules(model)]
+    modules: list[tuple[str, nn.Module]] = []
+    buffers: list[str] = []
+    for model in models:
+        modules += named_submodules(model)
+        buffers += dict(model.named_buffers())
     for rule in plan.fp32_modules:
-        if not any(matches(rule, name, module) for name, module in modules):
+        is_known = any(matches(rule, name, module) for name, module in modules)
+        if not is_known:
             known: list[str] = []
             for name, module in modules:
                 known.append(name if isinstance(rule, str) else type(module).__name__)
             _refuse("fp32_modules", rule, "matches no submodule", known)
-    buffers = [name for model in models for name, _ in model.named_buffers()]
     for rule in plan.fp32_buffers:
-        if not any(fnmatchcase(name, str(rule)) for name in buffers):
+        is_known = any(fnmatchcase(name, str(rule)) for name in buffers)
+        if not is_known:
             _refuse("fp32_buffers", rule, "matches no buffer", buffers)
-    params = [p for model in models for p in parameters_of(model.forward).values()]
-    kinds = {p.kind for p in params}
-    names = [p.name for p in params if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    _check_inputs(plan, models)
+
+
+def _check_inputs(plan: ModelPlan, models: Sequence[nn.Module]) -> None:
+    """Raises ValueError if ``plan`` names an argument that no model's forward takes."""
+    params: list[Parameter] = []
+    for model in models:
+        params += parameters_of(model.forward).values()
+    kinds = {param.kind for param in params}
+    collecting = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)  # ``*args`` and ``**kwargs``
+    names = [param.name for param in params if param.kind not in collecting]
     # Not if it also takes ``*args``, which may contain the argument without its name.
     takes_any = Parameter.VAR_KEYWORD in kinds and Parameter.VAR_POSITIONAL not in kinds
     for rule in plan.fp32_inputs:
-        if rule not in names and not (takes_any and isinstance(rule, str)):
+        is_known = rule in names or (takes_any and isinstance(rule, str))
+        if not is_known:
             _refuse("fp32_inputs", rule, "is no argument of the model's forward", names)
 
 
 def _refuse(argument: str, rule: object, how: str, known: Iterable[str]) -> None:
+    """Raises ValueError for a rule that names nothing, with the names that are close to it."""
     shown = rule.__name__ if isinstance(rule, type) else repr(rule)
     names = sorted(set(known))
     close = difflib.get_close_matches(shown.strip("'"), names, cutoff=0.5)
-    hint = f"Did you mean {', '.join(close)}?" if close else f"Known are {', '.join(names[:8])}."
+    if close:
+        hint = f"Did you mean {', '.join(close)}?"
+    else:
+        hint = f"Known are {', '.join(names[:8])}."
     raise ValueError(f"{argument} holds {shown}, which {how}. {hint}")
 
 

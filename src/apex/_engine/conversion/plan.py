@@ -68,9 +68,11 @@ def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:
     for name, module in named_submodules(model):
         if module in chosen:
             continue
-        if any(matches(rule, name, module) for rule in plan.fp32_modules):
+        is_chosen = any(matches(rule, name, module) for rule in plan.fp32_modules)
+        if is_chosen:
             for part in module.modules():
-                chosen.setdefault(part, part is module)
+                is_outermost = part is module
+                chosen.setdefault(part, is_outermost)
     return chosen
 
 
@@ -87,7 +89,8 @@ def planned_dtypes(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, Ten
                 kept.update(module.modules())  # also its parametrizations
     seen = set[int]()
     # fp32 modules first, because the first to yield a shared tensor decides.
-    for name, module in sorted(model.named_modules(), key=lambda part: part[1] not in kept):
+    modules = sorted(model.named_modules(), key=lambda item: item[1] not in kept)
+    for name, module in modules:
         for key, tensor in own_tensors(module, name):
             if id(tensor) in seen:
                 continue
@@ -105,7 +108,8 @@ def _is_fp32_buffer(plan: ModelPlan, name: str, tensor: Tensor) -> bool:
     """Returns whether a tensor is a buffer that stays in fp32 by its name."""
     if isinstance(tensor, nn.Parameter) or tensor.dtype not in WIDE:
         return False
-    return any(fnmatchcase(name, rule) for rule in (*FP32_BUFFERS, *plan.fp32_buffers))
+    patterns = (*FP32_BUFFERS, *plan.fp32_buffers)
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def named_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -138,11 +138,14 @@ class MasterLink:
             session: Has the masters, and is kept alive; ``None`` if there are none.
             dtype: The dtype in which the model computes.
         """
+        # A weak reference in a deep copy.
         self._session: Session | weakref.ref[Session] | None = session
         self._dtype = dtype
+        # A deep copy is mostly an average of the weights, or a model to be saved.
         self.is_copy = False
+        # What tells once that the script writes where amp does not see it.
         self.writes = Writes()
-        # The entry that a copy's ``state_dict`` got last.
+        # The entry that a copy's ``state_dict`` got last: was it written to since?
         self._latest: Tensor | None = None
 
     @property
@@ -163,17 +166,18 @@ class MasterLink:
         With ``in_fp32``, the module computes in fp32.
         """
         hooks: Any = module  # torch does not annotate the methods that register them
-        if any(isinstance(hook, MasterLink) for hook in hooks._state_dict_hooks.values()):
+        has_hooks = any(isinstance(hook, MasterLink) for hook in hooks._state_dict_hooks.values())
+        if has_hooks:
             return []
         saving: RemovableHandle = hooks.register_state_dict_post_hook(self)
         # Run before the user's hooks, which may rename entries.
         hooks._state_dict_hooks.move_to_end(saving.id, last=False)
-        handles = [saving, hooks.register_load_state_dict_pre_hook(self.before_loading)]
+        loading = hooks.register_load_state_dict_pre_hook(self.before_loading)
+        handles = [saving, loading]
         if in_fp32:
-            handles += [
-                hooks.register_forward_pre_hook(self.before_fp32, with_kwargs=True),
-                hooks.register_forward_hook(self.after_fp32),
-            ]
+            entering = hooks.register_forward_pre_hook(self.before_fp32, with_kwargs=True)
+            leaving = hooks.register_forward_hook(self.after_fp32)
+            handles += [entering, leaving]
         return handles
 
     def before_fp32(self, module: nn.Module, args: tree.Args, kwargs: tree.Kwargs) -> tree.Call:
@@ -232,10 +236,11 @@ class MasterLink:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
         """Returns a link to the same session, which the copy does not keep alive."""
-        session = self.session
         new = MasterLink(None, self._dtype)
-        new._session = None if session is None else weakref.ref(session)
         new.is_copy = True
+        session = self.session
+        if session is not None:
+            new._session = weakref.ref(session)
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:

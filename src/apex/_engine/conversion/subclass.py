@@ -79,7 +79,8 @@ class Converted(nn.Module):
             return
         cleared: list[Tensor] = []
         for param, version in before:
-            if param.grad is None or grad_version(param) != version:
+            was_written = grad_version(param) != version  # zeroed in place
+            if param.grad is None or was_written:
                 cleared.append(param)
         session.clear_grads(cleared)
 
@@ -91,9 +92,11 @@ class Converted(nn.Module):
             reduced: Any = self.__reduce_ex__(1)
         if isinstance(reduced, str):
             return reduced
-        function, args, inner, *items = [*reduced, None, None, None][:5]
+        # Python leaves out the last parts if they are None.
+        parts = [*reduced, None, None, None]
+        function, args, inner, *items = parts[:5]
         if isinstance(inner, dict):
-            inner = {**inner}
+            inner = dict(inner)  # it may be the object's own ``__dict__``
             inner.pop(STATE, None)
             if state.inner_forward is not None:
                 inner.setdefault("forward", state.inner_forward)
@@ -101,15 +104,18 @@ class Converted(nn.Module):
             return function, args, inner, *items
         if inner is None:  # what the class rebuilds has no hooks yet
             state = replace(state, handles=[])
-        return function, args, (state, inner), *items, functools.partial(rebuild, "model")
+        # The sixth part of a reduction, which sets what is saved: set_saved_state().
+        set_saved = functools.partial(rebuild, "model")
+        return function, args, (state, inner), *items, set_saved
 
     def __copy__(self: Any) -> Any:
         """Returns a converted model that shares parameters, session and masters."""
         with _as_plain(self):
             new = copy.copy(self)
         if isinstance(new, nn.Module) and new is not self:
-            # Its hooks are the original's.
-            set_state(new, replace(_own_state(self), handles=[]), ExitStack())
+            # Its hooks are the original's, which removes them.
+            state = replace(_own_state(self), handles=[])
+            set_state(new, state, ExitStack())
         return new
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -118,7 +124,9 @@ class Converted(nn.Module):
             new = copy.deepcopy(self, memo)
         if isinstance(new, nn.Module) and new is not self:
             state = _own_state(self)
-            copied = ModelState(**copy.deepcopy(vars(state), memo))
+            # Its values, as a copy by ``__reduce__`` would have another region.
+            values = copy.deepcopy(vars(state), memo)
+            copied = ModelState(**values)
             if state.plan.casts_down:
                 state.link.writes.note_copy(new, copied.link)
             set_state(new, copied, ExitStack())
@@ -151,8 +159,12 @@ class Rounded(Converted):
             is_plain = isinstance(function, FunctionType) and not name.startswith("_")
             if is_plain and function is not getattr(nn.Module, name, None):
                 methods.append(name)
-        names = {name: _Method(own, name) for name in methods if name != "zero_grad"}
-        return names | Converted._apex_overrides(own)
+        overrides: dict[str, Any] = {}
+        for name in methods:
+            if name != "zero_grad":  # the mixin's rounds nothing, and clears masters
+                overrides[name] = _Method(own, name)
+        # Last, as ``forward`` is among the methods.
+        return overrides | Converted._apex_overrides(own)
 
 
 class _Method:
@@ -223,7 +235,8 @@ def end_call(state: ModelState, output: Any) -> Any:
     plan = state.plan
     if plan.output_dtype is None:
         return output
-    return (plan.cast or tree.cast_tensors)(output, plan.output_dtype)
+    cast = plan.cast or tree.cast_tensors
+    return cast(output, plan.output_dtype)
 
 
 def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
@@ -235,13 +248,16 @@ def set_state(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     """
     model.__dict__[STATE] = state  # first, because undo_convert() needs it
     mixin = Rounded if state.plan.casts_down else Converted
-    swap_class(model, with_mixin(mixin, plain_class(type(model))))
+    own = plain_class(type(model))
+    generated = with_mixin(mixin, own)
+    swap_class(model, generated)
     # The class's ``forward`` runs, and calls the one that was set on the object. Scripts that
     # replace ``forward`` for a while leave the class's own there.
     inner = model.__dict__.pop("forward", state.inner_forward)
-    generated = type.__getattribute__(type(model), "forward")
-    is_class_own = getattr(inner, "__func__", None) is generated
+    class_forward = type.__getattribute__(generated, "forward")  # past the metaclass
+    is_class_own = getattr(inner, "__func__", None) is class_forward
     state.inner_forward = None if is_class_own else inner
+    # The script may pass an argument by name or by position.
     kept = state.plan.fp32_inputs
     by_position = positional_names(state.inner_forward or model.forward)
     positions = [at for at, name in enumerate(by_position) if name in kept]
