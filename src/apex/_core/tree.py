@@ -203,7 +203,9 @@ class _Walk:
         items = [(name, getattr(obj, name, None)) for name in names]
         changed = self._changed(items)
         self.open.pop()
-        result = copy.copy(obj) if changed else obj
+        if not changed:
+            return obj
+        result = copy.copy(obj)
         for name, value in changed.items():
             object.__setattr__(result, name, value)  # also works on frozen ones
         return result

@@ -62,7 +62,8 @@ class Readback(Generic[T]):
         arrived: list[tuple[T, list[float]]] = []
         while self._copies:
             source, copy = self._copies[0]
-            if not (wait or copy.arrived):
+            is_due = wait or copy.arrived
+            if not is_due:
                 break
             self._copies.popleft()
             values: list[float] = copy.wait().tolist()

@@ -141,9 +141,9 @@ class MasterLink:
         # A weak reference in a deep copy.
         self._session: Session | weakref.ref[Session] | None = session
         self._dtype = dtype
-        # A deep copy is mostly an average of the weights, or a model to be saved.
+        # Deep copies serve as averages of the weights, or are cast to be saved.
         self.is_copy = False
-        # What tells once that the script writes where amp does not see it.
+        # Warns of writes that 16 bits lose.
         self.writes = Writes()
         # The entry that a copy's ``state_dict`` got last: was it written to since?
         self._latest: Tensor | None = None

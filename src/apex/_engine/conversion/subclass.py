@@ -92,7 +92,7 @@ class Converted(nn.Module):
             reduced: Any = self.__reduce_ex__(1)
         if isinstance(reduced, str):
             return reduced
-        # Python leaves out the last parts if they are None.
+        # A reduction has at least two parts; those that are left out count as None.
         parts = [*reduced, None, None, None]
         function, args, inner, *items = parts[:5]
         if isinstance(inner, dict):
@@ -124,7 +124,7 @@ class Converted(nn.Module):
             new = copy.deepcopy(self, memo)
         if isinstance(new, nn.Module) and new is not self:
             state = _own_state(self)
-            # Its values, as a copy by ``__reduce__`` would have another region.
+            # By its values: copied by ``__reduce__``, it would lose its region.
             values = copy.deepcopy(vars(state), memo)
             copied = ModelState(**values)
             if state.plan.casts_down:
@@ -161,7 +161,7 @@ class Rounded(Converted):
                 methods.append(name)
         overrides: dict[str, Any] = {}
         for name in methods:
-            if name != "zero_grad":  # the mixin's rounds nothing, and clears masters
+            if name != "zero_grad":  # Converted's clears masters, too, and needs no rounding
                 overrides[name] = _Method(own, name)
         # Last, as ``forward`` is among the methods.
         return overrides | Converted._apex_overrides(own)
@@ -197,9 +197,11 @@ def _casting_forward(own: Any) -> Any:
             output = state.region.run_traced(run, cast_args, cast_kwargs)
             return end_call(state, output)
         with ExitStack() as call:
-            if state.plan.casts_down and state.link.writes.left > 0:
+            writes = state.link.writes
+            if state.plan.casts_down and writes.left > 0:
                 given = args, kwargs
-                call.enter_context(state.link.writes.watch(self, state.link, run, given, cast))
+                watch = writes.watch(self, state.link, run, given, cast)
+                call.enter_context(watch)
             state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
