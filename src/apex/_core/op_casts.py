@@ -34,11 +34,12 @@ def cast_operands(
 
     Args:
         op: The operator, for messages.
-        category: That of the operator's row, or ``"raises"``; others, and None, cast nothing.
+        category: The category of the operator's row, or ``"raises"``. None and other categories
+            cast nothing.
         args: The positional arguments.
-        kwargs: The others.
+        kwargs: The keyword arguments.
         low: The region's low precision.
-        dtypes: Those of the arguments, as in :func:`floating_dtypes`.
+        dtypes: The arguments' dtypes, as in :func:`floating_dtypes`.
     """
     dtype: torch.dtype | None = None
     match category:

@@ -43,7 +43,7 @@ def is_under_autocast(tensor: torch.Tensor) -> bool:
 
 
 _AUTOGRAD_KEYS = [
-    torch._C.DispatchKey.AutogradFunctionality,  # that of every device
+    torch._C.DispatchKey.AutogradFunctionality,  # autograd on every device
     torch._C.DispatchKey.AutogradNestedTensor,
     torch._C.DispatchKey.AutogradOther,  # sparse tensors
 ]

@@ -36,6 +36,7 @@ def _flat_memory(params: list[nn.Parameter]) -> Tensor:
     size = sum(param.numel() for param in params)
     memories = {param.untyped_storage().data_ptr() for param in params}
     first = params[0]
+    # Already one block of memory, which contains nothing else.
     if len(memories) == 1 and first.untyped_storage().nbytes() == 4 * size:
         return first.detach().as_strided((size,), (1,), 0)
     flat = flatten(params)
