@@ -1,11 +1,11 @@
 """Classes generated for objects that exist already, which stay objects of their own class.
 
 Note [Generated class]
-    A generated class puts methods of ours before the methods of an object's own class, so that they
-    run with the right object in copies, replicas and threads. Nobody else needs to know. The object
-    says that its ``__class__`` is its own one, so ``super(self.__class__, self)`` works, and it can
-    be given another. What is called, read or set on ``type(self)`` reaches the own class, so that a
-    method patched there calls the own one, and not ours.
+    A generated class puts our methods before the methods of an object's own class, so that they run
+    with the right object in copies, replicas and threads. Other code does not notice. The object
+    reports its own class as ``__class__``, so ``super(self.__class__, self)`` works, and a script
+    can set another class. Calls, reads and writes on ``type(self)`` reach the own class, so that a
+    method patched there calls the class's own method, and not ours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds the class of its methods."""
 
 _SHOWN = ("__bases__", "__mro__", "__copy__")
-"""What dynamo outside of traces, ``functools.singledispatch`` and ``copy.copy`` read."""
+"""Attributes that dynamo outside of traces, ``functools.singledispatch`` and ``copy.copy`` read."""
 
 
 class _Generated(type):
@@ -72,7 +72,7 @@ class _Generated(type):
 def with_mixin(mixin: Any, own: type) -> Any:
     """Returns the generated class of ``own`` with the methods of ``mixin``, always the same one.
 
-    Attributes that depend on ``own`` are returned by ``mixin._apex_overrides(own)``, if it has it.
+    A mixin may define ``_apex_overrides(own)``, which returns attributes that depend on ``own``.
     """
     # Python's weak list of subclasses serves as the cache.
     known: type

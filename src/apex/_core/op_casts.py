@@ -30,7 +30,7 @@ def cast_operands(
 ) -> tuple[Iterable[Any], Kwargs]:
     """Returns the arguments of one call, cast by a category.
 
-    float64 is cast only beside other dtypes, as data from numpy meets weights.
+    Casts float64 only beside other dtypes, such as data from numpy beside weights.
 
     Args:
         op: The operator, for messages.
@@ -115,7 +115,7 @@ _TO = {
     torch.float32: Tensor.float,
     torch.float64: Tensor.double,
 }
-"""What casts: 1 us faster than ``Tensor.to``."""
+"""Methods that cast to a dtype, 1 us faster than ``Tensor.to``."""
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

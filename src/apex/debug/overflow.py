@@ -490,7 +490,7 @@ class OverflowTrace(Trace):
             birth.true = tracing.largest_in_double(before)
 
     def _name_weights(self, birth: Birth, bad: Tensor) -> None:
-        """Names the weights that a birth is about: those that were bad, or never written."""
+        """Names a birth's weights: the non-finite ones, or the ones that nothing has written."""
         held = self._held().of(bad)
         if birth.given == "weights" and held is not None:
             birth.names = held.name

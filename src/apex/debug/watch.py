@@ -326,8 +326,9 @@ class AutoTrace:
     def __init__(self, prepared: PreparedOptimizer, after_skips: int) -> None:
         self.trace: OverflowTrace | None = None
         self._after_skips = after_skips
-        # Of the running trace: its loss, None without a trace, and its thread.
+        # The loss of the running trace; None without one.
         self._traced_loss: int | None = None
+        # The thread that started it.
         self._thread = 0
         self._stop_listening = _listen(prepared, self)
 

@@ -45,6 +45,7 @@ def _flat_memory(params: list[nn.Parameter]) -> Tensor:
         # A fused step reads the state in the layout of its parameter, so the layout stays.
         strides = torch.empty_like(param).stride()
         view = flat.as_strided(param.shape, strides, offset)
-        param.data = view.copy_(param)
+        view.copy_(param)
+        param.data = view
         offset += param.numel()
     return flat

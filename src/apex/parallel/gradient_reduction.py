@@ -81,7 +81,9 @@ class GradientReduction:
 
     @property
     def _factor_after(self) -> float:
-        return self._divisor_before / self._world_size if self.average else 1.0
+        if not self.average:
+            return 1.0
+        return self._divisor_before / self._world_size
 
     @property
     def _world_size(self) -> int:
