@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from apex._core import arguments, dtypes
 from apex._engine.conversion.state import is_converted
 from apex.parallel.process_groups import checked_group, syncing_group
 from apex.parallel.sync_batch_norm_function import sync_batch_norm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -55,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: torch.distributed.ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
@@ -135,7 +138,7 @@ class SyncBatchNorm(_BatchNorm):
 
 def convert_syncbn_model(
     module: Module,
-    process_group: torch.distributed.ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
     channel_last: bool = False,
 ) -> Module:
     """Replaces every batch norm in ``module`` with a :class:`SyncBatchNorm`.
