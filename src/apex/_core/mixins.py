@@ -10,6 +10,7 @@ Note [Generated class]
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from apex._torch.dynamo import is_tracing
@@ -31,15 +32,26 @@ class _Generated(type):
         ensures. The mixin hides generated classes from registries in ``__init_subclass__``.
         """
         first, *rest = super().mro()
-        mixin = mixin_of(cls)
-        added = () if mixin is None else mixin.__mro__
+        added = mixin_of(cls).__mro__
         return [first, *(base for base in added if base not in rest), *rest]
+
+    def __new__(cls, name: str, bases: tuple[type, ...], *args: Any, **kwargs: Any) -> Any:
+        """Makes a class that a script derives from a generated one: of the own class."""
+        own_bases = tuple(map(plain_class, bases))
+        metaclass, _, _ = types.prepare_class(name, own_bases)
+        return metaclass(name, own_bases, *args, **kwargs)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an object of the own class."""
-        if mixin_of(cls) is None:
-            return super().__call__(*args, **kwargs)
         return plain_class(cls)(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Returns whether an object is one of the own class."""
+        return isinstance(instance, plain_class(cls))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """Returns whether a class is the own class, or derived from it."""
+        return issubclass(subclass, plain_class(cls))
 
     def __eq__(cls, other: object) -> bool:
         """Returns whether both have the same own class, which tables by class hold.
@@ -56,7 +68,7 @@ class _Generated(type):
 
     def __getattribute__(cls, name: str) -> Any:
         """Reads the own class's attribute, except names in ``_SHOWN``, and except in dynamo."""
-        if mixin_of(cls) is None or name in _SHOWN or is_tracing():
+        if name in _SHOWN or is_tracing():
             return super().__getattribute__(name)
         return getattr(plain_class(cls), name)
 
