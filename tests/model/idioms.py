@@ -103,17 +103,20 @@ class Rebuilds(nn.Linear):
         return self.__class__(self.in_features, self.out_features)
 
 
+def derived_object(base):
+    class Derived(base):
+        def forward(self, x):
+            return 0 * super().forward(x)
+
+    return isinstance(Derived(2, 2), base), Derived(2, 2)(torch.ones(1, 2)).abs().tolist()
+
+
 @idiom(
     lambda m: (
-        m.__class__ is Named,
-        m.__class__.__name__,
-        m.__class__.__mro__ == Named.__mro__,
+        (m.__class__ is Named, m.__class__.__name__, m.__class__.__mro__ == Named.__mro__),
         ({Named: 1}[type(m)], {type(m): 2}[Named], type(m) in (Named,), {type(m)} == {Named}),
-        isinstance(m, Named),
-        issubclass(type(m), Named),
-        issubclass(m.__class__, nn.Linear),
-        m._get_name(),
-        repr(m),
+        (isinstance(m, Named), issubclass(type(m), Named), issubclass(m.__class__, nn.Linear)),
+        (m._get_name(), repr(m), isinstance(Named(2, 2), type(m)), derived_object(type(m))),
     )
 )
 class Named(nn.Linear):

@@ -217,7 +217,7 @@ class stackedRNN(Stateful):
             )
         steps = input.flip(0) if reverse else input
         layers_by_step = [self._step(step) for step in steps]
-        last_layers = layers_by_step[-1]
+        last_layers = layers_by_step[-1]  # of the step that ran last, also in reverse
         if reverse:
             layers_by_step.reverse()
         outputs = []
@@ -227,6 +227,7 @@ class stackedRNN(Stateful):
         output = torch.stack(outputs)
         if not collect_hidden:
             return output, _by_state(last_layers)
+        # For every hidden state, the list of its values after each step.
         states_by_step = [_by_state(layers) for layers in layers_by_step]
         steps_by_state = zip(*states_by_step, strict=True)
         return output, [list(states) for states in steps_by_state]
@@ -255,6 +256,7 @@ class bidirectionalRNN(Stateful):
         self.dropout = dropout
         self.fwd = stackedRNN(inputRNN, num_layers, dropout)
         self.bckwrd = stackedRNN(inputRNN.new_like(), num_layers, dropout)
+        # For the methods of `Stateful`; therefore the state dict contains each parameter twice.
         self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:

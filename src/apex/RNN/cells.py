@@ -90,6 +90,7 @@ class mLSTMRNNCell(RNNCell):  # noqa: N801
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = False, output_size: int | None = None
     ) -> None:
+        # An LSTM has four gates and two hidden states.
         super().__init__(4, input_size, hidden_size, mLSTMCell, 2, bias, output_size)
         self.w_mih = new_parameter(self.output_size, self.input_size)
         self.w_mhh = new_parameter(self.output_size, self.output_size)

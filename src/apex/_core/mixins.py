@@ -1,15 +1,16 @@
 """Classes generated for objects that exist already, which stay objects of their own class.
 
 Note [Generated class]
-    A generated class puts methods of ours before the methods of an object's own class, so that they
-    run with the right object in copies, replicas and threads. Nobody else needs to know. The object
-    says that its ``__class__`` is its own one, so ``super(self.__class__, self)`` works, and it can
-    be given another. What is called, read or set on ``type(self)`` reaches the own class, so that a
-    method patched there calls the own one, and not ours.
+    A generated class puts our methods before the methods of an object's own class, so that they run
+    with the right object in copies, replicas and threads. Other code does not notice. The object
+    reports its own class as ``__class__``, so ``super(self.__class__, self)`` works, and a script
+    can set another class. Calls, reads and writes on ``type(self)`` reach the own class, so that a
+    method patched there calls the class's own method, and not ours.
 """
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from apex._torch.dynamo import is_tracing
@@ -18,7 +19,7 @@ MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds the class of its methods."""
 
 _SHOWN = ("__bases__", "__mro__", "__copy__")
-"""What dynamo outside of traces, ``functools.singledispatch`` and ``copy.copy`` read."""
+"""Attributes that dynamo outside of traces, ``functools.singledispatch`` and ``copy.copy`` read."""
 
 
 class _Generated(type):
@@ -32,16 +33,26 @@ class _Generated(type):
         """
         first, *rest = super().mro()
         mixin = mixin_of(cls)
-        if mixin is None:
-            return [first, *rest]
         added = [base for base in mixin.__mro__ if base not in rest]
         return [first, *added, *rest]
 
+    def __new__(cls, name: str, bases: tuple[type, ...], *args: Any, **kwargs: Any) -> Any:
+        """Makes a class that a script derives from a generated one: of the own class."""
+        own_bases = tuple(map(plain_class, bases))
+        metaclass, _, _ = types.prepare_class(name, own_bases)
+        return metaclass(name, own_bases, *args, **kwargs)
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an object of the own class."""
-        if mixin_of(cls) is None:
-            return super().__call__(*args, **kwargs)
         return plain_class(cls)(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Returns whether an object is one of the own class."""
+        return isinstance(instance, plain_class(cls))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """Returns whether a class is the own class, or derived from it."""
+        return issubclass(subclass, plain_class(cls))
 
     def __eq__(cls, other: object) -> bool:
         """Returns whether both have the same own class, which tables by class hold.
@@ -58,7 +69,7 @@ class _Generated(type):
 
     def __getattribute__(cls, name: str) -> Any:
         """Reads the own class's attribute, except names in ``_SHOWN``, and except in dynamo."""
-        if mixin_of(cls) is None or name in _SHOWN or is_tracing():
+        if name in _SHOWN or is_tracing():
             return super().__getattribute__(name)
         return getattr(plain_class(cls), name)
 
@@ -74,7 +85,7 @@ class _Generated(type):
 def with_mixin(mixin: Any, own: type) -> Any:
     """Returns the generated class of ``own`` with the methods of ``mixin``, always the same one.
 
-    Attributes that depend on ``own`` are returned by ``mixin._apex_overrides(own)``, if it has it.
+    A mixin may define ``_apex_overrides(own)``, which returns attributes that depend on ``own``.
     """
     # Python's weak list of subclasses serves as the cache.
     known: type

@@ -30,15 +30,16 @@ def cast_operands(
 ) -> tuple[Iterable[Any], Kwargs]:
     """Returns the arguments of one call, cast by a category.
 
-    float64 is cast only beside other dtypes, as data from numpy meets weights.
+    Casts float64 only beside other dtypes, such as data from numpy beside weights.
 
     Args:
         op: The operator, for messages.
-        category: That of the operator's row, or ``"raises"``; others, and None, cast nothing.
+        category: The category of the operator's row, or ``"raises"``. None and other categories
+            cast nothing.
         args: The positional arguments.
-        kwargs: The others.
+        kwargs: The keyword arguments.
         low: The region's low precision.
-        dtypes: Those of the arguments, as in :func:`floating_dtypes`.
+        dtypes: The arguments' dtypes, as in :func:`floating_dtypes`.
     """
     dtype: torch.dtype | None = None
     match category:
@@ -114,7 +115,7 @@ _TO = {
     torch.float32: Tensor.float,
     torch.float64: Tensor.double,
 }
-"""What casts: 1 us faster than ``Tensor.to``."""
+"""Methods that cast to a dtype, 1 us faster than ``Tensor.to``."""
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -148,7 +148,7 @@ OPERATORS: Mapping[str, str] = {
 FP16_RANGE = ("gelu",)
 """fp32 rows that only guard the range of fp16; bf16 has the range of fp32 and needs none (O4).
 
-In bf16 such an operator and its gradient lose one rounding and no more, and no ``torch.autocast``
+In bf16 such an operator and its gradient lose at most one rounding, and no ``torch.autocast``
 runs it in fp32. ``benchmarks/op_errors.py`` measures both for every fp32 row.
 """
 
@@ -219,7 +219,7 @@ NATIVE_DIFFERENCES: Mapping[str, Mapping[str, str]] = {
 torch's autocast kernels that are not listed here follow the table (torch 2.13), with one exception:
 MPS has no 16-bit ``conv_transpose3d.input``, and torch runs it in fp32 from torch 2.9 on.
 
-Some of the CPU's have no row. torch promotes the arguments of ``cat`` and ``stack`` itself; its
-autocast does the same, but raises for the 16-bit dtype that is not its own. The others keep their
-input's dtype on every other device; what they compute is exact in it.
+Some autocast kernels of the CPU have no row. torch promotes the arguments of ``cat`` and ``stack``
+itself; its autocast does the same, but raises for the 16-bit dtype that is not its own. The other
+kernels keep their input's dtype on every other device, and their results are exact in it.
 """

@@ -46,7 +46,7 @@ def _operator_of_method(name: str) -> str:
     if not name.startswith("__"):
         return name
     operator = name.strip("_").replace("truediv", "div")
-    plain = operator[1:]  # of a reflected or an in-place one
+    plain = operator[1:]  # without the r of a reflected operator or the i of an in-place one
     if operator == "ipow" or plain in ("add", "sub", "mul", "div"):
         is_in_place = operator.startswith("i")
         return f"{plain}_" if is_in_place else plain
@@ -114,7 +114,8 @@ class OpTable:
     def with_(self, namespace: str, name: str, category: Category) -> OpTable:
         """Returns the table with the operators of ``name`` in ``category``.
 
-        In-place operators keep the dtype of what they write: in fp32 rows, they refuse 16 bits.
+        In-place operators cannot change the dtype of the tensor that they write: in fp32 rows, they
+        refuse 16-bit tensors.
 
         Raises:
             ValueError: If the name has no operators.

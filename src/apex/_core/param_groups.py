@@ -26,9 +26,9 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Yields parameters and their state in an optimizer's, without what it keeps beside them.
+    """Yields each parameter in an optimizer's state, with the parameter's own state.
 
-    torch's ``state_dict`` allows other keys: some optimizers count their steps under a name.
+    Skips other keys, which torch allows: some optimizers count their steps under a name.
     """
     for param, own in state.items():
         if isinstance(param, Tensor):
@@ -36,12 +36,12 @@ def states_in(state: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]
 
 
 def is_from(optimizer: Any, module: str) -> bool:
-    """Returns whether a class of this module is among the optimizer's, ours or NVIDIA's."""
+    """Returns whether the optimizer's class, or a base class, is from this module."""
     return any(kind.__module__ == module for kind in type(optimizer).__mro__)
 
 
 def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
-    """Puts other parameters in place of those with these ids, also in optimizers that it holds.
+    """Replaces the parameters with these ids, also in optimizers that the optimizer contains.
 
     Groups, their lists and the state keep their identity.
     """
@@ -56,7 +56,7 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
 
 
 def move_state(optimizer: Optimizer) -> None:
-    """Moves the state of parameters to their devices, also in optimizers that it holds.
+    """Moves each parameter's state to its device, also in optimizers that the optimizer contains.
 
     As torch does for a loaded state: the count of steps stays on the host if no kernel reads it.
     """

@@ -15,7 +15,7 @@ class PlainFunction:
 
     @classmethod
     def apply(cls, *args: Any) -> Tensor:
-        """Returns the result of ``forward``; the arguments are its own without ``ctx``."""
+        """Returns the result of ``forward``; takes the same arguments, except ``ctx``."""
         return cls.forward(None, *args)
 
     @staticmethod

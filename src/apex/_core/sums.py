@@ -29,7 +29,7 @@ class Sums(TorchFunctionMode):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Watches tensors."""
         super().__init__()
-        # By ``id``, with the tensors, so that no other gets their ``id``.
+        # By ``id``. The values contain the tensors, so that no new tensor gets one of these ids.
         self._marks = {id(tensor): (OLD, tensor) for tensor in tensors}
 
     def __torch_function__(

@@ -151,9 +151,9 @@ class BackwardPass:
         return scaled_loss
 
     def _continue_or_finish_delayed(self) -> None:
-        """Unscales what earlier passes left scaled, unless this one continues it.
+        """Unscales gradients that earlier passes left scaled, unless this pass continues them.
 
-        A pass continues one of the same scale and the same optimizers.
+        A pass continues an earlier one that has the same scale and the same optimizers.
         """
         for prepared in self.prepared_optimizers:
             delayed = prepared.open_pass
@@ -257,7 +257,7 @@ class BackwardPass:
             self.updates = scaler.end_pass(len(self.prepared_optimizers))
 
     def _abort(self) -> None:
-        """Drops the gradients of the pass; one that continues others leaves what it added."""
+        """Drops the gradients of the pass; a pass that continues others leaves its part."""
         if self._state is not _State.OPEN:
             return
         self._state = _State.FAILED

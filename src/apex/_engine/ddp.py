@@ -77,7 +77,7 @@ class DDPTracker:
     def owns_buffer(self, param: Tensor) -> bool:
         """Returns whether a parameter's gradient is a view of a wrapper's buffer, which it reuses.
 
-        A buffer of one parameter has the size of its gradient, so that its storage does not tell.
+        The gradient's storage does not show this: a buffer of one parameter has the same size.
         """
         for wrapper, state in self.wrappers.items():
             if wrapper.gradient_as_bucket_view and id(param) in state.sent:

@@ -48,7 +48,7 @@ _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
 _CLIP_DIVISOR = "_apex_clip_divisor"
-"""Attribute of a pending gradient: what a clip divides it by, 0-d."""
+"""Attribute of a pending gradient: the 0-d divisor that a clip has set."""
 
 
 class Master(nn.Parameter):
@@ -113,11 +113,11 @@ def pair_of_master(tensor: Tensor) -> MasterPair | None:
 
 
 class MasterState(enum.Enum):
-    """What the bits of a master are worth that its 16-bit parameter lacks."""
+    """Whether the low bits of a master, which its 16-bit parameter lacks, are valid."""
 
     FRESH = enum.auto()
-    """From before the conversion; of several ranks, each may have others, so a first step drops
-    them."""
+    """From before the conversion. They may differ between ranks; with several ranks, the first step
+    drops them."""
     EXACT = enum.auto()
     """Loaded, or sent by a wrapper; kept where the weight still is the rounded master."""
     TRAINED = enum.auto()
@@ -131,7 +131,7 @@ class MasterPair:
         model: The model's parameter.
         master: The fp32 parameter that optimizers step in its place.
         lazy: Whether the session has no loss scale, so that the model's gradient is the master's.
-        state: What the master's low bits are worth.
+        state: Whether the master's low bits are valid.
         stand_in: What a step block by block shows as the master's gradient while it is pending: a
             tensor without memory of its own, laid out like the gradient.
     """
@@ -373,7 +373,7 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
 
 
 def clip_divisor(grad: Tensor) -> Tensor | None:
-    """Returns what a clip has left to divide a pending gradient by, if anything."""
+    """Returns the divisor that a clip has set on a pending gradient; ``None`` without one."""
     divisor: Tensor | None = getattr(grad, _CLIP_DIVISOR, None)
     return divisor
 
@@ -472,7 +472,8 @@ class MasterTable:
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sets masters to the exact values of parameters that are loaded next.
 
-        The parameters count as written: where one is not loaded after all, its master follows it.
+        The parameters count as written. If one is not loaded after all, its master is updated from
+        it.
         """
         for param, value in values:
             pair = self.pair_of(param)

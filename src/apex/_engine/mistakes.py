@@ -2,10 +2,10 @@
 
 Note [How mistakes are found]
     Nothing reads a value on the host. In the first blocks of a session, hooks on the scaled loss
-    and on a few parameters tell which passes run inside a block. At the end of a pass, and of its
-    block, each gradient that the pass has reached gets a mark: whose block has left it, and its
-    version. Later another version means that it was written since. So :func:`origins_of` tells of
-    any gradients, at any moment, where they come from.
+    and on a few parameters detect the passes that run inside a block. At the end of a pass, and of
+    its block, each gradient that the pass has reached gets a mark: its ``Origin`` and version. A
+    later version means that the gradient was written since. From the marks,
+    :func:`origins_of` returns at any moment where gradients come from.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Mistakes:
         if mistake is None or mistake in self._warned:
             return
         if mistake is Mistake.IGNORED_BACKWARD and Mistake.LATE_BACKWARD in self._warned:
-            return  # its cause has been told
+            return  # a warning has named its cause
         self._warned.add(mistake)
         frame: FrameType | None = sys._getframe()
         level = 1
@@ -289,7 +289,7 @@ class BlockInspection:
         self._mark_grads()
 
     def _mark_grads(self) -> None:
-        """Marks what the block leaves multiplied by the loss scale."""
+        """Marks the gradients that the block leaves multiplied by the loss scale."""
         _mark(self._params, Origin.OWN)
         _mark(self._others_reached, Origin.OTHER)
 
@@ -353,7 +353,7 @@ def _find_mistake(prepared: PreparedOptimizer, *, at_step: bool) -> Mistake | No
     delayed = prepared.open_pass
     if delayed is not None and delayed.scaled:
         params = prepared.trained_params()
-    else:  # those whose own gradients the step uses
+    else:  # the step uses the gradients of these parameters themselves
         params = prepared.direct_params()
         params += [pair.model for pair in prepared.pairs if pair.lazy]
     origins = origins_of(_sample(params))
@@ -433,7 +433,7 @@ def _inspect_weight(pair: MasterPair, mistakes: Mistakes) -> None:
 
 
 def _find_mistake_without_block(prepared: PreparedOptimizer, session: Session) -> Mistake | None:
-    # Of several optimizers that a block names, one may have no gradient yet.
+    # If a block names several optimizers, one of them may have no gradient yet.
     stepped = session.prepared_optimizers if prepared.had_block else [prepared]
     params: list[Tensor] = []
     for other in stepped:

@@ -91,12 +91,12 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
 def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
     if old is new:
         return
-    # Beside codes of moments are their scales, in fp32 whatever the parameter's dtype.
+    # A state with codes also contains their scales, in fp32 for parameters of any dtype.
     if any(map(dtypes.is_code, tree.tensors(state))):
         return
 
     def cast(value: Tensor) -> Tensor:
-        is_count = value.dim() == 0  # of steps, which stays exact
+        is_count = value.dim() == 0  # a step count stays exact
         if is_count or value.dtype is not old:
             return value
         return value.to(new)

@@ -82,12 +82,12 @@ class Scaler:
         loss_scale: The scale, 0-d fp32 (multiplier).
         found_inf: Whether the present pass overflowed, 0-d fp32.
         rule: The rule of a dynamic scale; changes by :meth:`set_rule`.
-        loss_id: Index of the loss in its session, by which reports name it.
+        loss_id: Index of the loss in its session, as reports name it.
         unchecked: Flags of the optimizers of passes from which the scale is not updated yet, as
             the keys of a dict. The next pass adds to ``found_inf``. They are raised when a block
             updates the scale, and not when a script does.
         version: Changes with the scale.
-        own_update: What a script put in place of a dynamic scale's update: reads and sets flag,
+        own_update: A script's replacement for a dynamic scale's update. It reads and sets flag,
             scale and count itself, and returns whether to skip the step. ``None`` without one.
     """
 
@@ -231,7 +231,7 @@ class DynamicScaler(Scaler):
         """Divides gradients in place, and raises the flag on inf or NaN."""
         if values:
             divisor = as_tensor(scale, self.found_inf.device)
-            # With ``out`` it is no op that casts inside a region.
+            # Inside a region, the op would cast without ``out``.
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
             foreach.unscale_and_check_(values, inverse, self.found_inf)
 

@@ -47,7 +47,7 @@ class Session:
         region: Turns op casts on in forward passes; off at levels without op casts. After
             :meth:`close`, it leaves them as they are.
         mistakes: The mistakes found in the training loop.
-        ddp_tracker: Knows the DistributedDataParallel wrappers of the models.
+        ddp_tracker: Tracks the DistributedDataParallel wrappers of the models.
         masters: The fp32 masters of the models' parameters.
         report_overflow: Called for each overflow, at the end of the pass that reads it on the host.
         losses: Copies to the host of losses with a static scale, which are checked for inf and NaN.
@@ -93,7 +93,7 @@ class Session:
         self._keep_fp32 = keep_fp32
         # Without a scale, the model's gradients are the masters', from now on.
         self.masters = MasterTable(lazy=all(scaler.is_identity for scaler in self.scalers))
-        # In order, as ranks communicate for one optimizer after the other.
+        # In the same order on all ranks, which communicate for each optimizer in turn.
         self._prepared_optimizers = weakref.WeakKeyDictionary[PreparedOptimizer, None]()
         self._models = weakref.WeakSet[nn.Module]()
         self.ddp_tracker = DDPTracker()

@@ -49,7 +49,7 @@ def is_formula(*, called_in: Collection[str]) -> bool:
 def leaves_of(output: Tensor) -> list[Tensor]:
     """Returns the leaves that a backward pass from ``output`` reaches, as far as the graph tells.
 
-    It does not tell what a checkpoint recomputes.
+    The graph does not contain what a checkpoint recomputes.
     """
     leaves: list[Tensor] = []
     seen = {None}

@@ -53,7 +53,7 @@ def as_scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
 
 
 class HostCopy:
-    """An asynchronous copy to the host of what a device tensor holds now.
+    """An asynchronous copy of a device tensor's present values to the host.
 
     Tensors in host memory are copied immediately.
     """

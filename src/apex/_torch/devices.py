@@ -29,7 +29,7 @@ Older releases of torch know none.
 
 
 def emulates_fp16() -> bool:
-    """Returns whether the CPU is known to compute in fp16 without units for it."""
+    """Returns whether the CPU is known to have no fp16 units, so that it emulates fp16."""
     features = cpu_features()
     has_units = features.get("avx512_fp16") or features.get("amx_fp16")
     return features.get("architecture") == "x86_64" and not has_units

@@ -30,9 +30,9 @@ TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Major and minor number of the installed torch; nothing above this package asks for it."""
 
 weight_cache_is_safe = TORCH_VERSION >= (2, 11)
-"""Whether autocast's weight cache tells casts with a gradient from those under ``no_grad``.
+"""Whether autocast's weight cache separates casts with a gradient from casts under ``no_grad``.
 
-Before torch 2.11 a weight whose first use is under ``no_grad`` gets no gradient from later ones.
+Before torch 2.11 a weight whose first use is under ``no_grad`` gets no gradient from later uses.
 """
 
 
@@ -43,7 +43,7 @@ def is_under_autocast(tensor: torch.Tensor) -> bool:
 
 
 _AUTOGRAD_KEYS = [
-    torch._C.DispatchKey.AutogradFunctionality,  # that of every device
+    torch._C.DispatchKey.AutogradFunctionality,  # autograd on every device
     torch._C.DispatchKey.AutogradNestedTensor,
     torch._C.DispatchKey.AutogradOther,  # sparse tensors
 ]
@@ -99,9 +99,9 @@ _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call
 
 
 def register(op: str, kernel: Callable[..., Any], key: str) -> None:
-    """Registers the kernel of an operator for a dispatch key, for good.
+    """Registers the kernel of an operator for a dispatch key, permanently.
 
-    It receives the call's dispatch key set, then the operator's arguments.
+    The kernel receives the call's dispatch key set, then the operator's arguments.
     """
     with warnings.catch_warnings():
         # torch warns about replaced kernels; ours call the originals.

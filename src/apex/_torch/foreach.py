@@ -60,7 +60,7 @@ def unscale_and_check_(values: Sequence[Tensor], inverse_scale: Tensor, found_in
 
 
 def _unscale_and_check_(grads: list[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
-    """Does it for one device and dtype.
+    """Unscales and checks gradients of one device and dtype.
 
     The product is part of the graph that gradients of a pass with ``create_graph=True`` have.
     """

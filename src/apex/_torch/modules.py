@@ -1,4 +1,4 @@
-"""What a module knows of its own tensors, where torch has no public way to ask."""
+"""The tensors of a module, where torch has no public way to list them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields every parameter once, by qualified name, past methods of the model's own class.
 
-    What a model's ``parameters()`` returns may be a part of them, or groups for an optimizer.
+    A model's ``parameters()`` may return only some of them, or groups for an optimizer.
     """
     return _stripped(model).named_parameters()
 

@@ -22,7 +22,7 @@ grad_of: Callable[[Tensor], Tensor | None] = torch.Tensor.grad.__get__  # type: 
 uncounted: Callable[[Tensor], Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """Returns an alias of a tensor; writes to it do not increment the version counter."""
 
-# No plain form: torch's guide to extending it names no other way to call a function as it is.
+# Private, as in torch's guide to extending it, which shows no public way to call a plain function.
 without_overrides = torch._C.DisableTorchFunctionSubclass
 """A context in which subclasses of ``Tensor`` do not see calls of torch's functions.
 

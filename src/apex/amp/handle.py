@@ -221,7 +221,7 @@ class OptimWrapper:
         num_loss = arguments.integer("num_loss", num_loss, least=1)
         self._optimizer = optimizer
         self._handle = amp_handle
-        self._loss_index = 0  # of the next block since the last step
+        self._loss_index = 0  # number of blocks since the last step
         amp_handle._bind(optimizer)
         session = amp_handle._session
         scale = 1.0 if session is None else session.policy.loss_scale

@@ -8,5 +8,5 @@ __getattr__ = _unavailable.names_instead(
 
 
 def has_old_rnns() -> bool:
-    """Returns False: no torch since 1.1 has the RNNs that this asks for."""
+    """Returns False: no torch since 1.1 has the RNNs that apex looked for."""
     return False

@@ -124,7 +124,7 @@ class Birth:
 
     @property
     def fits_fp32(self) -> bool:
-        """Whether a value beyond fp16's range is, as far as known, in that of fp32 and bf16."""
+        """Whether the value exceeds fp16's range but, as far as known, not fp32's or bf16's."""
         true = self.true or 0.0
         limit = torch.finfo(torch.float32).max
         return self.dtype is torch.float16 and true <= limit

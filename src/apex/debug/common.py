@@ -141,11 +141,9 @@ def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
         for name, buffer in model.named_buffers():
             yield Held(prefix + name, "buffer", buffer)
     for optimizer in optimizers:
-        prepared = prepared_state(optimizer)
-        pairs = [] if prepared is None else prepared.pairs
-        weights: dict[Tensor, Tensor] = {pair.master: pair.model for pair in pairs}
+        weights = _weights_by_master(optimizer)
         for param in params_of(optimizer):
-            weight = weights.get(param, param)  # by identity: a tensor's hash is its id
+            weight = weights.get(param, param)
             name = names.get(weight, "(a parameter of another model)")
             if weight is not param:
                 yield from _with_gradient(name, "master", param)
@@ -153,6 +151,14 @@ def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
                 yield from _with_gradient(name, "parameter", param)
             for key, value in optimizer.state.get(param, {}).items():
                 yield Held(name, f"state {key}", value)
+
+
+def _weights_by_master(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    prepared = prepared_state(optimizer)
+    if prepared is None:
+        return {}
+    # By identity: a tensor's hash is its id.
+    return {pair.master: pair.model for pair in prepared.pairs}
 
 
 def _with_gradient(name: str, role: str, param: Tensor) -> Iterator[Held]:
@@ -179,9 +185,11 @@ def preserve_state(model: nn.Module, arguments: object) -> Iterator[None]:
         torch.clear_autocast_cache()
         _restore_random_numbers(stack, model)
         for module in model.modules():
-            stack.callback(_restore_buffers, module, dict(module._buffers))
+            buffers = dict(module._buffers)
+            stack.callback(_restore_buffers, module, buffers)
         for tensor in (*tree.tensors(arguments), *model.buffers()):
-            stack.callback(_restore_values, tensor, tensor.detach().clone())
+            values = tensor.detach().clone()
+            stack.callback(_restore_values, tensor, values)
         stack.enter_context(eager())
         yield
 
@@ -203,9 +211,9 @@ def _restore_buffers(module: nn.Module, before: dict[str, Tensor | None]) -> Non
 def _restore_random_numbers(stack: ExitStack, model: nn.Module) -> None:
     stack.callback(random.setstate, random.getstate())
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
+    if numpy is not None:  # otherwise nothing has drawn from it
         stack.callback(numpy.random.set_state, numpy.random.get_state())
-    kind = "cuda"
+    kind = "cuda"  # fork_rng's default, without an effect where no index is given
     device = accelerator()
     if device is not None:
         kind = device.type

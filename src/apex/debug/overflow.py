@@ -262,10 +262,11 @@ class OverflowTrace(Trace):
         birth = None
         if kind_of(gradient):
             birth = self._born.of(gradient)
-        scale, _ = self._scaled.loss_scale
-        if birth is not None and birth.heals and scale < birth.scale:
+        if birth is not None and birth.heals:
+            scale, _ = self._scaled.loss_scale
             # The scaler has backed off since, and nothing has cleared the gradient.
-            self._add_misuse(call.name, birth.scale, "stale", cause="gradients")
+            if scale < birth.scale:
+                self._add_misuse(call.name, birth.scale, "stale", cause="gradients")
         self._births.reach_gradient(name, birth, backward=backward_id())
 
     def _note_memory(self, call: Call, result: Any) -> None:
@@ -367,7 +368,9 @@ class OverflowTrace(Trace):
         if not worst.reader:
             worst.reader = observed.call.base
             worst.reader_module = self._tracker.module[0]
-        is_new_nan = kind == "nan" and all(read.kind != "nan" for read in observed.inputs)
+        reads_nan = any(read.kind == "nan" for read in observed.inputs)
+        is_new_nan = kind == "nan" and not reads_nan
+        # A mask's infinity is harmless until a call makes a NaN of it.
         if is_new_nan and worst.deliberate and worst.cause == "constant":
             return self._birth(observed, bad, kind, "constant")
         return worst
@@ -440,6 +443,7 @@ class OverflowTrace(Trace):
         call = observed.call
         if not cause and self._is_update(call):
             cause = "update"
+        # Without a first step, no weight counts as grown.
         first_largest = self._first_largest or math.inf
         birth = Birth(
             self._tracker.place,
@@ -486,7 +490,7 @@ class OverflowTrace(Trace):
             birth.true = tracing.largest_in_double(before)
 
     def _name_weights(self, birth: Birth, bad: Tensor) -> None:
-        """Names the weights that a birth is about: those that were bad, or never written."""
+        """Names a birth's weights: the non-finite ones, or the ones that nothing has written."""
         held = self._held().of(bad)
         if birth.given == "weights" and held is not None:
             birth.names = held.name
@@ -577,7 +581,7 @@ def hit_lines(finding: Finding, gradients: Sequence[str]) -> list[str]:
 
 def _numbers(call: Call) -> Iterator[float]:
     """Yields the Python numbers that the script passed to a call."""
-    if call.name == "aten.lift_fresh" and call.args[0].dim() == 0:
+    if call.name == "aten.lift_fresh" and call.args[0].dim() == 0:  # as in torch.tensor(0.5)
         yield float(call.args[0])
     for value in tracing.leaves(call.arguments):
         if isinstance(value, int | float):

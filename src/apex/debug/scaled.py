@@ -85,7 +85,8 @@ class ScaledGradients:
                 self._scales.note(tensor, scale)
         if not self._mixes(call, changed):
             return ""
-        return "penalty" if call.base in DIFFERENCES and not changed else "change"
+        is_penalty = call.base in DIFFERENCES and not changed
+        return "penalty" if is_penalty else "change"
 
     def _scaled(self, values: Any) -> list[Tensor]:
         """Returns the tensors that carry a scale."""
@@ -154,16 +155,18 @@ class ScaledGradients:
         if call.base.startswith("clamp"):
             # One number may be a factor from a norm, which is wrong only where it multiplies.
             return max(tensor.numel() for tensor in floating(call.arguments)) > 1
+        # The scaled arguments that the call reads without writing them.
         known = set(map(id, changed))
         scaled = self._scaled(call.arguments)
         operands = [tensor for tensor in scaled if id(tensor) not in known]
         if call.base in ("mul", "div"):  # by a factor from their norm
             if changed:
                 return bool(operands)
+            # A factor has one element, the gradient several.
             sizes = {tensor.numel() for tensor in operands}
             return len(sizes) > 1 and 1 in sizes
         if call.base in DIFFERENCES:
-            if changed:
+            if changed:  # such as weight decay
                 return not operands
             enters_loss = any(tensor.requires_grad for tensor in operands)
             return enters_loss and self._meets_unscaled(call)

@@ -125,6 +125,7 @@ class Shadows(ByMemory[Shadow]):
         shadow.origin = origin or shadow.origin
         shadow.unit = max(unit, shadow.unit, rules.roundoff(tensor.dtype))
         is_whole = tensor.numel() == shadow.values.numel()
+        # A write to a part of the storage keeps the larger entry of the two.
         if is_whole or shadow.entry is None:
             shadow.entry = entry
         elif entry is not None:
@@ -212,11 +213,15 @@ class ShadowCall:
         self.name = call.name.replace("aten._foreach_", "aten.")
         self.base = call.base
         self._call = call
-        self._written = set(map(id, tree.tensors(call.overwritten)))
+        # Ids of the tensors that the call overwrites.
+        written = tree.tensors(call.overwritten)
+        self._written = set(map(id, written))
+        # Both calls copy what they overwrite, so neither changes the run or a shadow.
         self.own = self._in_fp32(own_values)
         self.shadows = self._in_fp32(shadows.values_of)
         if call.base in rules.DECIDED_BY_SECOND:  # as in the run; see Note [Decisions]
             self.shadows.args[1] = self.own.args[1]
+        # A copy, because the call overwrites the state.
         self.before: Tensor | None = None
         changed = rules.changed_a_little(call)
         if changed is not None and self._is_state(changed, shadows.of(changed)):
@@ -224,6 +229,7 @@ class ShadowCall:
         self.inputs = self._read(shadows)
         units = [read.unit for read in self.inputs]
         self.unit = max(units, default=0.0)
+        # Both start without an error; `_inherit` raises them to the largest error of an input.
         self.inherited = 0.0
         self.origin: Origin | None = None
         self._inherit()
@@ -271,7 +277,7 @@ class ShadowCall:
         """Finds the largest error among the inputs, and where it entered."""
         sizes = [read.mean_size for read in self.inputs]
         sizes += [abs(number) for number in self.own.arguments if isinstance(number, int | float)]
-        largest = max(sizes, default=0.0) or 1.0
+        largest = max(sizes, default=0.0) or 1.0  # never 0, because sizes are divided by it
         worst = _NEGLIGIBLE * self.unit
         for read in self.inputs:
             share = 1.0
@@ -283,6 +289,7 @@ class ShadowCall:
                 if error > worst:
                     worst = error
                     self.origin = shadow.origin
+                # A call that continues a chain inherits the error with which the chain began.
                 is_whole = read.tensor.numel() == shadow.values.numel()
                 if is_whole and self.base in rules.LINEAR and shadow.entry is not None:
                     error = share * shadow.entry
@@ -296,7 +303,9 @@ class ShadowCall:
         if self.base == "native_dropout":
             values, dropped = in_fp32.args[:2]
             mask = result[1]  # the run's decision
-            kept = 1.0 - dropped or 1.0
+            kept = 1.0 - dropped
+            if not kept:  # the mask is 0 everywhere
+                kept = 1.0
             wide: Any = (values * mask / kept, mask)
         else:
             wide = in_fp32.run()
@@ -394,6 +403,7 @@ class Results:
         distance = rules.distance_of_result(call.own, low, high)
         unit = max(call.unit, rules.roundoff(low.dtype))
         tolerance = rules.AMPLIFICATION * (call.inherited + unit)
+        # The terms below need further passes over the tensors; most results do without them.
         if 2 * distance.relative < tolerance:
             return distance.relative, tolerance
         size = distance.size

@@ -264,7 +264,7 @@ class _Trials:
             names = {module: name for name, module in model.named_modules()}
             try:
                 return self._run(model, [*fp32, *self.required], trace=trace)
-            except RuntimeError as error:  # such as that of a product of bf16 and fp32
+            except RuntimeError as error:  # such as a product of bf16 and fp32 raises
                 name = _failed_module(error, names)
                 if not name or name in self.required:
                     raise

@@ -166,13 +166,13 @@ class History:
             count = counted(len(passes), "backward pass", "es")
             skipped = sum(item.overflow for item in passes)
             scales = [item.loss_scale for item in passes]
-            norms = [item.grad_norm for item in passes]
-            finite = filter(math.isfinite, norms)
+            grad_norms = [item.grad_norm for item in passes]
+            finite = filter(math.isfinite, grad_norms)
             largest = max(finite, default=math.nan)
             lines.append(
                 f"Loss {loss_id}: {count}, {skipped} skipped; "
                 f"scale {scales[-1]:g}, from {min(scales):g} to {max(scales):g}; "
-                f"gradient norm {norms[-1]:.3g}, at most {largest:.3g}"
+                f"gradient norm {grad_norms[-1]:.3g}, at most {largest:.3g}"
             )
         return "\n".join(lines) or "No backward pass recorded yet."
 
@@ -206,20 +206,24 @@ class History:
                 "history.to_json() has the same data."
             ) from error
         figure = Figure(layout="constrained")
-        scales, norms = cast(Any, figure.subplots(2, 1, sharex=True))
+        upper, lower = cast(Any, figure.subplots(2, 1, sharex=True))
         for loss_id, passes in _by_loss(self.passes).items():
             name = f"loss {loss_id}"
-            index = [item.index for item in passes]
-            scales.step(index, [item.loss_scale for item in passes], where="post", label=name)
-            norms.plot(index, [item.grad_norm for item in passes])
+            indices = [item.index for item in passes]
+            loss_scales = [item.loss_scale for item in passes]
+            grad_norms = [item.grad_norm for item in passes]
+            upper.step(indices, loss_scales, where="post", label=name)
+            lower.plot(indices, grad_norms)
+            # A marker for each skipped step.
             skipped = [item for item in passes if item.overflow]
-            index = [item.index for item in skipped]
+            indices = [item.index for item in skipped]
+            loss_scales = [item.loss_scale for item in skipped]
             label = f"{name}: overflow, step skipped ({len(skipped)})"
-            scales.plot(index, [item.loss_scale for item in skipped], "v", label=label)
-        scales.set(ylabel="loss scale")
-        scales.set_yscale("log", base=2)
-        scales.legend()
-        norms.set(ylabel="gradient norm", yscale="log", xlabel="backward pass")
+            upper.plot(indices, loss_scales, "v", label=label)
+        upper.set(ylabel="loss scale")
+        upper.set_yscale("log", base=2)
+        upper.legend()
+        lower.set(ylabel="gradient norm", yscale="log", xlabel="backward pass")
         return figure
 
     @torch.no_grad()
@@ -246,10 +250,11 @@ class History:
 
 def _by_loss(passes: list[Pass]) -> dict[int, list[Pass]]:
     """Returns the passes of each loss, in order of the losses."""
-    by_loss = defaultdict[int, list[Pass]](list)
+    by_loss: dict[int, list[Pass]] = defaultdict(list)
     for item in passes:
         by_loss[item.loss_id].append(item)
-    return dict(sorted(by_loss.items()))
+    in_order = sorted(by_loss.items())
+    return dict(in_order)
 
 
 def _norm(params: Iterable[Tensor]) -> Tensor:
@@ -321,8 +326,9 @@ class AutoTrace:
     def __init__(self, prepared: PreparedOptimizer, after_skips: int) -> None:
         self.trace: OverflowTrace | None = None
         self._after_skips = after_skips
-        # Of the running trace: its loss, None without a trace, and its thread.
+        # The loss of the running trace; None without one.
         self._traced_loss: int | None = None
+        # The thread that started it.
         self._thread = 0
         self._stop_listening = _listen(prepared, self)
 
@@ -352,11 +358,14 @@ class AutoTrace:
         self._thread = threading.get_ident()
 
     def _stop(self) -> None:
-        is_own_thread = threading.get_ident() == self._thread  # modes are per thread
-        if self._traced_loss is not None and self.trace is not None and is_own_thread:
-            self._traced_loss = None
-            with suspend_modes(self.trace.mode):
-                self.trace.__exit__(None, None, None)
+        trace = self.trace
+        if trace is None or self._traced_loss is None:  # no trace is running
+            return
+        if threading.get_ident() != self._thread:  # modes are per thread
+            return
+        self._traced_loss = None
+        with suspend_modes(trace.mode):
+            trace.__exit__(None, None, None)
 
     def _report(self) -> None:
         first = None

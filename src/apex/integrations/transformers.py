@@ -79,7 +79,7 @@ class OverflowCallback(TrainerCallback):
         """Starts to watch the model."""
         self._stop()
         self._consecutive_bad_steps = 0
-        calls = self._calls
+        calls = self._calls  # the hook must not keep the callback alive
 
         @untraced
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -115,9 +115,11 @@ class OverflowCallback(TrainerCallback):
         if may_back_off and self._consecutive_bad_steps < self._after_skips:
             return
         trace = self._traced(model, scaler)
-        if may_back_off and (trace.first is None or trace.first.cause == "loss scale"):
-            self._consecutive_bad_steps = 0
-            return
+        if may_back_off:
+            is_only_scale = trace.first is None or trace.first.cause == "loss scale"
+            if is_only_scale:
+                self._consecutive_bad_steps = 0
+                return
         self.trace = trace
         step = state.global_step + 1
         stem = Path(args.output_dir, f"overflow-step-{step}")

@@ -63,7 +63,8 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
         ValueError: If the tensors do not consist of one input and as many biases as weights, or if
             the activation is invalid.
     """
-    layers, remainder = divmod(len(args) - 1, 2 if bias else 1)
+    tensors_per_layer = 2 if bias else 1
+    layers, remainder = divmod(len(args) - 1, tensors_per_layer)
     if layers < 1 or remainder or activation not in range(len(_ACTIVATIONS)):
         raise ValueError(
             f"mlp_function got {len(args)} tensors with bias={bias} and activation={activation!r}; "
@@ -126,7 +127,9 @@ class MLP(nn.Module):
     @property
     def biases(self) -> list[Tensor]:
         """The biases, first layer first; empty without biases."""
-        return [getattr(self, f"bias_{layer}") for layer in range(self.num_layers * self.bias)]
+        if not self.bias:
+            return []
+        return [getattr(self, f"bias_{layer}") for layer in range(self.num_layers)]
 
     def reset_parameters(self) -> None:
         """Reinitializes weights and biases."""

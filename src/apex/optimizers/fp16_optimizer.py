@@ -36,6 +36,7 @@ def _flat_memory(params: list[nn.Parameter]) -> Tensor:
     size = sum(param.numel() for param in params)
     memories = {param.untyped_storage().data_ptr() for param in params}
     first = params[0]
+    # Already one block of memory, which contains nothing else.
     if len(memories) == 1 and first.untyped_storage().nbytes() == 4 * size:
         return first.detach().as_strided((size,), (1,), 0)
     flat = flatten(params)
@@ -44,6 +45,7 @@ def _flat_memory(params: list[nn.Parameter]) -> Tensor:
         # A fused step reads the state in the layout of its parameter, so the layout stays.
         strides = torch.empty_like(param).stride()
         view = flat.as_strided(param.shape, strides, offset)
-        param.data = view.copy_(param)
+        view.copy_(param)
+        param.data = view
         offset += param.numel()
     return flat

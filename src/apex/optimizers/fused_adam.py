@@ -104,6 +104,7 @@ class FusedAdam(FusedOptimizer):
         self.capturable = flag("capturable", capturable)
         super().__init__(params, defaults, set_grad_none)
         self.adam_w_mode = int(flag("adam_w_mode", adam_w_mode))
+        # apex's number: 0 adds eps inside the square root, 1 outside.
         self.eps_mode = int(not flag("eps_inside_sqrt", eps_inside_sqrt))
         self.master_weights = flag("master_weights", master_weights)
 
@@ -151,7 +152,8 @@ class FusedAdam(FusedOptimizer):
                 norm = global_norm(gradients_of(own_batches))
             else:
                 norm = as_tensor(self._norms[index], own_batches[0].device)
-            divisor = ((norm + 1e-6) / largest).clamp(min=1.0)
+            ratio = (norm + 1e-6) / largest
+            divisor = ratio.clamp(min=1.0)
             for batch in own_batches:
                 wide = [grad.to(math_dtype(grad)) for grad in batch.grads]
                 clipped = torch._foreach_div(wide, moved(divisor, batch.device))

@@ -20,7 +20,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     capturable = True
 
-    # apex's name; its arguments differ from those of the base class's function.
+    # apex's name. This function takes other arguments than the base class's function.
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)  # type: ignore[assignment]
 
     def __init__(

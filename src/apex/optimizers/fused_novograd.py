@@ -75,6 +75,7 @@ class FusedNovoGrad(FusedOptimizer):
         defaults["norm_type"] = norm_type
         defaults["init_zero"] = init_zero
         super().__init__(params, defaults, set_grad_none)
+        # apex's number: 0 adds weight decay inside the moment, 1 applies it to the parameter.
         self.moment_mode = int(not flag("reg_inside_moment", reg_inside_moment))
 
     def update(self, batch: Batch) -> None:

@@ -320,6 +320,7 @@ class FusedOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             if "step" not in group:
+                # torch counts the steps of each parameter; the group takes the largest count.
                 for param in group["params"]:
                     count = self.state.get(param, {}).get("step", 0)
                     if count > group.get("step", 0):  # sync: to load
@@ -362,9 +363,12 @@ class FusedOptimizer(Optimizer):
             for key, param in zip(saved["params"], group["params"], strict=True):
                 if not is_low_precision(param):
                     continue
-                for name, value in state_dict["state"].get(key, {}).items():
+                saved_state = state_dict["state"].get(key, {})
+                for name, value in saved_state.items():
                     if isinstance(value, Tensor):
-                        self.state[param][name] = value.detach().to(param.device, copy=True)
+                        # A copy, because the step writes to it.
+                        loaded = value.detach().to(param.device, copy=True)
+                        self.state[param][name] = loaded
 
 
 def gradients_of(batches: Sequence[Batch]) -> list[Tensor]:

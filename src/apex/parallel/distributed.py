@@ -126,7 +126,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         # Raises for a bad factor before any communication.
         GradientReduction(predivide_factor=gradient_predivide_factor)
         if message_size != _MESSAGE_SIZE:
-            largest = max((param.element_size() for param in module.parameters()), default=4)
+            sizes = [param.element_size() for param in module.parameters()]
+            largest = max(sizes, default=4)
             mebibytes = max(1, round(message_size * largest / 2**20))
             torch_options.setdefault("bucket_cap_mb", mebibytes)
         super().__init__(module, **torch_options)
@@ -198,7 +199,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             force_default_stream: Ignored: the call runs on the current stream.
         """
         reduced = self._reduction().blocking(flatten(bucket))
-        torch._foreach_copy_([*bucket], unflatten(reduced, bucket))
+        results = unflatten(reduced, bucket)
+        torch._foreach_copy_([*bucket], results)
         return reduced
 
     @property

@@ -51,7 +51,8 @@ def apply_flat_dist_call(
         call(coalesced, *(extra_args or ()))
         if call is torch.distributed.all_reduce:
             coalesced /= torch.distributed.get_world_size()
-        torch._foreach_copy_([*bucket], unflatten(coalesced, bucket))
+        results = unflatten(coalesced, bucket)
+        torch._foreach_copy_([*bucket], results)
 
 
 def flat_dist_call(

@@ -60,7 +60,12 @@ class GradientReduction:
         # The callback must not hold the group: the group's own thread releases the callback, and
         # that thread cannot destroy the group.
         factor = self._factor_after
-        return future.then(lambda done: _write_back(done.value()[0], buffer, factor))
+
+        def write_back(done: torch.futures.Future[Any]) -> Tensor:
+            sums = done.value()  # a list, here of one tensor
+            return _write_back(sums[0], buffer, factor)
+
+        return future.then(write_back)
 
     def _message(self, buffer: Tensor) -> Tensor:
         """Returns the tensor to send: ``buffer`` or its copy in fp32, divided in place."""
@@ -76,7 +81,9 @@ class GradientReduction:
 
     @property
     def _factor_after(self) -> float:
-        return self._divisor_before / self._world_size if self.average else 1.0
+        if not self.average:
+            return 1.0
+        return self._divisor_before / self._world_size
 
     @property
     def _world_size(self) -> int:
@@ -124,9 +131,11 @@ def _reduce_bucket(params: list[nn.Parameter], reduction: GradientReduction) -> 
     grads = []
     has_grad = []
     for param in params:
-        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        grad = param.grad
+        has_grad.append(grad is not None)
+        if grad is None:
+            grad = torch.zeros_like(param)
         grads.append(grad)
-        has_grad.append(param.grad is not None)
     marks = torch.tensor(has_grad, dtype=first.dtype, device="cpu")
     # One message carries the gradients and, behind them, a mark per parameter.
     parts = [*grads, moved(marks, first.device)]

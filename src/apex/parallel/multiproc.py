@@ -96,8 +96,9 @@ def _script_arguments(options: argparse.Namespace, rank: str, world_size: str) -
     if path.is_file():
         text = path.read_text(errors="replace")
     for flag, value in (("--world-size", world_size), ("--rank", rank)):
-        if flag in result[:-1]:
-            result[result.index(flag) + 1] = value
+        if flag in result[:-1]:  # given on the command line, followed by a value
+            position = result.index(flag)
+            result[position + 1] = value
         elif f'"{flag}"' in text or f"'{flag}'" in text:
             result += [flag, value]
     return result

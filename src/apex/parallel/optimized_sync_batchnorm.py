@@ -86,7 +86,8 @@ class SyncBatchNorm(_BatchNorm):
                 f"point of rank 2 or more with {self.num_features} channels as dimension {dim} "
                 f"(channel_last={self.channel_last})."
             )
-        output = self._normalized(input.movedim(dim, 1)).movedim(1, dim)
+        channels_second = input.movedim(dim, 1)
+        output = self._normalized(channels_second).movedim(1, dim)
         if z is not None:
             output = output + z
         return torch.relu(output) if self.fuse_relu else output
@@ -122,9 +123,11 @@ class SyncBatchNorm(_BatchNorm):
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """Copies everything except the process group, which the copies share."""
         copied = type(self).__new__(type(self))
+        # deepcopy returns the entries of memo instead of copying these objects again.
         memo[id(self)] = copied
         memo[id(self.process_group)] = self.process_group
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        attributes = copy.deepcopy(vars(self), memo)
+        vars(copied).update(attributes)
         return copied
 
     def extra_repr(self) -> str:

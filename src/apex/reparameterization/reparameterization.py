@@ -206,11 +206,12 @@ def _attach(module: nn.Module, name: str, rule: Reparameterization) -> None:
     """Makes the weight ``name`` of ``module`` itself a result of ``rule``."""
     computed = _Computed(rule)
     parametrize.register_parametrization(module, name, computed, unsafe=True)
+    parts = tuple(rule.reparameterization_names)
     # torch has given this module a separate class, so the properties affect no other module.
-    for index, part in enumerate(rule.reparameterization_names):
+    for index, part in enumerate(parts):
         read_part = attrgetter(f"parametrizations.{name}.original{index}")
         setattr(type(module), part, property(read_part))
-    hook = partial(_rename_old, name, tuple(rule.reparameterization_names))
+    hook = partial(_rename_old, name, parts)
     computed.loading = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
 

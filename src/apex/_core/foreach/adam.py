@@ -61,8 +61,8 @@ class AdamRule:
 def corrected_rate(lr: Scalar, betas: Sequence[float], step: Scalar) -> Scalar:
     """Returns the rate of apex's first FusedAdam: ``lr * sqrt(1 - beta2**t) / (1 - beta1**t)``.
 
-    It corrects the bias in the step size, for a rule without ``bias_correction``, and so multiplies
-    weight decay, too.
+    The rate contains the bias correction, so the rule has no ``bias_correction``. Therefore the
+    correction also multiplies weight decay.
     """
     first, second = (bias_correction(beta, step) for beta in betas)
     return lr * second**0.5 / first

@@ -43,10 +43,11 @@ def math_dtype(*tensors: Tensor) -> torch.dtype:
 def working(
     grads: Sequence[Tensor], *changed: Sequence[Tensor], skip: Tensor | None = None
 ) -> Iterator[list[list[Tensor]]]:
-    """Yields gradients and what a rule changes, to compute in; then writes all but gradients back.
+    """Yields tensors to compute in: gradients, and the tensors that a rule changes.
 
-    Tensors in their position's dtype and layout are yielded themselves, others as copies. With a
-    flag that skips the step, all that changes is a copy.
+    A tensor is yielded itself if it has its position's dtype and layout, otherwise as a copy. If a
+    flag may skip the step, every changed tensor is a copy. At the end, copies are written back,
+    except the gradients'.
     """
     results = [list(grads), *map(list, changed)]
     dtypes = {*map(_dtype, chain(*results))}

@@ -73,7 +73,7 @@ def deactivate_spec(token: object) -> None:
 
 
 def register(device: str, ops: Iterable[str]) -> None:
-    """Registers our kernels of some operators for a device type, for good."""
+    """Registers our kernels of some operators for a device type, permanently."""
     with _lock:
         for op in ops:
             if (device, op) not in _registered:
@@ -111,7 +111,7 @@ def tag_caches() -> None:
 
 
 def _not_as_in_torch(table: OpTable, device: str) -> Iterator[str]:
-    """Yields the operators that need a kernel of ours: torch casts others than the table says."""
+    """Yields operators that need our kernel, because torch casts differently than the table."""
     default = OpTable.default().rows
     differences = op_rows.NATIVE_DIFFERENCES[device]
     for op in {*default, *table.rows, *differences}:

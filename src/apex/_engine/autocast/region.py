@@ -85,7 +85,7 @@ class Region:
     """
 
     def __init__(self) -> None:
-        # What the last forward pass turned off, by whether autocast cached weights.
+        # Device types that the last forward pass turned off, by whether autocast caches weights.
         self._turned_off: dict[bool, Sequence[str]] = {}
 
     def run_traced(self, fn: Callable[..., R], args: Args, kwargs: Kwargs) -> R:

@@ -1,8 +1,8 @@
 """Messages about a prepared model: fixes for dtype errors, and what 16 bits lose.
 
-What is lost in forward passes is found in the first ones, by the version counters of tensors and
-without a wait for the device. torch counts no writes in place through ``tensor.data``, so of frozen
-weights and deep copies, the sum of one is compared, too.
+The first forward passes show what is lost, by the version counters of tensors and without a host
+sync. torch does not count writes through ``tensor.data``. Therefore the sum of one tensor, a frozen
+weight or a deep copy's, is compared, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ A model that writes to its buffers in training does so from the first passes.
 """
 
 _COPIED = " of a deep copy"
-"""What a message adds to the name of a deep copy's parameter."""
+"""Suffix of the names of a deep copy's parameters in messages."""
 
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
@@ -238,8 +238,8 @@ class Writes:
     def _written_again(self, model: nn.Module, link: MasterLink) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that were written both before this pass and before the last one.
 
-        Watched are frozen weights, in training also buffers, and the weights of deep copies. Those
-        that an optimizer trains are left out.
+        These are frozen weights, the weights of deep copies and, in training, buffers, but no
+        parameters that an optimizer trains.
         """
         watched: list[tuple[str, Tensor, MasterLink]] = []
         for name, param in named_parameters(model):
@@ -347,7 +347,7 @@ def _lost(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
     The last dimension indexes columns; a single row counts as one column. Measured values are also
     rounded, and seldom whole. So at least half of the rounded values of a column must be whole
-    numbers. Negative ones are those of masks, such as -10000.
+    numbers. Negative values do not count, because masks contain them, such as -10000.
     """
     columns = exact.reshape(-1, exact.shape[-1] if exact.dim() else 1)
     if columns.shape[0] == 1:

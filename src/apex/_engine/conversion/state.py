@@ -1,4 +1,4 @@
-"""What a converted model knows: its plan, its masters, and its fp32 state dict.
+"""The state of a converted model: its plan, its masters, and its fp32 state dict.
 
 ``state_dict`` and ``load_state_dict`` work on any module, so every module with a 16-bit tensor has
 hooks of its own, as in apex. They handle its own tensors alone: it does not matter whether the

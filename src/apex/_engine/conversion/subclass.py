@@ -1,7 +1,7 @@
 """The generated class of a converted model; see Note [Generated class].
 
-A ``forward`` on the object, as in apex, would stay bound to the first object in replicas and in
-what copies attributes, and hooks do not run for ``model.forward(x)``. A class does both.
+A ``forward`` on the object, as in apex, would stay bound to the first object in replicas and other
+copies of its attributes. Hooks do not run for ``model.forward(x)``. A class has neither problem.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Converted(nn.Module):
                 inner.setdefault("forward", state.inner_forward)
         if not state.plan.casts_down:
             return function, args, inner, *items
-        if inner is None:  # what the class rebuilds has no hooks yet
+        if inner is None:  # the class rebuilds a module, without hooks
             state = replace(state, handles=[])
         # The sixth part of a reduction, which sets what is saved: set_saved_state().
         set_saved = functools.partial(rebuild, "model")
@@ -282,7 +282,7 @@ def hand_over(model: nn.Module, undo: ExitStack) -> None:
 
 
 def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
-    """Sets what a file holds of a model whose parameters are cast."""
+    """Sets the saved state of a model whose parameters are cast."""
     state, inner = saved
     if inner is not None:
         model.__setstate__(inner)

@@ -79,7 +79,7 @@ class BlockStep(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = prepared.pairs
         self._shown: dict[int, MasterPair] = {}  # by ``id`` of the stand-in
-        self._divisor: Tensor | None = None  # of a clip, the same of all stand-ins
+        self._divisor: Tensor | None = None  # a clip's, the same for all stand-ins
         self._hook = prepared.optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
@@ -103,7 +103,7 @@ class BlockStep(TorchDispatchMode):
 
     @untraced
     def end(self) -> list[MasterPair]:
-        """Ends the step, whatever came of it; gradients that no operator took are still pending.
+        """Ends the step, also after an error; gradients that no operator took are still pending.
 
         Returns the pairs whose masters no block has rounded into the model.
         """
@@ -147,7 +147,7 @@ class BlockStep(TorchDispatchMode):
     ) -> tuple[Any, ...]:
         """Runs a fused operator on the tensors whose gradients have stand-ins.
 
-        Returns the arguments with the other tensors.
+        Returns the arguments that remain, with the other tensors.
         """
         pairs: list[MasterPair] = []
         taken: list[int] = []

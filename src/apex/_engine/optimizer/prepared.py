@@ -131,8 +131,8 @@ class PreparedOptimizer:
         """Starts without an optimizer, which :meth:`attach` sets.
 
         Args:
-            session: Has the masters; ``None`` in an unpickled optimizer.
-            pairs: Those whose masters the optimizer's groups hold already.
+            session: The session that has the masters; ``None`` in an unpickled optimizer.
+            pairs: The pairs whose masters are already in the optimizer's groups.
             master_weights: Whether low-precision parameters get fp32 masters.
         """
         self.session = session
@@ -321,7 +321,7 @@ class PreparedOptimizer:
             self.session.drop_cleared(cleared)
 
     def drop_overflowed(self) -> None:
-        """Drops gradients that overflowed, for a script that goes on without amp."""
+        """Drops gradients that overflowed, for a script that continues without amp."""
         if not self.overflow.is_raised():
             return
         self.remove_grads()
@@ -333,9 +333,10 @@ class PreparedOptimizer:
 
     @untraced
     def begin_step(self, *, has_closure: bool = False) -> None:
-        """Brings masters up to date.
+        """Updates the masters with weights that were written since the last step.
 
-        Finishes an open pass, except before a closure, whose own pass may go on with it.
+        Finishes an open pass. A closure's own pass may continue it, so with a closure it stays
+        open.
         """
         if self._captured is not None:
             self._check_captured()
@@ -389,10 +390,12 @@ class PreparedOptimizer:
         self._captured = captured
 
     def _check_captured(self) -> None:
-        """Checks, at a step, the gradients that a CUDA graph has captured; a captured step ends it.
+        """Checks, at a step, the gradients that a CUDA graph has captured.
+
+        If the graph captures the step, too, later steps are not checked.
 
         Raises:
-            RuntimeError: If they were cleared, so that no replay trains anything.
+            RuntimeError: If the gradients were cleared, so that a replay would train nothing.
         """
         if capturing(self.params()[0].device):
             self._captured = None

@@ -142,8 +142,9 @@ def _reads_gradients_in_kernels(optimizer: Optimizer) -> bool:
 def _skips_in_kernel(optimizer: Optimizer, found_inf: Tensor) -> bool:
     """Returns whether the optimizer's step reads ``found_inf`` on the device and skips by itself.
 
-    torch's fused optimizers do if every group is fused; so do others that declare
-    ``_step_supports_amp_scaling``, but not by a step that takes a ``grad_scaler``, which it asks.
+    torch's fused optimizers do if every group is fused. So do other optimizers that declare
+    ``_step_supports_amp_scaling``. A step with an argument ``grad_scaler`` does not: it asks the
+    scaler.
     """
     # torch's fused optimizers copy it to CPU parameters without synchronizing (torch 2.13).
     if found_inf.device.type != "cpu":
@@ -265,7 +266,7 @@ class _Hooks:
     def __init__(self) -> None:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        # Of each optimizer's parameters before its step, which may run the steps of others.
+        # Versions of each optimizer's parameters before its step, which may run other steps.
         self._versions = weakref.WeakKeyDictionary[Optimizer, Mapping[int, int]]()
 
     def add(self, session: Session) -> None:

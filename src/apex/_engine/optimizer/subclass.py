@@ -61,7 +61,7 @@ class AmpOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What the optimizer's own class says; GradScaler reads it before it steps or unscales."""
+        """The own class's value; GradScaler reads it before it steps or unscales."""
         if not self._apex_prepared.stepping:
             inspect_grad_scaler(self._apex_prepared)
         declared: bool = getattr(super(), _SCALING, False)

@@ -110,7 +110,9 @@ def _chart(
         values += [-2 * area, 2 * area]
     low = max(min(values), -most)
     high = min(max(values), most)
-    margin = 0.05 * (high - low) or abs(high) or 1.0
+    margin = 0.05 * (high - low)
+    if not margin:  # all values are equal
+        margin = abs(high) or 1.0
     low -= margin
     high += margin
     x_ticks = [step for step in _round_values(1, steps) if step.is_integer()]
@@ -127,4 +129,6 @@ def _round_values(low: float, high: float) -> list[float]:
         last = math.floor(high / gap)
         if last - first < 7:
             break
-    return [float(f"{index * gap:.9g}") for index in range(first, last + 1)]
+    # Through text, because 3 * 0.2, for example, is 0.6000000000000001.
+    texts = [f"{index * gap:.9g}" for index in range(first, last + 1)]
+    return list(map(float, texts))

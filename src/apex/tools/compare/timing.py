@@ -145,6 +145,7 @@ def time_interleaved(
                 step()
             milliseconds = seconds(step, device) * 1e3
             earlier.append(milliseconds)
+    # The first turn warms up.
     return {name: tuple(values[1:]) for name, values in times.items()}
 
 

@@ -144,8 +144,11 @@ def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 def _clips_a_model(call: ast.Call) -> bool:
     """Returns whether a call clips ``model.parameters()``, as in ``clip_grad_norm_``."""
-    name = ast.unparse(call.func).rpartition(".")[2]
-    if not name.startswith(("clip_grad_norm", "clip_grad_value")) or not call.args:
+    if not call.args:
+        return False
+    function = ast.unparse(call.func)
+    name = function.rpartition(".")[2]
+    if not name.startswith(("clip_grad_norm", "clip_grad_value")):
         return False
     clipped = ast.unparse(call.args[0])
     return clipped.endswith(".parameters()")

@@ -43,6 +43,7 @@ def verdict_of_name(name: str) -> tuple[Kind, str]:
     if name in OPTIMIZERS:
         return _noted(OPTIMIZERS[name])
     for removed, instead in INSTEAD.items():
+        # The removed name itself, or an attribute of it.
         if f"{name}.".startswith(f"{removed}."):
             return "not supported", f"Use {instead}."
     definition = definition_of(name)
