@@ -10,6 +10,7 @@ Note [Generated class]
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -18,8 +19,9 @@ from apex._torch.dynamo import is_tracing
 MIXIN = "_apex_mixin"
 """Attribute of a generated class that holds the class of its methods."""
 
-_SHOWN = ("__bases__", "__mro__", "__copy__")
-"""Attributes that dynamo outside of traces, ``functools.singledispatch`` and ``copy.copy`` read."""
+_SHOWN = ("__bases__", "__mro__", "__copy__", "__signature__")
+"""Attributes that dynamo outside of traces, ``functools.singledispatch``, ``copy.copy`` and
+``inspect.signature`` read."""
 
 
 class _Generated(type):
@@ -46,13 +48,18 @@ class _Generated(type):
         """Makes an object of the own class."""
         return plain_class(cls)(*args, **kwargs)
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The signature of the own class."""
+        return inspect.signature(plain_class(cls))
+
     def __instancecheck__(cls, instance: object) -> bool:
         """Returns whether an object is one of the own class."""
-        return isinstance(instance, plain_class(cls))
+        return type.__instancecheck__(plain_class(cls), instance)  # an ABC's would ask this class
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         """Returns whether a class is the own class, or derived from it."""
-        return issubclass(subclass, plain_class(cls))
+        return type.__subclasscheck__(plain_class(cls), subclass)
 
     def __eq__(cls, other: object) -> bool:
         """Returns whether both have the same own class, which tables by class hold.

@@ -145,7 +145,7 @@ OPERATORS: Mapping[str, str] = {
 }
 """The operators of functions that dispatch to none of their own name."""
 
-FP16_RANGE = ("gelu",)
+FP16_RANGE = frozenset({"gelu"})
 """fp32 rows that only guard the range of fp16; bf16 has the range of fp32 and needs none (O4).
 
 In bf16 such an operator and its gradient lose at most one rounding, and no ``torch.autocast``
