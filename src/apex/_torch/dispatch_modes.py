@@ -64,13 +64,10 @@ def receives(func: Any) -> bool:
     return name.startswith("c10d::") and name.endswith("_")
 
 
-def written_arguments(func: Any) -> list[tuple[int, Any]]:
-    """Returns the positions and schemas of the arguments that an operator writes."""
-    arguments = [*enumerate(func._schema.arguments)]
+def written_arguments(func: Any) -> list[Any]:
+    """Returns the schemas of the arguments that an operator writes."""
+    arguments = func._schema.arguments
     if receives(func):  # its schema does not say
-        return arguments[:1]
-    return [
-        (place, argument)
-        for place, argument in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+        return [arguments[0]]
+    aliased = [argument for argument in arguments if argument.alias_info is not None]
+    return [argument for argument in aliased if argument.alias_info.is_write]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from apex._core.param_groups import params_of
 from apex._engine.backward import BackwardPass
-from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.masters import pair_of_master
 from apex._engine.scaler import ScaleUpdate
 from apex._engine.session import Session
 from apex._torch import dtensor, ranks
@@ -140,12 +140,10 @@ def nonfinite_gradients(
     for model in models:
         for name, param in model.named_parameters():
             names[id(param)] = name
-    prepared = prepared_state(optimizer)
-    pairs = [] if prepared is None else prepared.pairs
-    weights = {id(pair.master): pair.model for pair in pairs}
     nonfinite = []
     for index, param in enumerate(params_of(optimizer)):
-        weight = weights.get(id(param), param)
+        pair = pair_of_master(param)
+        weight = param if pair is None else pair.model
         grad = param.grad
         if grad is None:
             grad = weight.grad  # a step drops the masters' gradients; the model's own stay

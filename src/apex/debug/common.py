@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import arguments, dtypes, tree
+from apex._core import arguments, tree
 from apex._core.param_groups import params_of
 from apex._engine.autocast.region import casts_off as casts_off
-from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.masters import pair_of_master
 from apex._torch.devices import accelerator
 from apex._torch.modules import named_parameters, named_tensors
 from apex.amp.optimizers import unwrap
@@ -141,9 +141,9 @@ def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
         for name, buffer in model.named_buffers():
             yield Held(prefix + name, "buffer", buffer)
     for optimizer in optimizers:
-        weights = _weights_by_master(optimizer)
         for param in params_of(optimizer):
-            weight = weights.get(param, param)
+            pair = pair_of_master(param)
+            weight = param if pair is None else pair.model
             name = names.get(weight, "(a parameter of another model)")
             if weight is not param:
                 yield from _with_gradient(name, "master", param)
@@ -151,14 +151,6 @@ def held_by(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Ite
                 yield from _with_gradient(name, "parameter", param)
             for key, value in optimizer.state.get(param, {}).items():
                 yield Held(name, f"state {key}", value)
-
-
-def _weights_by_master(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    prepared = prepared_state(optimizer)
-    if prepared is None:
-        return {}
-    # By identity: a tensor's hash is its id.
-    return {pair.master: pair.model for pair in prepared.pairs}
 
 
 def _with_gradient(name: str, role: str, param: Tensor) -> Iterator[Held]:
@@ -295,7 +287,7 @@ def to_json(value: Any) -> str:
 
 
 def json_types(value: Any) -> Any:
-    """Returns nested data in JSON types: None for NaN and infinity, dtypes by name."""
+    """Returns nested data in JSON types, with None for NaN and infinity."""
     if isinstance(value, Finding):
         value = {**vars(value), "source": value.source}
     elif is_dataclass(value):
@@ -306,6 +298,4 @@ def json_types(value: Any) -> Any:
         return [json_types(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, torch.dtype):
-        return dtypes.name(value)
     return value

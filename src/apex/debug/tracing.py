@@ -176,7 +176,7 @@ def traits(func: Any) -> Traits:
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     base = operator_name(name)
-    written = [argument for _, argument in written_arguments(func)]
+    written = written_arguments(func)
     if name in _WRITES:
         written = [argument for argument in schema.arguments if argument.name in _WRITES[name]]
     overwrites = base in _OVERWRITES or any(argument.is_out for argument in written)

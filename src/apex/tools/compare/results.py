@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from apex._core import dtypes
 from apex.debug.common import json_types
 from apex.tools.compare.timing import Interval, Load, speed_of
 from apex.tools.errors import InputError
@@ -258,7 +259,8 @@ def to_json(comparison: Comparison) -> Any:
     for result in comparison.results:
         values = {**vars(result), "speed": comparison.speed(result)}
         level = result.level
-        values.update(level=level.name, meaning=level.meaning, dtype=level.dtype)
+        dtype = dtypes.name(level.dtype)
+        values.update(level=level.name, meaning=level.meaning, dtype=dtype)
         levels.append(values)
     data = {"format": "apex-compare/5", **vars(comparison), "levels": levels}
     del data["results"]
