@@ -367,8 +367,7 @@ class FusedOptimizer(Optimizer):
                 for name, value in saved_state.items():
                     if isinstance(value, Tensor):
                         # A copy, because the step writes to it.
-                        loaded = value.detach().to(param.device, copy=True)
-                        self.state[param][name] = loaded
+                        self.state[param][name] = value.detach().to(param.device, copy=True)
 
 
 def gradients_of(batches: Sequence[Batch]) -> list[Tensor]:
