@@ -61,6 +61,9 @@ _FORWARDS = 256
 A model that writes to its buffers in training does so from the first passes.
 """
 
+_LARGEST_SUM = 2**20
+"""Most elements of a weight that is summed in each watched pass."""
+
 _COPIED = " of a deep copy"
 """Suffix of the names of a deep copy's parameters in messages."""
 
@@ -263,7 +266,9 @@ class Writes:
             versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor
-            if isinstance(tensor, nn.Parameter) and not is_sampled:
+            if is_sampled or not isinstance(tensor, nn.Parameter):
+                continue
+            if tensor.numel() <= _LARGEST_SUM:
                 is_sampled = True
                 total = dtensor.local(tensor).detach().abs().sum(dtype=torch.float32)
                 self._sums.send((name, version), total.reshape(1))
