@@ -266,12 +266,15 @@ class Writes:
             versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor
-            if is_sampled or not isinstance(tensor, nn.Parameter):
-                continue
-            if tensor.numel() <= _LARGEST_SUM:
-                is_sampled = True
-                total = dtensor.local(tensor).detach().abs().sum(dtype=torch.float32)
-                self._sums.send((name, version), total.reshape(1))
+            is_sampled = is_sampled or self._sum_up((name, version), tensor)
+
+    def _sum_up(self, key: tuple[str, Any], tensor: Tensor) -> bool:
+        """Sends the sum of a small weight for :meth:`_moved_again`; returns whether it is one."""
+        if not isinstance(tensor, nn.Parameter) or tensor.numel() > _LARGEST_SUM:
+            return False
+        total = dtensor.local(tensor).detach().abs().sum(dtype=torch.float32)
+        self._sums.send(key, total.reshape(1))
+        return True
 
     def _moved_again(self) -> Iterator[str]:
         """Yields the name of a tensor whose sum changed twice in a row, without a counted write."""
