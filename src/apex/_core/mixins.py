@@ -39,7 +39,7 @@ class _Generated(type):
         return [first, *added, *rest]
 
     def __new__(cls, name: str, bases: tuple[type, ...], *args: Any, **kwargs: Any) -> Any:
-        """Makes a class that a script derives from a generated one: of the own class."""
+        """Makes a class that a script derives from a generated one derive from the own class."""
         own_bases = tuple(map(plain_class, bases))
         metaclass, _, _ = types.prepare_class(name, own_bases)
         return metaclass(name, own_bases, *args, **kwargs)
@@ -55,7 +55,8 @@ class _Generated(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         """Returns whether an object is one of the own class."""
-        return type.__instancecheck__(plain_class(cls), instance)  # an ABC's would ask this class
+        # Not isinstance: an abstract class asks its subclasses, among them this one, without end.
+        return type.__instancecheck__(plain_class(cls), instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         """Returns whether a class is the own class, or derived from it."""

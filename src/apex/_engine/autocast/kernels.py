@@ -181,8 +181,8 @@ def _build(op: str, device: str) -> Callable[..., Any]:
 def _is_left_alone() -> bool:
     """Returns whether a one-dtype call in a backward pass outside ``scale_loss`` is not cast.
 
-    Neither autograd's formulas are cast nor Python code with gradients disabled. Code that enables
-    gradients runs a forward pass again; torch's own recomputes run in an autocast block.
+    Such a call comes from autograd's formulas, or from Python code with gradients disabled. Code
+    that enables gradients runs a forward pass again; torch's recomputes run in an autocast block.
     """
     if autocast_depth() > 0:
         return False

@@ -1,8 +1,8 @@
 """Messages about a prepared model: fixes for dtype errors, and what 16 bits lose.
 
 The first forward passes show what is lost, by the version counters of tensors and without a host
-sync. torch does not count writes through ``tensor.data``. Therefore the sum of one tensor, a frozen
-weight or a deep copy's, is compared, too.
+sync. torch does not count writes through ``tensor.data``. So the sum of one frozen weight, or of a
+weight of a deep copy, is compared between passes, too.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class Writes:
         self.left = _FORWARDS
         # By name: the tensor's version at the last pass, and whether the pass before saw another.
         self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
-        # The same of one tensor's sum, with the tensor's name and version.
+        # The sum of one weight at each pass, with the weight's name and version; then the last one,
+        # and whether it had changed.
         self._sums = Readback[tuple[str, Any]]()
         self._last_sum: tuple[Any, float, bool] = None, 0.0, False
         # The deep copies of the model, which may be averages of it.

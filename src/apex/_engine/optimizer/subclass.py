@@ -103,9 +103,9 @@ class AmpOptimizer(Optimizer):
             raise
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Loads; a second time if parameters have got fp32 masters, whose state is exact.
+        """Loads the state; a second time if a parameter gets its fp32 master only now.
 
-        A frozen 16-bit parameter gets its master with its state, which torch rounds for it.
+        torch rounds the state of a frozen 16-bit parameter, but not of its master.
         """
         super().load_state_dict(*args, **kwargs)
         if self._apex_prepared.create_missing_masters():
