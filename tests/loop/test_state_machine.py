@@ -42,6 +42,7 @@ class Program:
             for scaler, scale in zip(amp._amp_state.loss_scalers, (2.0**8, 2.0**4), strict=True):
                 scaler._loss_scale = scale
         self.has_masters = level != "O1"
+        self.scales = level != "O5"
         self.params = {}  # what is stepped
         self.find_params()
         self.weights = dict.fromkeys("abc", 1.0)
@@ -128,8 +129,9 @@ class Program:
                 if fails:
                     raise KeyError
         except KeyError:
-            if not continues:
+            if not continues and self.scales:
                 return
+            fails = continues
         for name, factor in factors.items():
             self.grads[name] = self.grads.get(name, 0.0) + factor
         if delays or fails:
@@ -155,9 +157,6 @@ class Program:
             if not self.flags[index]:
                 self.masters[name] -= RATE * self.grads.get(name, 0.0)
             self.weights[name] = self.masters[name]
-            shared = sum(name in names for names in self.names) > 1
-            if self.has_masters and not shared:
-                self.grads.pop(name, None)
         self.flags[index] = False
         if len(self.optimizers) == 1:
             self.master_written = self.weight_written = False

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import MasterPair, add_grads, fp32_copies
+from apex._engine.masters import MasterPair, add_grads, widen_grads
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._torch import dtensor
@@ -59,8 +59,7 @@ class BackwardPass:
         prepared_optimizers: The optimizers whose gradients the pass computes: those that the script
             named, and those that share a parameter with one. A delayed pass forgets those whose
             gradients are cleared.
-        scaled: Whether gradients are unusable until the pass ends: multiplied by a loss scale, or
-            not yet on the masters.
+        scaled: Whether gradients are multiplied by a loss scale until the pass ends.
         updates: Scale updates that arrived at its end; on a device, from earlier passes.
     """
 
@@ -97,8 +96,6 @@ class BackwardPass:
         # The casts of Python code in the pass that mixes dtypes, if a session has some.
         self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
-            if prepared.pairs and not prepared.masters.lazy:
-                self.scaled = True
             if prepared.session is not None:
                 self._spec = self._spec or prepared.session.spec
                 # Ask every session, as ranks may communicate here. Gradients that they do not yet
@@ -250,6 +247,7 @@ class BackwardPass:
             scaler.found_inf.zero_()
         if self.scaled:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
+        add_stashed(self.prepared_optimizers)
         if scaler.dynamic:
             for prepared in self.prepared_optimizers:
                 scaler.unchecked[prepared.overflow] = None
@@ -272,12 +270,8 @@ class BackwardPass:
     def _restore_grads(self) -> None:
         """Drops the gradients of a pass that failed, and returns those that were stashed."""
         for prepared in self.prepared_optimizers:
-            if self.scaled:
-                prepared.remove_grads()
-                continue
-            for pair in prepared.pairs:
-                pair.model.grad = None
-        _add_stashed(self.prepared_optimizers)
+            prepared.remove_grads(prepared.trained_params() if self.scaled else prepared.stashed())
+        add_stashed(self.prepared_optimizers)
 
     def _notify(self) -> None:
         """Reports overflows, and calls the listeners of the optimizers."""
@@ -295,42 +289,26 @@ class BackwardPass:
 def unscale_grads(
     prepared_optimizers: Sequence[PreparedOptimizer], scaler: Scaler, scale: Tensor | float
 ) -> None:
-    """Gives stepped parameters their unscaled gradients, plus those stashed.
-
-    The model keeps its own, multiplied by ``scale``, where its session has a scale.
-    """
-    pairs: dict[MasterPair, None] = {}  # each once, as optimizers may share some
-    params: dict[int, Tensor] = {}
+    """Unscales the gradients of a pass; those of parameters with a master become fp32."""
+    params: dict[int, Tensor] = {}  # each once, as optimizers may share some
     for prepared in prepared_optimizers:
-        pairs.update(dict.fromkeys(prepared.pairs))
-        for param in prepared.params():
+        widen_grads(prepared.pairs)
+        for param in prepared.trained_params():
             params[id(param)] = param
-    masters: list[Tensor] = []
-    grads: list[Tensor] = []
-    for pair in pairs:
-        grad = pair.model.grad
-        if grad is not None:
-            masters.append(pair.master)
-            grads.append(grad)
-        if pair.lazy:  # the step would count the model's gradient once more
-            pair.model.grad = None
-    copies = fp32_copies(grads, masters)
-    # Masters have gradients of a loss that uses them itself.
-    values = dtensor.values_of(params.values())
-    scaler.unscale_([*values, *dtensor.dense_values(copies)], scale)
+    scaler.unscale_(dtensor.values_of(params.values()), scale)
     if scaler.dynamic:  # all ranks that hold shards must step or skip together
         dtensor.share_flag_(scaler.found_inf, params.values())
-    add_grads(masters, copies)
-    _add_stashed(prepared_optimizers)
 
 
-def _add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
+def add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
+    """Adds the gradients that a pass has put aside, in fp32 where there are masters."""
     params: list[Tensor] = []
     grads: list[Tensor] = []
     for prepared in prepared_optimizers:
         stashed = prepared.masters.stashed
         if stashed:
-            for param in prepared.params():
+            widen_grads(pair for pair in prepared.pairs if id(pair.model) in stashed)
+            for param in prepared.trained_params():
                 if id(param) in stashed:
                     params.append(param)
                     grads.append(stashed.pop(id(param))[1])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from apex._core.foreach import norms
-from apex._engine import masters
 from apex._torch import dtensor, parameters
 from apex._torch.copies import moved
 from apex._torch.dynamo import untraced
@@ -25,7 +24,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales an optimizer's gradients so that their norm is at most ``max_norm``; returns the norm.
 
-    Pending gradients stay on the model: they are divided when they are moved, or in the step.
+    Gradients of a 16-bit model stay in 16 bits.
     """
     if prepared.open_pass is not None:
         raise RuntimeError(
@@ -33,20 +32,15 @@ def clip_grad_norm_(
             "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."
         )
     prepared.create_missing_masters()
-    pending = _pending_grads(prepared)
-    grads: list[Tensor] = []
-    for param in dict.fromkeys(prepared.params()):
-        grad = parameters.grad_of(param)
-        if grad is not None:
-            grads.append(grad)
-    if any(grad.layout is not torch.strided for grad in (*pending, *grads)):
+    grads = [grad for grad in map(parameters.grad_of, prepared.trained_params()) if grad is not None]
+    if any(grad.layout is not torch.strided for grad in grads):
         raise TypeError(
             "amp.clip_grad_norm_ got a sparse gradient, which has no norm that torch can compute. "
             "Use an embedding with sparse=False, or give it an optimizer of its own."
         )
-    if not (pending or grads):
+    if not grads:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    norm = norms.global_norm([*pending, *grads], norm_type)
+    norm = norms.global_norm(grads, norm_type)
     if dtensor.is_dtensor(norm):
         norm = norm.full_tensor()
     if error_if_nonfinite and not bool(norm.isfinite()):  # sync: the host must raise
@@ -58,11 +52,7 @@ def clip_grad_norm_(
     max_norm = max(max_norm, torch.finfo(torch.float32).tiny)
     # (norm + 1e-6) / max_norm, at least 1. torch multiplies by the inverse, in two kernels more.
     divisor = torch.rsub(norm, 1e-6 / max_norm, alpha=-1.0 / max_norm).clamp_(min=1.0)
-    for grad in pending:
-        masters.set_clip_divisor(grad, divisor)
-        prepared.masters.has_clipped = True
-    if grads:
-        _divide_(dtensor.dense_values(grads), divisor)
+    _divide_(dtensor.dense_values(grads), divisor)
     return norm
 
 
@@ -70,24 +60,3 @@ def _divide_(grads: list[Tensor], divisor: Tensor) -> None:
     factor = divisor.reciprocal()  # fp16 holds it, unlike large divisors
     for same in group(grads):
         torch._foreach_mul_(same, moved(factor, same[0].device, same[0].dtype))
-
-
-def _pending_grads(prepared: PreparedOptimizer) -> list[Tensor]:
-    """Returns gradients that may stay on the model, with a divisor; moves others to the masters.
-
-    Those move whose master has one, or that have been clipped before. And views of a wrapper's
-    buffer, which are the same tensor in every pass: a divisor would stay.
-    """
-    session = prepared.session
-    pending: list[Tensor] = []
-    for pair in prepared.pairs:
-        grad = pair.pending_grad
-        if grad is None:
-            continue
-        in_buffer = session is not None and session.ddp_tracker.owns_buffer(pair.model)
-        is_clipped = masters.clip_divisor(grad) is not None
-        if in_buffer or is_clipped or parameters.grad_of(pair.master) is not None:
-            masters.move_grads_to_masters([pair])
-        else:
-            pending.append(grad)
-    return pending

@@ -12,24 +12,18 @@ Note [Which side is newer]
     write weights in a way that torch does not count.
 
 Note [One gradient in one place]
-    In a session with a loss scale, a block ends with unscaled fp32 gradients on the masters. The
-    model's own gradients are scratch: a block drops them when it begins, and nothing reads them
-    outside a block. In a session without a scale the model's 16-bit gradient is the gradient. It
-    is *pending* until :func:`move_grads_to_masters` moves it: for code that reads
-    ``master.grad``, for the next block, or for the step.
-
-Note [The divisor of a clip]
-    ``amp.clip_grad_norm_`` leaves pending gradients in 16 bits: the divisor is an attribute of the
-    gradient tensor, applied when the gradient is moved, or by the fused kernel. It ends with that
-    tensor. A forward pass moves clipped gradients first, so that autograd does not add unclipped
-    ones to them.
+    The gradient of a master is the ``.grad`` of its model parameter: ``master.grad`` is a property
+    over it. ``grad_dtype = None`` lets the 16-bit parameter hold a gradient of any dtype. Autograd
+    makes it in 16 bits, and adds to an fp32 one in place. Reading ``master.grad`` makes it fp32, on
+    the model. So a clip, a mask, a hook or a ``zero_grad`` over either side is the same thing.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -47,9 +41,6 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
-_CLIP_DIVISOR = "_apex_clip_divisor"
-"""Attribute of a pending gradient: the 0-d divisor that a clip has set."""
-
 
 class Master(nn.Parameter):
     """An fp32 parameter whose version counter also counts writes through ``data``.
@@ -59,6 +50,30 @@ class Master(nn.Parameter):
 
     _apex_pair: Callable[[], MasterPair | None] = staticmethod(lambda: None)
     """Returns the master's pair; :class:`MasterPair` sets it."""
+
+    _apex_model: nn.Parameter | None = None
+    """The model's parameter; :class:`MasterPair` sets it."""
+
+    @property
+    @untraced
+    def grad(self) -> Tensor | None:
+        """The gradient of the model parameter, which becomes fp32 there."""
+        model = self._apex_model  # optimizers read it several times in a step
+        if model is None:
+            return grad_of(self)
+        grad = model.grad
+        if grad is None or grad.dtype is torch.float32:
+            return grad
+        pair = self._apex_pair()
+        if pair is not None and pair.stand_in is not None:
+            return pair.stand_in
+        if pair is not None:
+            widen_grads([pair])
+        return model.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        set_grad(self if self._apex_model is None else self._apex_model, value)
 
     @property
     def data(self) -> Tensor:
@@ -81,30 +96,7 @@ class Master(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-class LazyMaster(Master):
-    """A master of a session without loss scale, whose gradient may be pending on the model."""
-
-    @property
-    @untraced
-    def grad(self) -> Tensor | None:
-        """The fp32 gradient; a pending one is moved here first."""
-        pair = self._apex_pair()  # optimizers read it several times in a step
-        if pair is not None and pair.model.grad is not None:
-            if pair.stand_in is not None:
-                return pair.stand_in
-            move_grads_to_masters([pair])
-        return grad_of(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        set_grad(self, value)
-        pair = pair_of_master(self)
-        if pair is not None:
-            pair.model.grad = None
-
-
-for master_class in (Master, LazyMaster):
-    parameters.allow_foreach(master_class)
+parameters.allow_foreach(Master)
 
 
 def pair_of_master(tensor: Tensor) -> MasterPair | None:
@@ -130,17 +122,15 @@ class MasterPair:
     Attributes:
         model: The model's parameter.
         master: The fp32 parameter that optimizers step in its place.
-        lazy: Whether the session has no loss scale, so that the model's gradient is the master's.
         state: Whether the master's low bits are valid.
-        stand_in: What a step block by block shows as the master's gradient while it is pending: a
-            tensor without memory of its own, laid out like the gradient.
+        stand_in: What a step block by block shows as the master's gradient while it is in 16 bits:
+            a tensor without memory of its own, laid out like the gradient.
     """
 
     def __init__(self, model: nn.Parameter, master: Master) -> None:
         """Joins a parameter and its master, which become the same in values and attributes."""
         self.model = model
         self.master = master
-        self.lazy = isinstance(master, LazyMaster)
         self.state = MasterState.FRESH
         self.stand_in: Tensor | None = None
         self._model_version = _WRITTEN
@@ -150,12 +140,17 @@ class MasterPair:
         for name, value in vars(model).items():
             vars(master).setdefault(name, value)
         master._apex_pair = weakref.ref(self)
+        master._apex_model = model
+        model.grad_dtype = None  # type: ignore[attr-defined]
+        set_grad(master, None)
+        if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
+            master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
         mark_synced([self])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles both sides, without their gradients."""
         is_fresh = self.state is MasterState.FRESH
-        return rebuild, ("master_pair", self.model, self.master, self.lazy, is_fresh)
+        return rebuild, ("master_pair", self.model, self.master, is_fresh)
 
     @property
     def counts_as_synced(self) -> bool:
@@ -167,10 +162,16 @@ class MasterPair:
             and self.master._version == self._master_version
         )
 
-    @property
-    def pending_grad(self) -> Tensor | None:
-        """The gradient that the model holds for the master, if any."""
-        return self.model.grad if self.lazy else None
+
+@untraced
+def _give_to_model(master: Tensor) -> None:
+    """Adds what autograd has put on a master to the model's gradient."""
+    pair = pair_of_master(master)
+    grad = grad_of(master)
+    if pair is not None and grad is not None:
+        set_grad(master, None)
+        widen_grads([pair])
+        add_grads([pair.model], [grad])
 
 
 def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
@@ -190,14 +191,14 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
     return master_class(value)
 
 
-def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, lazy: bool, is_fresh: bool) -> Any:
+def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, is_fresh: bool) -> Any:
     """Rebuilds a pair from a copy or a file, where a master is a plain parameter.
 
     Raises torch's RuntimeError under ``torch.inference_mode``, where it counts no writes.
     """
     master: Any = plain
     if type(plain) is nn.Parameter:
-        master.__class__ = LazyMaster if lazy else Master
+        master.__class__ = Master
     pair = MasterPair(model, master)
     if not is_fresh:
         pair.state = MasterState.EXACT
@@ -276,12 +277,8 @@ def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool 
 
 
 def _move_master(pair: MasterPair) -> None:
-    """Moves a master to the device of its model parameter, with its gradient."""
-    device = pair.model.device
-    grad = grad_of(pair.master)
-    parameters.set_data(pair.master, pair.master.detach().to(device))
-    if grad is not None:
-        set_grad(pair.master, grad.to(device))
+    """Moves a master to the device of its model parameter."""
+    parameters.set_data(pair.master, pair.master.detach().to(pair.model.device))
 
 
 def _update_master(pair: MasterPair, *, before_step: bool) -> None:
@@ -301,35 +298,33 @@ def _update_master(pair: MasterPair, *, before_step: bool) -> None:
 
 
 @untraced
-def move_grads_to_masters(pairs: Iterable[MasterPair]) -> None:
-    """Moves pending gradients to the masters, in fp32, or adds them there."""
-    moved: list[MasterPair] = []
-    grads: list[Tensor] = []
+def widen_grads(pairs: Iterable[MasterPair]) -> None:
+    """Makes the gradients of model parameters fp32, laid out as the masters."""
     with without_overrides():
+        low: list[MasterPair] = []
+        grads: list[Tensor] = []
         for pair in pairs:
-            grad = pair.model.grad if pair.lazy else None
-            if grad is None:
-                continue
-            if grad_of(pair.master) is None:
-                moved.append(pair)
+            grad = pair.model.grad
+            if grad is not None and grad.dtype is not torch.float32:
+                low.append(pair)
                 grads.append(grad)
-            else:
-                _move_grads([pair], [grad])  # one by one, as memory for all copies may be lacking
-        if moved:
-            _move_grads(moved, grads)
+        if low:
+            copies = fp32_copies(grads, [pair.master for pair in low])
+            for pair, wide in zip(low, copies, strict=True):
+                pair.model.grad_dtype = None  # torch.utils.swap_tensors drops it
+                pair.model.grad = wide
 
 
-def _move_grads(pairs: Sequence[MasterPair], grads: Sequence[Tensor]) -> None:
-    masters: list[Tensor] = []
-    divisors: list[Tensor | None] = []
-    for pair, grad in zip(pairs, grads, strict=True):
-        masters.append(pair.master)
-        divisors.append(clip_divisor(grad))
-    copies = fp32_copies(grads, masters)  # first, because memory may run out
+@contextmanager
+def shown_to_compiled_code(pairs: Sequence[MasterPair]) -> Iterator[None]:
+    """Gives masters the models' gradients past their property, which dynamo's guards do not call."""
     for pair in pairs:
-        pair.model.grad = None
-    foreach.divide_(copies, divisors)
-    add_grads(masters, copies)
+        set_grad(pair.master, pair.model.grad)
+    try:
+        yield
+    finally:
+        for pair in pairs:
+            set_grad(pair.master, None)
 
 
 def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -337,7 +332,7 @@ def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     totals: list[Tensor] = []
     added: list[Tensor] = []
     for param, grad in zip(params, grads, strict=True):
-        total = grad_of(param)
+        total = param.grad
         if total is None:
             set_grad(param, grad)
             continue
@@ -359,28 +354,17 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
     Strides equal those in ``like``, as torch's fused CPU kernels assume.
     """
     if dtensor.are_plain(grads) and not any(map(foreach.has_graph, grads)):
-        copies = [*map(torch.empty_like, like)]
+        copies = [torch.empty_like(p, device=g.device) for p, g in zip(like, grads, strict=True)]
         if copies:
             foreach.copy_(copies, grads)
         return copies
     copies = []
     for grad, param in zip(grads, like, strict=True):
         if grad.is_sparse:
-            copies.append(grad.to(device=param.device, dtype=torch.float32).coalesce())
+            copies.append(grad.to(dtype=torch.float32).coalesce())
         else:
-            copies.append(torch.empty_like(param).copy_(grad))  # also in the gradient's graph
+            copies.append(torch.empty_like(param, device=grad.device).copy_(grad))  # also in the gradient's graph
     return copies
-
-
-def clip_divisor(grad: Tensor) -> Tensor | None:
-    """Returns the divisor that a clip has set on a pending gradient; ``None`` without one."""
-    divisor: Tensor | None = getattr(grad, _CLIP_DIVISOR, None)
-    return divisor
-
-
-def set_clip_divisor(grad: Tensor, divisor: Tensor) -> None:
-    """Stores a 0-d divisor, applied when the pending gradient is moved or stepped with."""
-    vars(grad)[_CLIP_DIVISOR] = divisor
 
 
 # -- all masters of a session -----------------------------------------------------------------
@@ -390,19 +374,18 @@ class MasterTable:
     """Every master of one session, and the values that it keeps for other parameters.
 
     Attributes:
-        lazy: Whether the session has no loss scale.
         exact: The fp32 values of tensors without a master, from before they were rounded.
-        stashed: Gradients from before an unfinished pass with a loss scale, by ``id`` of their
-            parameters, which come with them.
-        has_clipped: Whether pending gradients may have the divisor of a clip.
+        steps: Steps of optimizers.
+        stashed: Gradients from before an unfinished pass, by ``id`` of their parameters, which
+            come with them.
     """
 
-    def __init__(self, *, lazy: bool = False) -> None:
+    def __init__(self) -> None:
         """Starts without masters."""
-        self.lazy = lazy
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self.steps = 0
+        self._seen = weakref.WeakKeyDictionary[nn.Module, int]()  # steps at the last forward pass
         self.stashed: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self.has_clipped = False
         self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # By the object that keeps the pairs alive: a model, or the state of an optimizer.
         self._by_user = weakref.WeakKeyDictionary[object, list[MasterPair]]()
@@ -419,17 +402,9 @@ class MasterTable:
             return known
         if exact is None:
             exact = rounding.exact_value(param, [self.exact.get(param)])
-        master_class = LazyMaster if self.lazy else Master
-        pair = MasterPair(param, cast(Master, make_master(exact, master_class)))
+        pair = MasterPair(param, cast(Master, make_master(exact, Master)))
         self.add([pair], user)
         return pair
-
-    def take_earlier_grads(self) -> None:
-        """Moves gradients from before ``initialize`` to the masters, in a session with a scale."""
-        if not self.lazy:
-            for pair in self.pairs():
-                if pair.model.grad is not None:
-                    _move_grads([pair], [pair.model.grad])
 
     def add(self, pairs: Sequence[MasterPair], user: object) -> None:
         """Registers pairs that live as long as ``user``."""
@@ -485,13 +460,18 @@ class MasterTable:
             elif param in self.exact:
                 self.exact[param].copy_(value)
 
-    @untraced
-    def move_clipped_grads(self) -> None:
-        """Moves pending gradients that were clipped to masters, before autograd adds to them."""
-        self.has_clipped = False
-        clipped: list[MasterPair] = []
-        for pair in self.pairs():
-            grad = pair.pending_grad
-            if grad is not None and clip_divisor(grad) is not None:
-                clipped.append(pair)
-        move_grads_to_masters(clipped)
+    def begin_forward(self, model: nn.Module, *, wrapped: bool) -> None:
+        """Prepares gradients of a model that a plain pass may add to.
+
+        Those since the last step become fp32. DistributedDataParallel adds no 16-bit gradients to
+        fp32 ones, such as a step leaves: with a wrapper, those of a finished step become 16-bit.
+        """
+        pairs = self._by_model[model]
+        is_stale = self._seen.get(model, 0) != self.steps
+        self._seen[model] = self.steps
+        if not (wrapped or is_stale):
+            widen_grads(pairs)
+        elif wrapped and is_stale:
+            for pair in pairs:
+                if pair.model.grad is not None:
+                    pair.model.grad = pair.model.grad.to(pair.model.dtype)

@@ -97,22 +97,6 @@ class Mistake(enum.Enum):
         f"delay_unscale out of the last block of the step, and clip after it:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
-    CHANGED_MODEL_GRADS = (
-        "The gradients of the model's 16-bit parameters were changed between amp.scale_loss and "
-        "optimizer.step(), by clip_grad_norm_(model.parameters()) or another backward pass. The "
-        "step ignores them: it uses the gradients of the fp32 masters. The model's are still "
-        "multiplied by the loss scale (initially 65536), so their norm is far too large, and "
-        "clipping by it freezes the parameters that are fp32 in the model, such as batch norm's. "
-        "Write\n"
-        "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
-    )
-    IGNORED_BACKWARD = (
-        "The model's 16-bit parameters have the gradients of a plain loss.backward(). At a level "
-        "with a loss scale, only amp.scale_loss gives gradients to the fp32 masters that the "
-        "optimizer steps: these gradients are ignored. Write\n"
-        + BLOCK
-        + "or use a bf16 level, which needs no loss scaling: opt_level 'O5' instead of 'O2'."
-    )
     FAILED_AFTER_DELAYED = (
         "An exception ended an amp.scale_loss block that adds to the gradients of a block with "
         "delay_unscale=True (or under no_sync). What the failed pass has added stays in them. "
@@ -183,8 +167,6 @@ class Mistakes:
         """Warns of a mistake, if there is one, at the user's line; once per session."""
         if mistake is None or mistake in self._warned:
             return
-        if mistake is Mistake.IGNORED_BACKWARD and Mistake.LATE_BACKWARD in self._warned:
-            return  # a warning has named its cause
         self._warned.add(mistake)
         frame: FrameType | None = sys._getframe()
         level = 1
@@ -239,7 +221,7 @@ class BlockInspection:
         self._ended = False
         self._hooks: list[RemovableHandle] = []
         for prepared in prepared_optimizers:
-            self._mistakes.warn(_find_mistake(prepared, at_step=False))
+            self._mistakes.warn(_find_mistake(prepared))
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -348,48 +330,13 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     return ranks.world_size() > 1 and not is_wrapped
 
 
-def _find_mistake(prepared: PreparedOptimizer, *, at_step: bool) -> Mistake | None:
+def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
     """Returns the mistake that gradients from before a block, or a step, show."""
-    delayed = prepared.open_pass
-    if delayed is not None and delayed.scaled:
-        params = prepared.trained_params()
-    else:  # the step uses the gradients of these parameters themselves
-        params = prepared.direct_params()
-        params += [pair.model for pair in prepared.pairs if pair.lazy]
-    origins = origins_of(_sample(params))
+    origins = origins_of(_sample(prepared.trained_params()))
     if Origin.OTHER in origins:
         return Mistake.FORGOTTEN_OPTIMIZER
-    if delayed is not None:
-        is_changed = origins == {Origin.CHANGED} and not _averages(prepared)
-        return Mistake.CLIPPED_DELAYED if is_changed else None
-    scratch = _scratch_origins(prepared)
-    if not prepared.has_only_scratch_grads():
-        # A later block of another optimizer may reach them, as a generator's does a discriminator:
-        # the masters' gradients are right.
-        if Origin.CHANGED in scratch or scratch == {Origin.PLAIN}:
-            return Mistake.CHANGED_MODEL_GRADS
-    elif Origin.PLAIN in scratch or (at_step and Origin.CHANGED in scratch):
-        return Mistake.IGNORED_BACKWARD
-    elif at_step and Origin.OTHER in scratch:
-        return Mistake.FORGOTTEN_OPTIMIZER
-    return None
-
-
-def _scratch_origins(prepared: PreparedOptimizer) -> set[Origin]:
-    """Returns where gradients come from that no step uses, and no wrapper replaces.
-
-    Nothing once a block was not inspected.
-    """
-    session = prepared.session
-    if session is None or any(not other.mistakes.blocks_left for other in session.live):
-        return set()
-    scratch: list[Tensor] = []
-    for pair in prepared.pairs:
-        if pair.lazy or session.ddp_tracker.owns_buffer(pair.model):
-            continue
-        if dtypes.is_low_precision(pair.model):
-            scratch.append(pair.model)
-    return origins_of(_sample(scratch))
+    is_changed = origins == {Origin.CHANGED} and not _averages(prepared)
+    return Mistake.CLIPPED_DELAYED if prepared.open_pass is not None and is_changed else None
 
 
 # -- at the step ----------------------------------------------------------------------------------
@@ -403,7 +350,7 @@ def inspect_step(prepared: PreparedOptimizer) -> None:
         return
     if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
-    mistake = _find_mistake(prepared, at_step=True)
+    mistake = _find_mistake(prepared)
     if mistake is None and not (prepared.steps and prepared.had_block):
         mistake = _find_mistake_without_block(prepared, session)
     session.mistakes.warn(mistake)
@@ -437,33 +384,22 @@ def _find_mistake_without_block(prepared: PreparedOptimizer, session: Session) -
     stepped = session.prepared_optimizers if prepared.had_block else [prepared]
     params: list[Tensor] = []
     for other in stepped:
-        params += [*other.trained_params(), *other.params()]
+        params += other.trained_params()
     if all(param.grad is None for param in params):
         # In a closure, the first step counts already.
         return None if prepared.steps else Mistake.STEP_BEFORE_BACKWARD
     if prepared.had_block or session.mistakes.has_blocks:
         return None
-    if session.masters.lazy or session.policy.low_precision is not torch.float16:
+    if not session.has_scale or session.policy.low_precision is not torch.float16:
         return None
     learns = any(map(_is_learning, prepared.optimizer.param_groups))
     return Mistake.NO_SCALE_LOSS if learns else None
 
 
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
-    """Judges a GradScaler that is about to step the optimizer.
-
-    Raises:
-        RuntimeError: If the gradients come from a plain backward pass, and so reach no master.
-    """
+    """Judges a GradScaler that is about to step the optimizer."""
     session = prepared.session
-    if prepared.overflow.pending is None and prepared.has_only_scratch_grads():
-        raise RuntimeError(
-            "torch's GradScaler got an optimizer with fp32 master weights (O2, O5). It does "
-            "not unscale the gradients of a plain backward pass there, which reach no master. "
-            f"Remove the GradScaler; amp.scale_loss scales, unscales and skips:\n{BLOCK}"
-            "    optimizer.step()"
-        )
-    if session is not None and not session.masters.lazy and session.mistakes.has_blocks:
+    if session is not None and session.has_scale and session.mistakes.has_blocks:
         session.mistakes.warn(Mistake.GRAD_SCALER)
 
 

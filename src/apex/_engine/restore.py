@@ -50,13 +50,10 @@ def make_plain(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> 
 
 
 def _make_optimizer_plain(prepared: PreparedOptimizer) -> None:
-    """Gives the model's parameters their masters' gradients, and the optimizer its own class."""
+    """Gives the optimizer the model's parameters, and its own class."""
     for pair in prepared.pairs:
         if dtypes.is_low_precision(pair.model):  # its module is no longer part of the model
-            pair.model.grad = None
             pair.model.data = parameters.uncounted(pair.master)
-        grad = parameters.grad_of(pair.master)
-        pair.model.grad = None if grad is None else grad.to(pair.model.dtype)
     prepared.close()
     subclass.unprepare_class(prepared.optimizer)
 

@@ -30,7 +30,6 @@ from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.restore import dtypes_of, match_states
 from apex._engine.scaler import Readback, ScaleUpdate, scaler_for
 from apex._torch import fsdp
-from apex._torch.parameters import grad_of, set_grad
 
 
 class Session:
@@ -91,8 +90,7 @@ class Session:
         self._functions = functions
         self.report_overflow = report_overflow
         self._keep_fp32 = keep_fp32
-        # Without a scale, the model's gradients are the masters', from now on.
-        self.masters = MasterTable(lazy=all(scaler.is_identity for scaler in self.scalers))
+        self.masters = MasterTable()
         # In the same order on all ranks, which communicate for each optimizer in turn.
         self._prepared_optimizers = weakref.WeakKeyDictionary[PreparedOptimizer, None]()
         self._models = weakref.WeakSet[nn.Module]()
@@ -142,7 +140,6 @@ class Session:
         if self.policy.master_weights:
             step.hooks.add(self)
         match_states(optimizers, old_dtypes)
-        self.masters.take_earlier_grads()
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
 
@@ -211,6 +208,11 @@ class Session:
         self._prepared_optimizers[prepared] = None
 
     @property
+    def has_scale(self) -> bool:
+        """Whether a loss has a scale."""
+        return not all(scaler.is_identity for scaler in self.scalers)
+
+    @property
     def can_skip(self) -> bool:
         """Whether an overflow skips steps."""
         return any(scaler.dynamic for scaler in self.scalers)
@@ -222,6 +224,11 @@ class Session:
         if self.ddp_tracker.wrappers and not self.ddp_tracker.sends(prepared):
             return False
         return not (self._shards and fsdp.defers_reduction(ref() for ref in self._shards))
+
+    def begin_forward(self, model: nn.Module) -> None:
+        """Prepares the gradients of a converted model for a pass without a block."""
+        if not self.has_scale:
+            self.masters.begin_forward(model, wrapped=bool(self.ddp_tracker.wrappers))
 
     @property
     def models(self) -> list[nn.Module]:
@@ -265,36 +272,20 @@ class Session:
             late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
-    def clear_grads(self, params: Iterable[Tensor]) -> None:
-        """Clears masters' gradients the way the models' were cleared: by None or by zeros."""
-        cleared: list[Tensor] = []
-        for param in params:
-            pair = self.masters.pair_of(param)
-            if pair is None:
-                cleared.append(param)
-                continue
-            cleared.append(pair.master)
-            grad = grad_of(pair.master)
-            if param.grad is None:
-                set_grad(pair.master, None)
-            elif grad is not None:
-                grad.detach().zero_()
-            if not pair.lazy:
-                param.grad = None
-        self.drop_cleared(cleared)
-
-    def drop_cleared(self, params: Iterable[Tensor]) -> None:
-        """Drops what unfinished passes hold for cleared stepped parameters.
+    def drop_put_aside(self, ids: Iterable[int]) -> None:
+        """Drops what unfinished passes hold for parameters whose gradients were cleared.
 
         A delayed pass ends for an optimizer whose parameters are all among them.
         """
-        cleared = {*map(id, params)}
         stashed = self.masters.stashed
+        if not stashed and not any(prepared.open_pass for prepared in self._prepared_optimizers):
+            return
+        cleared = {*ids}
         for key in cleared & stashed.keys():
             del stashed[key]
         for prepared in self._prepared_optimizers:
             delayed = prepared.open_pass
             if delayed is None or delayed.is_open or not prepared.is_live:
                 continue
-            if cleared.issuperset(map(id, prepared.params())):
+            if cleared.issuperset(map(id, prepared.trained_params())):
                 delayed.forget(prepared)

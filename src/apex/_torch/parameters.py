@@ -35,12 +35,6 @@ without_functions = torch._C.DisableTorchFunction
 """A context in which function modes do not see calls of torch's functions, either."""
 
 
-def grad_version(param: Tensor) -> int | None:
-    """Returns how often a parameter's gradient was written, ``None`` without a gradient."""
-    grad = grad_of(param)
-    return None if grad is None else grad._version
-
-
 def allow_foreach(kind: type[Tensor]) -> None:
     """Lets torch's optimizers use their foreach form for parameters of class ``kind``.
 

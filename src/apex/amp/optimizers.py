@@ -85,7 +85,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     if prepared is not None:
         _warn_of_scaled_grads(prepared, sys._getframe(1).f_code.co_filename)
         prepared.update_masters()
-        masters.move_grads_to_masters(prepared.pairs)
+        masters.widen_grads(prepared.pairs)
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -68,8 +68,8 @@ class ModelState:
             session = self.link.session
             if session is not None:
                 session.masters.update_model(model)
-                if session.masters.has_clipped and torch.is_grad_enabled():
-                    session.masters.move_clipped_grads()
+                if torch.is_grad_enabled():
+                    session.begin_forward(model)
         self.record_wrapper(traced=is_traced)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module

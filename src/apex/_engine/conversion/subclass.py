@@ -25,9 +25,6 @@ from apex._engine.conversion import notes
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._pickle import rebuild
-from apex._torch.dynamo import untraced
-from apex._torch.modules import named_parameters
-from apex._torch.parameters import grad_version
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -69,20 +66,12 @@ class Converted(nn.Module):
             )
         return apply(fn, *args, **kwargs)
 
-    @untraced
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients of the parameters, and of the masters of those that it cleared."""
-        before = [(param, grad_version(param)) for _, param in named_parameters(self)]
+        """Clears the gradients, also those that an unfinished pass has put aside."""
         super().zero_grad(*args, **kwargs)
         session = _own_state(self).link.session
-        if session is None:
-            return
-        cleared: list[Tensor] = []
-        for param, version in before:
-            was_written = grad_version(param) != version  # zeroed in place
-            if param.grad is None or was_written:
-                cleared.append(param)
-        session.clear_grads(cleared)
+        if session is not None:
+            session.drop_put_aside(map(id, self.parameters()))
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
@@ -161,7 +150,7 @@ class Rounded(Converted):
                 methods.append(name)
         overrides: dict[str, Any] = {}
         for name in methods:
-            if name != "zero_grad":  # Converted's clears masters, too, and needs no rounding
+            if name != "zero_grad":  # Converted's needs no rounding
                 overrides[name] = _Method(own, name)
         # Last, as ``forward`` is among the methods.
         return overrides | Converted._apex_overrides(own)

@@ -2,8 +2,7 @@
 
 Note [The step block by block]
     torch's fused kernels take fp32 gradients of fp32 masters, which would exist beside the 16-bit
-    ones: 4 bytes per parameter. At a level without loss scale, large models step without them:
-    masters show the optimizer a stand-in without memory as their gradient, and a dispatch mode runs
+    ones: 4 bytes per parameter. Large models step without them: masters with a 16-bit gradient show the optimizer a stand-in without memory as their gradient, and a dispatch mode runs
     the optimizer's operator itself, on a few hundred thousand elements at a time. It makes their
     fp32 gradient in a small buffer, and rounds their masters into the model while they are in the
     cache. State, groups and hooks are torch's own, and so are the bits, as kernels are elementwise.
@@ -24,8 +23,7 @@ from apex._core import tree
 from apex._core.foreach.working import shared_layout
 from apex._engine import masters
 from apex._engine.masters import MasterPair
-from apex._torch import dispatch_modes, foreach, parameters
-from apex._torch.copies import moved
+from apex._torch import dispatch_modes, foreach
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
@@ -62,11 +60,13 @@ def begin(prepared: PreparedOptimizer) -> BlockStep | None:
     """
     elements = 0
     for pair in prepared.pairs:
-        elements += pair.model.numel()
+        grad = pair.model.grad
+        if grad is not None and grad.dtype is not torch.float32:
+            elements += grad.numel()
     least = device_elements
     if prepared.pairs[0].master.device.type == "cpu":
         least = least_elements
-    if elements < least or prepared.shared_pairs():
+    if elements < least:
         return None
     return BlockStep(prepared)
 
@@ -79,23 +79,18 @@ class BlockStep(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = prepared.pairs
         self._shown: dict[int, MasterPair] = {}  # by ``id`` of the stand-in
-        self._divisor: Tensor | None = None  # a clip's, the same for all stand-ins
+        self._rounded: set[MasterPair] = set()
         self._hook = prepared.optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
     def _show_stand_ins(self, *_: object) -> None:
         """Shows stand-ins for pending gradients, until the operator takes them."""
         for pair in self._pairs:
-            grad = pair.pending_grad
-            if grad is None:
+            grad = pair.model.grad
+            if grad is None or grad.dtype is torch.float32:
                 continue
-            divisor = masters.clip_divisor(grad)
-            if not self._shown:
-                self._divisor = divisor
-            is_sum = parameters.grad_of(pair.master) is not None
-            is_other = is_sum or grad.requires_grad or divisor is not self._divisor
-            if is_other or not _alike(pair.master, grad, pair.model):
-                masters.move_grads_to_masters([pair])
+            if grad.requires_grad or not _alike(pair.master, grad, pair.model):
+                masters.widen_grads([pair])
                 continue
             pair.stand_in = pair.master.detach()
             self._shown[id(pair.stand_in)] = pair
@@ -103,18 +98,13 @@ class BlockStep(TorchDispatchMode):
 
     @untraced
     def end(self) -> list[MasterPair]:
-        """Ends the step, also after an error; gradients that no operator took are still pending.
-
-        Returns the pairs whose masters no block has rounded into the model.
+        """Ends the step, also after an error. Returns the pairs whose masters no block has rounded into the model.
         """
         self._hook.remove()
         dispatch_modes.exit_mode(self)
-        unrounded: list[MasterPair] = []
         for pair in self._pairs:
-            if pair.stand_in is None or pair.pending_grad is not None:
-                unrounded.append(pair)
             pair.stand_in = None
-        return unrounded
+        return [pair for pair in self._pairs if pair not in self._rounded]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -123,11 +113,7 @@ class BlockStep(TorchDispatchMode):
         kwargs = kwargs or {}
         # With a scale, the kernel writes unscaled gradients back.
         if dispatch_modes.operands(func) and kwargs.get("grad_scale") is None:
-            options = kwargs
-            if self._divisor is not None:  # the kernel divides by it, as by a loss scale
-                divisor = moved(self._divisor, args[0][0].device, torch.float32)
-                options = {**kwargs, "grad_scale": divisor}
-            args = self._run_by_blocks(func, args, options)
+            args = self._run_by_blocks(func, args, kwargs)
             if not args[0]:
                 return None
         if func not in _METADATA:
@@ -139,8 +125,8 @@ class BlockStep(TorchDispatchMode):
         pair = self._shown.get(id(tensor))
         if pair is None:
             return tensor
-        masters.move_grads_to_masters([pair])
-        return parameters.grad_of(pair.master)
+        masters.widen_grads([pair])
+        return pair.model.grad
 
     def _run_by_blocks(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -156,7 +142,7 @@ class BlockStep(TorchDispatchMode):
         operands = [tensors for tensors in args[:count] if tensors]
         for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
             pair = self._shown.get(id(grad))
-            if pair is not None and pair.pending_grad is not None and _alike(param, *states):
+            if pair is not None and _alike(param, *states):
                 pairs.append(pair)
                 taken.append(index)
             else:
@@ -164,6 +150,7 @@ class BlockStep(TorchDispatchMode):
         if pairs:
             lists = [_chosen(tensors, taken) for tensors in args]
             _run_blocks(func, pairs, lists, kwargs)
+            self._rounded.update(pairs)
         return tuple(_chosen(tensors, rest) for tensors in args)
 
 
@@ -203,8 +190,6 @@ def _run_blocks(
         foreach.copy_(_pieces(models, block), params)
     increment_version(models)
     masters.mark_synced(pairs)
-    for pair in pairs:
-        pair.model.grad = None
 
 
 _METADATA = frozenset({torch.ops.aten.empty_like.default, torch.ops.aten.detach.default})

@@ -21,7 +21,7 @@ from apex._torch import dtensor
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy, capturing, moved
 from apex._torch.dynamo import untraced
-from apex._torch.parameters import grad_of, grad_version, set_grad, without_overrides
+from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.backward import BackwardPass
@@ -121,6 +121,8 @@ class PreparedOptimizer:
     had_block = False
     steps = 0
     stepping = False
+    _steps_before_block = -1
+    """Steps in the session before the last block."""
     _captured: Sequence[tuple[Tensor, Tensor]] | None = None
     """Gradients of a block that a CUDA graph has captured without the step: each replay writes them
     anew. ``None`` without such a graph."""
@@ -141,7 +143,7 @@ class PreparedOptimizer:
         self.overflow = OverflowFlag()
         self.listeners: list[Callable[[BackwardPass, PreparedOptimizer], None]] = []
         if session is None:
-            self.masters = MasterTable(lazy=any(pair.lazy for pair in pairs))
+            self.masters = MasterTable()
         else:
             self.masters = session.masters
             session.register(self)
@@ -181,7 +183,11 @@ class PreparedOptimizer:
 
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
-        return [*(pair.model for pair in self.pairs), *self.direct_params()]
+        trained: list[nn.Parameter] = []
+        for param in self.params():
+            model = param._apex_model if type(param) is masters.Master else None
+            trained.append(param if model is None else model)
+        return trained
 
     def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
         """Raises ValueError unless the optimizer can take these parameters of models now."""
@@ -254,47 +260,44 @@ class PreparedOptimizer:
             )
 
     def update_masters_with_grads(self) -> None:
-        """Finishes an open pass, and gives masters the values and gradients of the model."""
+        """Finishes an open pass, and gives masters the values of the model; makes gradients fp32."""
         self.finish_backward()
         self.update_masters()
-        masters.move_grads_to_masters(self.pairs)
+        masters.widen_grads(self.pairs)
 
     def has_grads(self) -> bool:
-        """Returns whether there is a gradient, without computing one."""
-        if any(grad_of(param) is not None for param in self.params()):
-            return True
-        return any(pair.pending_grad is not None for pair in self.pairs)
-
-    def has_only_scratch_grads(self) -> bool:
-        """Returns whether only the model has gradients, which reach no master."""
-        has_scratch = any(pair.model.grad is not None for pair in self.pairs if not pair.lazy)
-        return has_scratch and all(grad_of(pair.master) is None for pair in self.pairs)
+        """Returns whether there is a gradient."""
+        return any(param.grad is not None for param in self.trained_params())
 
     def make_room(self, *, scaled: bool) -> None:
-        """Moves pending gradients to the masters; before a scaled pass, stashes all gradients."""
-        masters.move_grads_to_masters(self.pairs)
-        if not scaled:
-            return
-        for param in self.params():
-            grad = grad_of(param)
+        """Prepares the gradients for a pass that adds to them.
+
+        Before a scaled one, puts them aside. Also under DistributedDataParallel, which adds no
+        16-bit gradients to fp32 ones. Otherwise autograd adds to fp32 ones.
+        """
+        params: list[nn.Parameter] = []
+        if scaled:
+            params = self.trained_params()
+        elif self.session is not None and self.session.ddp_tracker.wrappers:
+            params = [pair.model for pair in self.pairs]
+        elif self._steps_before_block == self.masters.steps:  # else they are zero, or stale
+            masters.widen_grads(self.pairs)
+        self._steps_before_block = self.masters.steps
+        for param in params:
+            grad = param.grad
             if grad is not None:
                 self.masters.stashed[id(param)] = param, self._own_copy(param, grad)
-                set_grad(param, None)
-        for pair in self.pairs:
-            pair.model.grad = None
+                param.grad = None
 
-    def remove_grads(self) -> list[nn.Parameter]:
-        """Removes the gradients of masters and models, without reading pending ones.
+    def stashed(self) -> list[nn.Parameter]:
+        """Returns the trained parameters whose earlier gradients are put aside."""
+        return [param for param in self.trained_params() if id(param) in self.masters.stashed]
 
-        Returns the stepped parameters.
-        """
-        params = self.params()
+    def remove_grads(self, params: Sequence[nn.Parameter]) -> None:
+        """Removes gradients."""
         with without_overrides():
             for param in params:
-                set_grad(param, None)
-            for pair in self.pairs:
-                pair.model.grad = None
-        return params
+                param.grad = None
 
     def _own_copy(self, param: nn.Parameter, grad: Tensor) -> Tensor:
         """Returns a gradient, or a copy if it is a view of a bucket that the next pass reuses."""
@@ -305,26 +308,11 @@ class PreparedOptimizer:
             is_view = True
         return grad.clone() if is_view else grad
 
-    def clear_grads_by(self, clear: Callable[[], None]) -> None:
-        """Runs the optimizer's own ``zero_grad``; what it clears counts as cleared everywhere."""
-        before = [(param, grad_version(param)) for param in self.params()]
-        clear()
-        cleared: list[Tensor] = []
-        for param, version in before:
-            now = grad_version(param)
-            if now is None or now != version:
-                cleared.append(param)
-                pair = masters.pair_of_master(param)
-                if pair is not None and not pair.lazy:
-                    pair.model.grad = None
-        if self.session is not None:
-            self.session.drop_cleared(cleared)
-
     def drop_overflowed(self) -> None:
         """Drops gradients that overflowed, for a script that continues without amp."""
         if not self.overflow.is_raised():
             return
-        self.remove_grads()
+        self.remove_grads(self.trained_params())
         self.overflow.consume(skipped=False)
         if self.session is not None:
             self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)
@@ -348,46 +336,25 @@ class PreparedOptimizer:
 
     @untraced
     def end_step(self, *, failed: bool) -> None:
-        """Drops the masters' gradients, which end with the step.
-
-        A step that failed leaves gradients and overflow for another try.
-        """
+        """Ends a step; one that failed leaves the overflow for another try."""
         self.stepping = False
+        self.masters.steps += 1
         if failed:
             return
-        shared = self.shared_pairs()
         trained = MasterState.TRAINED  # each look-up of an Enum's member takes 0.1 us
-        with without_overrides():
-            for pair in self.pairs:
-                pair.state = trained
-                if pair not in shared:
-                    set_grad(pair.master, None)
+        for pair in self.pairs:
+            pair.state = trained
         if self._captured is not None:
             for param, grad in self._captured:
-                set_grad(param, grad)
+                param.grad = grad
             self.overflow.await_replay()
-
-    def shared_pairs(self) -> set[MasterPair]:
-        """Returns the pairs that other optimizers step, too."""
-        shared: set[MasterPair] = set()
-        if self.session is None or not self.pairs:
-            return shared
-        sharing = self.session.with_sharers([self])
-        for other in sharing[1:]:
-            shared.update(other.pairs)
-        return shared
 
     # -- CUDA graphs -------------------------------------------------------------------------
 
     def keep_captured(self) -> None:
         """Keeps the gradients of a block that a CUDA graph captures, for steps after replays."""
-        captured: list[tuple[Tensor, Tensor]] = []
-        for pair in self.pairs:
-            param = pair.master if pair.pending_grad is None else pair.model
-            grad = grad_of(param)
-            if grad is not None:
-                captured.append((param, grad))
-        self._captured = captured
+        models = [pair.model for pair in self.pairs]
+        self._captured = [(param, param.grad) for param in models if param.grad is not None]
 
     def _check_captured(self) -> None:
         """Checks, at a step, the gradients that a CUDA graph has captured.

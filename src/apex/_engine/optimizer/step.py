@@ -71,19 +71,19 @@ def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> 
 
 @untraced_frame
 def _run_without_closure(prepared: PreparedOptimizer, run: Run) -> Any:
-    """Runs a step over the masters' gradients, by blocks where that saves memory."""
-    blocks: block_step.BlockStep | None = None
+    """Runs a step over the gradients in fp32, by blocks where that saves memory."""
     overrides: AbstractContextManager[Any] = nullcontext()
+    blocks: block_step.BlockStep | None = None
     if prepared.pairs:
-        compiled = is_compiling_here()
-        if prepared.masters.lazy:
-            if not compiled and _reads_gradients_in_kernels(prepared.optimizer):
-                blocks = block_step.begin(prepared)
-            if blocks is None:
-                masters.move_grads_to_masters(prepared.pairs)
+        if not is_compiling_here() and _reads_gradients_in_kernels(prepared.optimizer):
+            blocks = block_step.begin(prepared)
+        if blocks is None:
+            masters.widen_grads(prepared.pairs)
         module = prepared.optimizer.__class__.__module__
         # Others may keep state in subclasses of tensors.
-        if not compiled and module.startswith(("torch.optim.", "apex.optimizers.")):
+        if is_compiling_here():
+            overrides = masters.shown_to_compiled_code(prepared.pairs)
+        elif module.startswith(("torch.optim.", "apex.optimizers.")):
             overrides = without_overrides()
     try:
         with overrides:

@@ -69,20 +69,28 @@ class AmpOptimizer(Optimizer):
 
     @untraced
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients of masters and model, as the optimizer's own method does.
+        """Clears the gradients, as the optimizer's own method does.
 
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
         prepared = self._apex_prepared
+        params = prepared.trained_params()
         own_method = super().zero_grad
         is_torchs = getattr(own_method, "__func__", None) is Optimizer.zero_grad
-        if not is_torchs or not _set_to_none(*args, **kwargs):
-            prepared.clear_grads_by(functools.partial(own_method, *args, **kwargs))
-            return
-        # Also for optimizers that never called torch's constructor (timm's Lookahead).
-        cleared = prepared.remove_grads()
+        if is_torchs and _set_to_none(*args, **kwargs):
+            # Reads no gradient, which would make it fp32. Also for optimizers that never called
+            # torch's constructor (timm's Lookahead).
+            prepared.remove_grads(params)
+        else:
+            for pair in prepared.pairs:  # the method may read it, which would make it fp32
+                pair.stand_in = pair.model.grad
+            try:
+                own_method(*args, **kwargs)
+            finally:
+                for pair in prepared.pairs:
+                    pair.stand_in = None
         if prepared.session is not None:
-            prepared.session.drop_cleared(cleared)
+            prepared.session.drop_put_aside(map(id, params))
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
