@@ -24,7 +24,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from apex._torch import dtensor, foreach, parameters, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
+
+if TYPE_CHECKING:
+    from apex._engine.lost_writes import WeightWatch
 
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
@@ -363,7 +366,9 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
         if grad.is_sparse:
             copies.append(grad.to(dtype=torch.float32).coalesce())
         else:
-            copies.append(torch.empty_like(param, device=grad.device).copy_(grad))  # also in the gradient's graph
+            copies.append(
+                torch.empty_like(param, device=grad.device).copy_(grad)
+            )  # also in the gradient's graph
     return copies
 
 
@@ -378,10 +383,12 @@ class MasterTable:
         steps: Steps of optimizers.
         stashed: Gradients from before an unfinished pass, by ``id`` of their parameters, which
             come with them.
+        watches: Comparisons of weights with their masters, by optimizer, until its next step.
     """
 
     def __init__(self) -> None:
         """Starts without masters."""
+        self.watches: MutableMapping[object, WeightWatch] = weakref.WeakKeyDictionary()
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.steps = 0
         self._seen = weakref.WeakKeyDictionary[nn.Module, int]()  # steps at the last forward pass
@@ -442,6 +449,9 @@ class MasterTable:
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
         update_model_from_masters(pairs)
+        if self.watches:
+            for watch in self.watches.values():
+                watch.look()
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -234,6 +234,8 @@ class PreparedOptimizer:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
+        if self.session is not None:
+            self.session.mistakes.stop_observing()
 
     # -- gradients ---------------------------------------------------------------------------
 

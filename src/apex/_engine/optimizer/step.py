@@ -29,7 +29,7 @@ from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
-from apex._engine.mistakes import Mistake, Origin, inspect_step, origins_of
+from apex._engine.mistakes import Mistake, Origin, inspect_step, inspect_weights, origins_of
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -54,6 +54,7 @@ def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> 
     """
     if closure is None:
         inspect_step(prepared)
+    inspect_weights(prepared)
     prepared.begin_step(has_closure=closure is not None)
     uncast = ambient.UncastBlock()
     failed = True
