@@ -72,14 +72,10 @@ class AmpState:
         sessions = [ref() for ref in self._sessions.keyrefs()]
         return [session for session in sessions if session is not None]
 
-    def scaling(self) -> list[Session]:
-        """Returns the sessions in ``amp.state_dict()``: of ``initialize``, or else of ``init``."""
-        sessions = self.sessions()
-        return [session for session in sessions if session in self.options] or sessions
-
     def current(self) -> Session | None:
-        """Returns the newest session of ``scaling``, if any."""
-        sessions = self.scaling()
+        """Returns the newest session of ``initialize``, or else of ``init``, if any."""
+        sessions = self.sessions()
+        sessions = [session for session in sessions if session in self.options] or sessions
         return sessions[-1] if sessions else None
 
     @property
