@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from apex._core import dtypes
 from apex._engine.scaler import Readback
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
@@ -201,6 +200,7 @@ class BlockInspection:
         self,
         session: Session,
         prepared_optimizers: Sequence[PreparedOptimizer],
+        borrowed: Sequence[Tensor],
         scaled_loss: Tensor,
     ) -> None:
         """Begins; ends with :meth:`end`.
@@ -208,6 +208,7 @@ class BlockInspection:
         Args:
             session: The session that scales the loss.
             prepared_optimizers: The optimizers of the block.
+            borrowed: Other parameters that the block unscales.
             scaled_loss: Where the backward pass is to start.
         """
         self.found: Mistake | None = None
@@ -231,7 +232,7 @@ class BlockInspection:
             trained += params
             self._params += _sample(params)
         self._observe(self._params, self._reach_own)
-        own = {*map(id, trained)}
+        own = {*map(id, trained), *map(id, borrowed)}
         for leaf in leaves_of(scaled_loss):
             if id(leaf) not in own:
                 self._observe([leaf], self._reach_other)

@@ -24,6 +24,7 @@ from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.state import STATE, ModelState, state_of
+from apex._engine.masters import mark_zeros
 from apex._pickle import rebuild
 
 _is_compiling = torch.compiler.is_compiling
@@ -71,7 +72,9 @@ class Converted(nn.Module):
         super().zero_grad(*args, **kwargs)
         session = _own_state(self).link.session
         if session is not None:
-            session.drop_put_aside(map(id, self.parameters()))
+            params = [*self.parameters()]
+            mark_zeros(filter(None, map(session.masters.pair_of, params)))
+            session.forget_cleared(params)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
