@@ -140,20 +140,16 @@ class BackwardPass:
         self._scale_version = self.scaler.version
         self._state = _State.OPEN
         try:
-            with without_overrides():
-                for prepared in self.prepared_optimizers:
-                    if self._continued is None:
-                        prepared.make_room(scaled=self.scaled)
-                    prepared.open_pass = self
-                    prepared.had_block = True
-                if self.scaled:
-                    self._borrow()
+            if self.scaled and self.prepared_optimizers:  # else the loss is only scaled
+                self._lenders, self._unowned = self.session.others(self.prepared_optimizers)
             if self.session.mistakes.blocks_left:
                 self.session.mistakes.blocks_left -= 1
                 if self.scaled:
                     self._inspection = BlockInspection(
                         self.session, self.prepared_optimizers, self._borrowed(), scaled_loss
                     )
+            with without_overrides():
+                self._make_room()
             if self._spec is not None:
                 self._autocast.enter_context(BackwardAutocast(self._spec))
         except BaseException as error:
@@ -187,13 +183,17 @@ class BackwardPass:
             else:
                 delayed.finish()
 
-    def _borrow(self) -> None:
-        """Makes room for the gradients of whatever else the pass may reach."""
-        lenders, self._unowned = self.session.others(self.prepared_optimizers)
-        for lender in lenders:
+    def _make_room(self) -> None:
+        """Makes room for the gradients of all that the pass may reach."""
+        for prepared in self.prepared_optimizers:
+            prepared.settle_overflow(takes=True)
+            prepared.make_room(scaled=self.scaled, continues=self._continued is not None)
+            prepared.open_pass = self
+            prepared.had_block = True
+        for lender in self._lenders:
+            lender.settle_overflow(takes=False)
             lender.make_room(scaled=True)
             lender.open_pass = self
-            self._lenders.append(lender)
         self._stash.put_aside(self._unowned, self.session.reuses_grad)
 
     def _borrowed(self) -> list[nn.Parameter]:
@@ -205,7 +205,7 @@ class BackwardPass:
 
     @untraced
     def give_back(self, lender: PreparedOptimizer) -> None:
-        """Unscales what the pass has put into gradients that were lent, and adds the earlier ones."""
+        """Unscales what the pass has put into a lender's gradients, and adds the earlier ones."""
         self._lenders.remove(lender)
         lender.open_pass = None
         with without_overrides():
@@ -285,7 +285,7 @@ class BackwardPass:
         self.prepared_optimizers.remove(prepared)
 
     def finish_for(self, prepared: PreparedOptimizer) -> None:
-        """Finishes the pass for an optimizer that steps, whether it is the pass's or lends to it."""
+        """Finishes the pass for an optimizer that steps: one of its own, or a lender."""
         if prepared in self._lenders:
             self.give_back(prepared)
         else:
@@ -356,6 +356,7 @@ class BackwardPass:
             if self.scaled:
                 _remove_grads(prepared.trained_params())
             prepared.stash.remove_new()
+        for prepared in self.prepared_optimizers:
             prepared.give_back()
 
     def _notify(self) -> None:

@@ -362,6 +362,11 @@ def is_zero(grad: Tensor | None) -> bool:
     return grad is None or vars(grad).get(_ZERO) == grad._version
 
 
+def without_grad(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns the parameters that have no gradient."""
+    return [param for param in params if param.grad is None]
+
+
 @contextmanager
 def shown(pairs: Sequence[MasterPair]) -> Iterator[None]:
     """Shows the models' gradients as the masters', as they are.

@@ -232,9 +232,11 @@ class Session:
     def begin_forward(self, model: nn.Module) -> None:
         """Prepares the gradients of a converted model for a pass without a block."""
         under_ddp = bool(self.ddp_tracker.wrappers)
-        has_blocks = any(prepared.had_block for prepared in self._prepared_optimizers)
-        if not (under_ddp and has_blocks):  # a block puts earlier gradients aside
-            self.masters.prepare_plain_pass(model, under_ddp=under_ddp)
+        for prepared in self._prepared_optimizers:
+            # Blocks prepare the gradients themselves when they begin.
+            if prepared.open_pass is not None or (under_ddp and prepared.had_block):
+                return
+        self.masters.prepare_plain_pass(model, under_ddp=under_ddp)
 
     def reuses_grad(self, param: Tensor) -> bool:
         """Returns whether the next pass writes a parameter's gradient to the same memory."""

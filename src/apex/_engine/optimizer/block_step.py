@@ -81,13 +81,14 @@ class BlockStep(TorchDispatchMode):
         """Starts as soon as the optimizer's own pre-hooks have run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = prepared.pairs
-        self._shown: dict[int, MasterPair] = {}  # by ``id`` of the stand-in
+        # By ``id`` of the stand-in, which comes with the pair.
+        self._shown: dict[int, tuple[Tensor, MasterPair]] = {}
         self._rounded: set[MasterPair] = set()
         self._hook = prepared.optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
     def _show_stand_ins(self, *_: object) -> None:
-        """Shows stand-ins for 16-bit gradients until the step ends."""
+        """Shows stand-ins for 16-bit gradients until the operator takes them."""
         for pair in self._pairs:
             grad = pair.model.grad
             if grad is None or grad.dtype is torch.float32:
@@ -97,7 +98,7 @@ class BlockStep(TorchDispatchMode):
                 continue
             stand_in = pair.master.detach()
             set_grad(pair.master, stand_in)
-            self._shown[id(stand_in)] = pair
+            self._shown[id(stand_in)] = stand_in, pair
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
@@ -108,8 +109,7 @@ class BlockStep(TorchDispatchMode):
         """
         self._hook.remove()
         dispatch_modes.exit_mode(self)
-        for pair in self._shown.values():
-            set_grad(pair.master, None)
+        self._hide(self._pairs)
         return [pair for pair in self._pairs if pair not in self._rounded]
 
     def __torch_dispatch__(
@@ -126,9 +126,14 @@ class BlockStep(TorchDispatchMode):
             args = tree.map_tensors(self._real_gradient, args)
         return func(*args, **kwargs)
 
+    def _hide(self, pairs: Iterable[MasterPair]) -> None:
+        """Shows the real gradients again, for the rest of the step and its hooks."""
+        for pair in pairs:
+            set_grad(pair.master, None)
+
     def _real_gradient(self, tensor: Tensor) -> Any:
         """Returns the fp32 gradient in place of a stand-in, and other tensors as they are."""
-        pair = self._shown.get(id(tensor))
+        _, pair = self._shown.get(id(tensor), (None, None))
         if pair is None:
             return tensor
         masters.widen_grads([pair])
@@ -147,7 +152,7 @@ class BlockStep(TorchDispatchMode):
         count = dispatch_modes.operands(func)
         operands = [tensors for tensors in args[:count] if tensors]
         for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
-            pair = self._shown.get(id(grad))
+            _, pair = self._shown.get(id(grad), (None, None))
             if pair is not None and _alike(param, *states):
                 pairs.append(pair)
                 taken.append(index)
@@ -157,6 +162,7 @@ class BlockStep(TorchDispatchMode):
             lists = [_chosen(tensors, taken) for tensors in args]
             _run_blocks(func, pairs, lists, kwargs)
             self._rounded.update(pairs)
+            self._hide(pairs)
         return tuple(_chosen(tensors, rest) for tensors in args)
 
 

@@ -262,7 +262,7 @@ class PreparedOptimizer:
             )
 
     def update_masters_with_grads(self) -> None:
-        """Finishes an open pass, and gives masters the values of the model; makes gradients fp32."""
+        """Finishes an open pass; updates the masters with the model's values and gradients."""
         self.finish_backward()
         self.update_masters()
         masters.widen_grads(self.pairs)
@@ -271,19 +271,23 @@ class PreparedOptimizer:
         """Returns whether there is a gradient."""
         return any(param.grad is not None for param in self.trained_params())
 
-    def make_room(self, *, scaled: bool) -> None:
+    def make_room(self, *, scaled: bool, continues: bool = False) -> None:
         """Prepares the gradients for a pass that adds to them.
 
-        Before a scaled one, puts them aside. Also under DistributedDataParallel, which adds no
-        16-bit gradients to fp32 ones. Otherwise autograd adds to fp32 ones.
+        A scaled pass begins without gradients. DistributedDataParallel adds no 16-bit gradients to
+        fp32 ones, so its passes do, too. Otherwise autograd adds to fp32 ones.
+
+        Args:
+            scaled: Whether the pass multiplies gradients by a loss scale.
+            continues: Whether it adds to the gradients of a delayed pass.
         """
-        self.settle_overflow()
-        if scaled:
+        under_ddp = self.session is not None and self.session.ddp_tracker.wrappers
+        if scaled and not continues:
             self._put_aside(self.trained_params())
-        elif self.session is not None and self.session.ddp_tracker.wrappers:
-            self._put_aside([pair.model for pair in self.pairs])
-        else:
+        elif not under_ddp:
             masters.widen_nonzero_grads(self.pairs)
+        elif not continues:
+            self._put_aside([pair.model for pair in self.pairs])
 
     def _put_aside(self, params: Sequence[nn.Parameter]) -> None:
         if self.session is not None:
@@ -314,18 +318,24 @@ class PreparedOptimizer:
             if delayed is not None and is_delayed:
                 delayed.forget(self)
 
-    def settle_overflow(self) -> None:
-        """Makes an overflow of other optimizers' blocks its own, unless no gradient is left."""
+    def settle_overflow(self, *, takes: bool) -> None:
+        """Ends what other optimizers' blocks have found, if the gradients were cleared since.
+
+        Otherwise, if the optimizer ``takes`` the gradients for its own block or step, an overflow
+        is now its own.
+        """
         pending = self.overflow_of_others.pending
         if pending is None:
             return
-        if self.has_grads():
+        has_grads = self.has_grads()
+        if has_grads and takes:
             self.overflow.add(pending)
-        self.overflow_of_others.consume(skipped=False)
+        if takes or not has_grads:
+            self.overflow_of_others.consume(skipped=False)
 
     def drop_overflowed(self) -> None:
         """Drops gradients that overflowed, for a script that continues without amp."""
-        self.settle_overflow()
+        self.settle_overflow(takes=True)
         if not self.overflow.is_raised():
             return
         self.remove_grads()
@@ -346,7 +356,7 @@ class PreparedOptimizer:
             self._check_captured()
         if not has_closure:
             self.finish_backward()
-        self.settle_overflow()
+        self.settle_overflow(takes=True)
         self.update_masters(before_step=True)
         self.steps += 1
         self.stepping = True

@@ -74,17 +74,21 @@ class AmpOptimizer(Optimizer):
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
         prepared = self._apex_prepared
-        own_method = super().zero_grad
-        is_torchs = getattr(own_method, "__func__", None) is Optimizer.zero_grad
-        if is_torchs and _set_to_none(*args, **kwargs):
+        cleared = prepared.trained_params()
+        own_method: Any = super().zero_grad
+        function = getattr(own_method, "__func__", own_method)
+        if function is Optimizer.zero_grad and _set_to_none(*args, **kwargs):
             # Also for optimizers that never called torch's constructor (timm's Lookahead).
             prepared.remove_grads()
         else:
             with masters.shown(prepared.pairs):
                 own_method(*args, **kwargs)
-            masters.mark_zeros(prepared.pairs)
+            if function.__module__.startswith(("torch.optim.", "apex.optimizers.")):
+                masters.mark_zeros(prepared.pairs)
+            else:  # it may leave gradients for the next pass to add to
+                cleared = masters.without_grad(cleared)
         if prepared.session is not None:
-            prepared.session.forget_cleared(prepared.trained_params())
+            prepared.session.forget_cleared(cleared)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
