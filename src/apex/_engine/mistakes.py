@@ -401,7 +401,7 @@ def inspect_step(prepared: PreparedOptimizer) -> None:
             mistakes.warn(Mistake.NO_SCALE_LOSS)
     mistakes.warn(_find_mistake(prepared))
     if not mistakes.has_trained:
-        mistakes.has_trained = prepared.has_grads()
+        mistakes.has_trained = prepared.has_grads() or not prepared.params()
         # Not the first step: scripts call it once for a scheduler, or before a part trains.
         is_second = prepared.steps == 1 and not prepared.stepping
         if is_second and not mistakes.has_trained:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
+from apex._core.undo import Undo
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
@@ -204,7 +204,7 @@ def initialize(
     model_list = inputs.model_list(models, to_16_bits=plan.casts_down)
     inputs.check_models(model_list, plan)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
-    inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
+    inputs.check_optimizers(optimizer_list, model_list, policy)
     if policy.master_weights and optimizer_list:
         inputs.check_masters(model_list, optimizer_list)
     warn_if_emulated(policy, model_list)
@@ -217,7 +217,7 @@ def initialize(
     )
     _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
-    with ExitStack() as undo:
+    with Undo() as undo:
         made.prepare(model_list, optimizer_list, plan, undo)
         undo.callback(_amp_state.discard, made)
         _amp_state.add(made)
