@@ -126,8 +126,7 @@ class Mistake(enum.Enum):
         "has a gradient, so the step changes nothing. Call it after the backward pass:\n"
         + BLOCK
         + "    optimizer.step()\nIf you did call backward(), the optimizer holds parameters that "
-        "the model no longer has. Call fully_shard, and anything else that replaces parameters, "
-        "before creating the optimizer."
+        "the model no longer has. Create it after all that replaces parameters."
     )
     UNPREPARED_OPTIMIZER = (
         "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "
@@ -350,6 +349,8 @@ def inspect_step(prepared: PreparedOptimizer) -> None:
         return
     if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
+    if not prepared.steps:
+        session.check_shards()
     mistake = _find_mistake(prepared)
     if mistake is None and not (prepared.steps and prepared.had_block):
         mistake = _find_mistake_without_block(prepared, session)

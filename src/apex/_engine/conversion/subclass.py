@@ -195,6 +195,8 @@ def _casting_forward(own: Any) -> Any:
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
+                if state.link.session is not None:
+                    state.link.session.check_shards()
                 notes.explain(self, state.plan, error)
                 raise
         return end_call(state, output)
