@@ -98,10 +98,6 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             if prepared.session is not None:
                 self._spec = self._spec or prepared.session.spec
-                # Ask every session, as ranks may communicate here. Gradients that they do not yet
-                # share stay scaled, because later passes add scaled ones.
-                if not prepared.session.shares_grads(prepared):
-                    self._delay_unscale = True
         self._autocast = ExitStack()
         self._state = _State.NEW
         # The delayed pass whose gradients this one adds to.
@@ -124,6 +120,14 @@ class BackwardPass:
         with without_overrides():
             for prepared in self.prepared_optimizers:
                 prepared.create_missing_masters()
+                session = prepared.session
+                if session is None:
+                    continue
+                if session.shares_grads(prepared):
+                    session.ddp_tracker.share_masters(prepared)
+                else:
+                    # Gradients that ranks do not yet share stay scaled: later passes add to them.
+                    self._delay_unscale = True
             scaled_loss, self._scale = self.scaler.scale(self.loss)
         self._scale_version = self.scaler.version
         self._state = _State.OPEN

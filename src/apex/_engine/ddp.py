@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
-from apex._engine.masters import MasterState, MasterTable
+from apex._engine.masters import MasterState
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._torch import ddp
+from apex._torch import ddp, parameters
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -85,38 +85,30 @@ class DDPTracker:
         return False
 
     def sends(self, prepared: PreparedOptimizer) -> bool:
-        """Returns whether ranks share the gradients of a pass that begins now, or need not.
-
-        The first pass that sends makes the masters equal on all ranks: other passes, a single rank
-        may run.
-        """
+        """Returns whether ranks share the gradients of a pass that begins now, or need not."""
         trained = {*map(id, prepared.trained_params())}
-        unshared: list[Wrapper] = []
         for wrapper, state in self.wrappers.items():
             if trained.isdisjoint(state.sent):
                 continue
             # A compiled forward pass records nothing: use the state at the backward pass.
             if not (ddp.sends(wrapper) if state.traced else state.sends):
                 return False
-            if not state.shared:
-                unshared.append(wrapper)
-        for wrapper in unshared:
-            self._share_masters(wrapper, prepared.masters)
         return True
 
-    def _share_masters(self, wrapper: Wrapper, masters: MasterTable) -> None:
-        """Broadcasts exact values of a wrapper's masters from the first rank of its group.
+    def share_masters(self, prepared: PreparedOptimizer) -> None:
+        """Makes masters equal on all ranks, once for each wrapper of an optimizer's parameters.
 
-        The wrapper broadcasts rounded weights only, which masters follow at the step. All ranks are
-        about to send gradients in one order, so this cannot deadlock, as in ``initialize``.
+        The wrapper broadcasts rounded weights only. This communicates: call it before a pass that
+        sends gradients, which all ranks run in one order.
         """
-        state = self.wrappers[wrapper]
-        state.shared = True
-        group = wrapper.process_group
-        source = distributed.get_global_rank(group, 0)
-        for pair in masters.pairs():
-            if id(pair.model) in state.sent:
-                distributed.broadcast(pair.master.detach(), source, group=group)
+        for wrapper, state in self.wrappers.items():
+            if state.shared or state.sent.isdisjoint(map(id, prepared.trained_params())):
+                continue
+            state.shared = True
+            pairs = [pair for pair in prepared.masters.pairs() if id(pair.model) in state.sent]
+            if pairs:
+                ddp.broadcast(wrapper, [parameters.uncounted(pair.master) for pair in pairs])
+            for pair in pairs:
                 pair.state = MasterState.EXACT
 
 
