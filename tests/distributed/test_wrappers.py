@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
@@ -217,6 +218,33 @@ def test_a_wrapper_made_before_its_parameters_are_cast_is_told_the_order(
     for told in on_two_ranks(wrapped_first, level, wrap, compiled):
         assert "before its parameters were cast" in told
         assert "Call amp.initialize first" in told
+        assert "Lightning 1.x" in told
+
+
+def train_alone(level, first, **options):
+    """Masters that a single rank trains, wrapped before or after ``initialize``."""
+    torch.manual_seed(0)
+    model = loops.Net()
+    parallel = DistributedDataParallel(model, **options) if first else None
+    model, optimizer = loops.prepared(level, model=model)
+    parallel = parallel or DistributedDataParallel(model, **options)
+    with torch.no_grad():
+        parallel(rank_batch(0, 9)[0])
+    loops.train(parallel, optimizer)
+    return loops.masters(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view"])
+def test_a_single_rank_may_wrap_before_or_after_initialize(level, option):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before, after = (train_alone(level, first, **{option: True}) for first in (True, False))
+        assert loops.same(before, after)
+    finally:
+        gc.collect()
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

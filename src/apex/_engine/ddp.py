@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 from apex._core import dtypes
 from apex._engine.masters import MasterState
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._torch import ddp, parameters
+from apex._torch import ddp, parameters, ranks
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -61,7 +61,7 @@ class DDPTracker:
                 train each rank on gradients of its own, or if ranks may run out of data.
         """
         if wrapper not in self.wrappers:
-            _check_order(wrapper)
+            _match_reducer(wrapper)
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_parameters()
             sent = {id(param) for name, param in named if name not in ignored}
@@ -123,15 +123,24 @@ def _check_join(session: Session) -> None:
         )
 
 
-def _check_order(wrapper: Wrapper) -> None:
+def _match_reducer(wrapper: Wrapper) -> None:
+    """Recreates the reducer of a wrapper that was made before its parameters were cast.
+
+    Raises RuntimeError with several ranks: the wrapper has sent weights of the other dtype.
+    """
     cast = ddp.unsent_dtypes(wrapper)
-    if cast:
-        model_name = type(wrapper.module).__name__
-        wrapper_name = type(wrapper).__name__
-        names = " and ".join(sorted(map(dtypes.name, cast)))
-        raise RuntimeError(
-            f"{wrapper_name} wrapped the model {model_name} before its parameters were cast to "
-            f"{names}, and does not average the gradients of parameters whose dtype has changed "
-            "since. Call amp.initialize first, then wrap the model that it returns in "
-            f"{wrapper_name}."
-        )
+    if not cast:
+        return
+    if ranks.world_size() == 1:  # nothing to average
+        ddp.rebuild_reducer(wrapper)
+        return
+    model_name = type(wrapper.module).__name__
+    wrapper_name = type(wrapper).__name__
+    names = " and ".join(sorted(map(dtypes.name, cast)))
+    raise RuntimeError(
+        f"{wrapper_name} wrapped the model {model_name} before its parameters were cast to "
+        f"{names}, and does not average the gradients of parameters whose dtype has changed "
+        "since. Call amp.initialize first, then wrap the model that it returns in "
+        f"{wrapper_name}. If a library wraps it, as Lightning 1.x does, train at O1 or O4, which "
+        "keep fp32 weights. For Lightning 2, there is apex.integrations.lightning.ApexPrecision."
+    )
