@@ -49,10 +49,10 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
         for group in holder.param_groups:
             params = group["params"]
             params[:] = [new.get(id(param), param) for param in params]
-        for param in list(holder.state):
-            replacement = new.get(id(param))
-            if replacement is not None:
-                holder.state[replacement] = holder.state.pop(param)
+        states = [*holder.state.items()]
+        holder.state.clear()  # also if nothing changes: a master's hash follows its pair
+        for param, state in states:
+            holder.state[new.get(id(param), param)] = state
 
 
 def move_state(optimizer: Optimizer) -> None:

@@ -75,6 +75,19 @@ class Master(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         set_grad(self if self._apex_model is None else self._apex_model, value)
 
+    def __hash__(self) -> int:
+        """The hash of the model parameter: in dicts and sets, the two are one key.
+
+        So what maps parameters to names or states, such as torch's ``get_state_dict``, finds both.
+        """
+        return id(self if self._apex_model is None else self._apex_model)
+
+    def __eq__(self, other: object) -> Any:
+        """Returns True for the model parameter itself; compares elements with other tensors."""
+        if other is not None and other is self._apex_model:
+            return True
+        return super().__eq__(other)
+
     @property
     def data(self) -> Tensor:
         """The values, sharing memory and version counter."""
@@ -89,6 +102,9 @@ class Master(nn.Parameter):
             )
         increment_version(self)
         parameters.set_data(self, value)
+        pair = self._apex_pair()
+        if pair is not None:  # an averager's write may be the last before the model is read
+            round_masters([pair])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter, so that it loads without apex."""

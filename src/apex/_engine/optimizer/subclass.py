@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._core.param_groups import optimizers_in
+from apex._core.param_groups import exchange, optimizers_in
 from apex._engine import masters
 from apex._engine.backward import unscale_grads
 from apex._engine.mistakes import inspect_grad_scaler
@@ -157,6 +157,7 @@ class AmpOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._apex_prepared.attach(self)
+        exchange(self, {})
 
 
 def _set_to_none(set_to_none: bool = True) -> bool:
