@@ -1,5 +1,6 @@
 """torch's checkpoints of several ranks: fp32 by name, on other numbers of ranks, and restarts."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,6 @@ from tests.distributed import restarts
 from tests.distributed.cases import START_SCALE, rank_batch
 from tests.support import loops, sharding
 from tests.support.features import shards_on_cpu
-from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -30,21 +30,6 @@ ROOT = Path(__file__).parents[2]
 
 OPTIONS = {"growth_interval": 3, "max_loss_scale": START_SCALE}
 FULL = StateDictOptions(full_state_dict=True)
-
-
-@pytest.fixture(scope="module")
-def pools(two_processes):
-    """Processes by their number."""
-    pools = {1: Ranks(1), 2: two_processes, 4: Ranks(4)}
-    yield pools
-    pools[1].stop()
-    pools[4].stop()
-
-
-@pytest.fixture
-def on_ranks(pools, tmp_path):
-    """Calls ``fn(rank, *args)`` in some processes."""
-    return lambda count, fn, *args: pools[count].run(tmp_path / f"store{count}", fn, *args)
 
 
 def prepared(level, seed=0):
@@ -57,9 +42,7 @@ def prepared(level, seed=0):
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     if level is not None:
         options = OPTIONS if level in loops.DYNAMIC else {}
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, verbosity=0, **options
-        )
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     return (model if level == "O0" else DistributedDataParallel(model)), optimizer
 
 
@@ -165,15 +148,14 @@ def goes_on(rank, level, folder, is_async):
     train(rank, model, optimizer, range(2))
     if is_async:  # while training goes on
         group = dist.new_group()
-        saving = dcp.async_save(
-            states(model, optimizer), checkpoint_id=folder, process_group=group
-        )
+        saving = dcp.async_save(states(model, optimizer), checkpoint_id=folder, process_group=group)
     else:
         dcp.save(states(model, optimizer), checkpoint_id=folder)
     expected = train(rank, model, optimizer, range(2, 5)), amp.state_dict()
     if is_async:
         saving.result()
     del model, optimizer
+    gc.collect()  # the session ends, and with it its scale in amp.state_dict()
     model, optimizer = prepared(level, seed=9)
     load(model, optimizer, folder)
     return loops.same((train(rank, model, optimizer, range(2, 5)), amp.state_dict()), expected)

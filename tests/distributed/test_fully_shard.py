@@ -124,7 +124,9 @@ def train_root(rank, root, level):
         (output - y.to(output.dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return outputs, [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    return outputs, [
+        getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("root", ROOTS)
