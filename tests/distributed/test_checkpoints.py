@@ -177,8 +177,7 @@ def test_a_run_that_lost_a_rank_restarts_as_the_uninterrupted_one(on_two_ranks, 
     expected = on_two_ranks(restarts.train, tmp_path / "whole")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--max-restarts=1", "-m", restarts.__name__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
+    subprocess.run(command, check=True, cwd=ROOT, timeout=600)
     assert (tmp_path / "attempt1").exists()
     found = [torch.load(tmp_path / f"rank{rank}", weights_only=False) for rank in range(2)]
     assert loops.same(found, expected)

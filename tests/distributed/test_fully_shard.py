@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from apex import amp
 from tests.distributed.cases import rank_batch
 from tests.support.features import shards_on_cpu
-from tests.support.loops import loss_of, same, scaled_backward
+from tests.support.loops import loss_of, same, scaled_backward, train_step
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -155,8 +155,7 @@ def shard_late(rank, level):
                 options = MixedPrecisionPolicy(**POLICIES[policy])
                 fully_shard(model.get_submodule(part), mesh=mesh, mp_policy=options)
             with pytest.raises(RuntimeError) as raised:
-                scaled_backward(loss_of(model, *rank_batch(rank, 0)), optimizer)
-                optimizer.step()
+                train_step(model, optimizer, *rank_batch(rank, 0))
             errors.append(str(raised.value))
     return errors
 

@@ -379,9 +379,7 @@ def fp32_copies(grads: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
         if grad.is_sparse:
             copies.append(grad.to(dtype=torch.float32).coalesce())
         else:
-            copies.append(
-                torch.empty_like(param, device=grad.device).copy_(grad)
-            )  # also in the gradient's graph
+            copies.append(torch.empty_like(param, device=grad.device).copy_(grad))  # also in the gradient's graph
     return copies
 
 

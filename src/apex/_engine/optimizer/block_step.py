@@ -98,7 +98,8 @@ class BlockStep(TorchDispatchMode):
 
     @untraced
     def end(self) -> list[MasterPair]:
-        """Ends the step, also after an error. Returns the pairs whose masters no block has rounded into the model."""
+        """Ends the step, also after an error. Returns the pairs whose masters no block has rounded into the model.
+        """
         self._hook.remove()
         dispatch_modes.exit_mode(self)
         for pair in self._pairs:

@@ -191,13 +191,6 @@ class PreparedOptimizer:
 
     def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
         """Raises ValueError unless the optimizer can take these parameters of models now."""
-        stepped = {*map(id, self.params())}
-        for pair in self.pairs:
-            if id(pair.master) in stepped and any(param is pair.model for param in new):
-                raise ValueError(
-                    "add_param_group got a parameter that is already in a group of this "
-                    "optimizer, as its fp32 master. Each parameter may be in one group only."
-                )
         if self.open_pass is None or not self.open_pass.scaled:
             return
         if any(param.grad is not None for param in new):
