@@ -275,19 +275,22 @@ class PreparedOptimizer:
         """Prepares the gradients for a pass that adds to them.
 
         A scaled pass begins without gradients. DistributedDataParallel adds no 16-bit gradients to
-        fp32 ones, so its passes do, too. Otherwise autograd adds to fp32 ones.
+        fp32 ones, so its passes do, too. Otherwise autograd adds to fp32 ones. A pass that
+        continues another adds to scaled gradients as they are, as in apex.
 
         Args:
             scaled: Whether the pass multiplies gradients by a loss scale.
             continues: Whether it adds to the gradients of a delayed pass.
         """
         under_ddp = self.session is not None and self.session.ddp_tracker.wrappers
-        if scaled and not continues:
+        if continues and (scaled or under_ddp):
+            return
+        if scaled:
             self._put_aside(self.trained_params())
-        elif not under_ddp:
-            masters.widen_nonzero_grads(self.pairs)
-        elif not continues:
+        elif under_ddp:
             self._put_aside([pair.model for pair in self.pairs])
+        else:
+            masters.widen_nonzero_grads(self.pairs)
 
     def _put_aside(self, params: Sequence[nn.Parameter]) -> None:
         if self.session is not None:
