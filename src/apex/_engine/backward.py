@@ -213,7 +213,7 @@ class BackwardPass:
             params = lender.trained_params()
             overflow = self._unscale_borrowed(params)
             if overflow is not None:
-                lender.overflow_of_others.add(overflow)
+                lender.add_overflow_of_others(overflow)
             lender.stash.give_back(lender.masters.pair_of)
 
     def _unscale_borrowed(self, params: Sequence[nn.Parameter]) -> Tensor | None:
@@ -234,6 +234,8 @@ class BackwardPass:
             _remove_grads(self._borrowed())
         while self._lenders:
             self.give_back(self._lenders[-1])
+        if not self._unowned:
+            return
         with without_overrides():
             overflow = self._unscale_borrowed(self._unowned)
             if overflow is not None:

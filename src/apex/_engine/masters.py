@@ -147,7 +147,7 @@ class MasterPair:
         set_grad(master, None)
         master._apex_model = model
         for side in (model, master):
-            side.grad_dtype = None  # type: ignore[attr-defined]
+            side.grad_dtype = None
         if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
             master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
         mark_synced([self])
@@ -308,7 +308,7 @@ def _widened(model: nn.Parameter, master: Tensor) -> Tensor:
     with without_overrides():
         grad = cast(Tensor, model.grad)
         (wide,) = fp32_copies([grad], [master])
-        model.grad_dtype = None  # type: ignore[attr-defined]  # torch.utils.swap_tensors drops it
+        model.grad_dtype = None  # torch.utils.swap_tensors drops it
         model.grad = wide
     return wide
 
@@ -328,7 +328,7 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
             return
         copies = fp32_copies(grads, [pair.master for pair in low])
         for pair, wide in zip(low, copies, strict=True):
-            pair.model.grad_dtype = None  # type: ignore[attr-defined]  # swap_tensors drops it
+            pair.model.grad_dtype = None  # torch.utils.swap_tensors drops it
             pair.model.grad = wide
 
 

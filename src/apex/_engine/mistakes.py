@@ -339,10 +339,11 @@ def _has_hook(param: Tensor) -> bool:
     """Returns whether a script has a hook on the gradient of a 16-bit parameter."""
     if not dtypes.is_low_precision(param):
         return False
-    for hook in (param._post_accumulate_grad_hooks or {}).values():
-        if type(getattr(hook, "__self__", None)) is not BlockInspection:
-            return True
-    return bool(param._backward_hooks)
+    for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+        for hook in (hooks or {}).values():
+            if not hook.__module__.startswith(("apex.", "torch.")):
+                return True
+    return False
 
 
 def _averages(prepared: PreparedOptimizer) -> bool:

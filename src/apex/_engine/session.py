@@ -311,5 +311,5 @@ class Session:
     def forget_cleared(self, params: Iterable[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
         cleared = {*map(id, params)}
-        for prepared in self.prepared_optimizers:
+        for prepared in [*self._prepared_optimizers]:
             prepared.forget_cleared(cleared)

@@ -110,7 +110,8 @@ class PreparedOptimizer:
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         open_pass: The backward pass still to be finished, if any, or one that borrows gradients.
         overflow: Whether a pass since the last step overflowed.
-        overflow_of_others: Whether gradients that other optimizers' blocks have left overflowed.
+        overflow_of_others: A 0-d flag: whether gradients overflowed that other optimizers' blocks
+            have left. ``None`` without such blocks.
         stash: Gradients from before the open pass.
         listeners: Called after a pass that updates a scale or raises an exception.
         had_block: Whether a ``scale_loss`` block was given the optimizer.
@@ -141,7 +142,7 @@ class PreparedOptimizer:
         self.pairs = pairs
         self.master_weights = master_weights
         self.overflow = OverflowFlag()
-        self.overflow_of_others = OverflowFlag()
+        self.overflow_of_others: Tensor | None = None
         self.stash = Stash()
         self.listeners: list[Callable[[BackwardPass, PreparedOptimizer], None]] = []
         if session is None:
@@ -186,9 +187,10 @@ class PreparedOptimizer:
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         trained: list[nn.Parameter] = []
-        for param in self.params():
-            model = param._apex_model if type(param) is masters.Master else None
-            trained.append(param if model is None else model)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                model = param._apex_model if type(param) is masters.Master else None
+                trained.append(param if model is None else model)
         return trained
 
     def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
@@ -314,12 +316,18 @@ class PreparedOptimizer:
         self.stash.drop(cleared)
         delayed = self.open_pass
         is_delayed = delayed is not None and not delayed.is_open
-        if not is_delayed and self.overflow_of_others.pending is None:
+        if not self.is_live or not (is_delayed or self.overflow_of_others is not None):
             return
         if cleared.issuperset(map(id, self.trained_params())):
-            self.overflow_of_others.consume(skipped=False)
+            self.overflow_of_others = None
             if delayed is not None and is_delayed:
                 delayed.forget(self)
+
+    def add_overflow_of_others(self, overflow: Tensor) -> None:
+        """Adds whether gradients overflowed that one more block of others has left."""
+        if self.overflow_of_others is not None:
+            overflow = torch.maximum(moved(self.overflow_of_others, overflow.device), overflow)
+        self.overflow_of_others = overflow
 
     def settle_overflow(self, *, takes: bool) -> None:
         """Ends what other optimizers' blocks have found, if the gradients were cleared since.
@@ -327,14 +335,14 @@ class PreparedOptimizer:
         Otherwise, if the optimizer ``takes`` the gradients for its own block or step, an overflow
         is now its own.
         """
-        pending = self.overflow_of_others.pending
-        if pending is None:
+        overflow = self.overflow_of_others
+        if overflow is None:
             return
         has_grads = self.has_grads()
         if has_grads and takes:
-            self.overflow.add(pending)
+            self.overflow.add(overflow)
         if takes or not has_grads:
-            self.overflow_of_others.consume(skipped=False)
+            self.overflow_of_others = None
 
     def drop_overflowed(self) -> None:
         """Drops gradients that overflowed, for a script that continues without amp."""
