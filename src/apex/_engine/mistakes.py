@@ -341,7 +341,8 @@ def _has_hook(param: Tensor) -> bool:
         return False
     for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
         for hook in (hooks or {}).values():
-            if not hook.__module__.startswith(("apex.", "torch.")):
+            module = str(getattr(hook, "__module__", ""))
+            if not module.startswith(("apex.", "torch.")):
                 return True
     return False
 
