@@ -1,14 +1,13 @@
 """Rule C: masters follow weights at the step, and the model follows masters at the forward."""
 
-import copy
 import functools
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from apex import amp
+from apex._torch import parameters
 from tests.support import loops
 from tests.support.wrapping_optimizers import SAM, Lookahead
 
@@ -340,41 +339,12 @@ def test_a_step_ends_with_the_rounded_masters_in_the_model(level, name):
         assert torch.equal(weight, master.to(weight.dtype))
 
 
-# -- keys ------------------------------------------------------------------------------------
-
-
-@levels
-def test_in_dicts_and_sets_a_master_is_its_parameter(level):
-    model, optimizer = loops.trained(level, loops.fused_adamw_of)
-    params, masters = list(model.parameters()), list(amp.master_params(optimizer))
-    names = {param: name for name, param in model.named_parameters()}
-    assert [names[master] for master in masters] == list(dict(model.named_parameters()))
-    assert set(params) == set(masters)
-    assert params[0] in dict.fromkeys(masters)
-    assert params[0] in optimizer.state
-    for param, master in zip(params, masters, strict=True):
-        assert optimizer.state[param] is optimizer.state[master]
-        assert (master == master.detach()).all()
-        assert not (master == master.detach() + 1).any()
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": params[:1]})
-
-
-@levels
-def test_state_of_copies_is_found_by_their_parameters_and_masters(level):
-    for copied in (copy.deepcopy, loops.saved_and_loaded):
-        model, optimizer = copied(loops.trained(level, loops.fused_adamw_of, loss_scale=8.0))
-        for master in optimizer.param_groups[0]["params"]:
-            assert optimizer.state[master]["step"] == 2
-        assert len(optimizer.state) == 4
-        state = get_optimizer_state_dict(model, optimizer)["state"]
-        assert [*state] == [name for name, _ in model.named_parameters()]
-
-
-@levels
-def test_data_assigned_to_a_master_reaches_the_model_at_once(level):
-    model, optimizer = loops.prepared(level)
-    weight = model[0].weight
-    master = next(amp.master_params(optimizer))
-    master.data = torch.full_like(master, 1 / 3)
-    assert torch.equal(weight, torch.full_like(weight, 1 / 3))
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_before_torch_2_10_masters_are_refused_and_nothing_has_changed(level, monkeypatch):
+    monkeypatch.setattr(parameters, "keeps_any_grad", False)
+    model = loops.net()
+    optimizer = loops.sgd(model.parameters())
+    with loops.nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=r"torch 2\.10"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for without in ("O0", "O1", "O4"):
+        loops.train(*loops.prepared(without))

@@ -24,7 +24,9 @@ from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.state import STATE, ModelState, state_of
+from apex._engine.masters import mark_zeros, without_grad
 from apex._pickle import rebuild
+from apex._torch.modules import named_parameters
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -68,10 +70,17 @@ class Converted(nn.Module):
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, also those that an unfinished pass has put aside."""
-        super().zero_grad(*args, **kwargs)
+        own_method: Any = super().zero_grad
+        own_method(*args, **kwargs)
         session = _own_state(self).link.session
-        if session is not None:
-            session.drop_put_aside(map(id, self.parameters()))
+        if session is None:
+            return
+        params = [param for _, param in named_parameters(self)]
+        if getattr(own_method, "__func__", None) is nn.Module.zero_grad:
+            mark_zeros(filter(None, map(session.masters.pair_of, params)))
+        else:
+            params = without_grad(params)
+        session.forget_cleared(params)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles a model that casts no parameters as a plain model, any other by its kind."""
