@@ -198,6 +198,7 @@ def trained(
     choice = records.results(name).get(BATCH, {}).get("result", {})
     items: int = choice.get("items", network.first_batch)
     torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 32  # ResNet-50 has eight unlike blocks
     with side_stream() as stream:
         work = network.work(mode.removesuffix(" again"), items, backend)
         milliseconds = event_times(work)
