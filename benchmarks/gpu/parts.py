@@ -41,6 +41,9 @@ def _networks() -> Iterator[Part]:
     about = "Milliseconds of an iteration, beside autocast; as a graph, the host does nothing."
     for name in training.NETWORKS:
         yield Part(name, about, partial(training.eager, name), 150, 60)
+    about = "The longest kernels of an iteration: milliseconds, launches, name."
+    name = "BERT-large"
+    yield Part(f"{name}, kernels", about, partial(training.kernels, name), 90, 30)
     about = "The same with each layer compiled by `torch.compile`."
     for name in training.NETWORKS:
         yield Part(f"{name}, compiled", about, partial(training.compiled, name), 300, 120)

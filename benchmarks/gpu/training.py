@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from benchmarks.allocation import growth
 from benchmarks.counting import refused_syncs
@@ -191,12 +193,8 @@ def chosen_batch(network: Network) -> dict[str, float]:
 def trained(
     network: Network, mode: str, name: str, records: Records, backend: str | None
 ) -> dict[str, object]:
-    """Trains in eager mode and as a graph; at amp's levels, a host sync is an error.
-
-    The batch is the network's first if no other was chosen.
-    """
-    choice = records.results(name).get(BATCH, {}).get("result", {})
-    items: int = choice.get("items", network.first_batch)
+    """Trains in eager mode and as a graph; at amp's levels, a host sync is an error."""
+    items = chosen_items(network, name, records)
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 32  # ResNet-50 has eight unlike blocks
     with side_stream() as stream:
@@ -217,6 +215,42 @@ def trained(
     if isinstance(loss, Tensor):
         findings["loss"] = round(loss.item(), 4)
     return findings
+
+
+def kernels(name: str, tiny: bool, records: Records) -> Checks:
+    """Yields the levels with masters and their native counterparts."""
+    network = TINY[name] if tiny else NETWORKS[name]
+    for mode in ("fp16", "bf16", "O2", "O5"):
+        yield mode, partial(longest_kernels, network, mode, name, records)
+
+
+def longest_kernels(network: Network, mode: str, name: str, records: Records) -> str:
+    """Returns the kernels of one iteration that take longest: milliseconds, launches, name."""
+    if ProfilerActivity.CUDA not in supported_activities():
+        return "left out: this torch has no profiler for the device"
+    work = network.work(mode, chosen_items(network, name, records), None)
+    event_times(work, 1)
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        work()
+        torch.cuda.synchronize()
+    milliseconds: dict[str, float] = {}
+    launches: Counter[str] = Counter()
+    for event in record.events() or ():
+        if "cuda" in str(event.device_type).lower():
+            before = milliseconds.get(event.name, 0.0)
+            milliseconds[event.name] = before + event.device_time_total / 1e3
+            launches[event.name] += 1
+    lines = [f"{sum(milliseconds.values()):.2f} {launches.total()} all"]
+    for kernel in sorted(milliseconds, key=milliseconds.__getitem__, reverse=True)[:25]:
+        lines.append(f"{milliseconds[kernel]:.2f} {launches[kernel]} `{kernel[:110]}`")
+    return "<br>".join(lines)
+
+
+def chosen_items(network: Network, name: str, records: Records) -> int:
+    """Returns the chosen batch, or the network's first if none was chosen."""
+    choice = records.results(name).get(BATCH, {}).get("result", {})
+    items: int = choice.get("items", network.first_batch)
+    return items
 
 
 @contextlib.contextmanager
