@@ -224,11 +224,11 @@ def kernels(name: str, tiny: bool, records: Records) -> Checks:
         yield mode, partial(longest_kernels, network, mode, name, records)
 
 
-def longest_kernels(network: Network, mode: str, name: str, records: Records) -> str:
+def longest_kernels(network: Network, mode: str, part: str, records: Records) -> str:
     """Returns the kernels of one iteration that take longest: milliseconds, launches, name."""
     if ProfilerActivity.CUDA not in supported_activities():
         return "left out: this torch has no profiler for the device"
-    work = network.work(mode, chosen_items(network, name, records), None)
+    work = network.work(mode, chosen_items(network, part, records), None)
     event_times(work, 1)
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         work()
@@ -240,10 +240,9 @@ def longest_kernels(network: Network, mode: str, name: str, records: Records) ->
             before = milliseconds.get(event.name, 0.0)
             milliseconds[event.name] = before + event.device_time_total / 1e3
             launches[event.name] += 1
-    lines = [f"{sum(milliseconds.values()):.2f} {launches.total()} all"]
-    for kernel in sorted(milliseconds, key=milliseconds.__getitem__, reverse=True)[:25]:
-        lines.append(f"{milliseconds[kernel]:.2f} {launches[kernel]} `{kernel[:110]}`")
-    return "<br>".join(lines)
+    longest = sorted(milliseconds, key=milliseconds.__getitem__, reverse=True)[:25]
+    lines = [f"{milliseconds[name]:.2f} {launches[name]} `{name[:110]}`" for name in longest]
+    return "<br>".join([f"{sum(milliseconds.values()):.2f} {launches.total()} all", *lines])
 
 
 def chosen_items(network: Network, name: str, records: Records) -> int:
