@@ -69,11 +69,15 @@ class SubmoduleCalls(Region):
         finally:
             self._depth -= 1
 
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
+    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Enters the region for a call of the model's own forward, until ``until`` closes."""
         self._depth += 1
         until.callback(self._leave)
-        self._region.enter(until, args, kwargs)
+        self._region.enter(until, model, args, kwargs)
+
+    def end_forward(self, output: Any) -> None:
+        """Receives the output of the model's own forward."""
+        self._region.end_forward(output)
 
     def _leave(self) -> None:
         self._depth -= 1

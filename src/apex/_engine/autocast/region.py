@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apex._core import op_rows, tree
@@ -34,7 +34,9 @@ from apex._engine.autocast.ambient import (
     devices_on,
     end_casts,
     end_stale_casts,
+    is_in_run,
 )
+from apex._engine.autocast.weights import shared
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import at_tracing, traces_function_modes, untraced
@@ -94,16 +96,24 @@ class Region:
         return under(devices, dtype, fn, args, kwargs)
 
     @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
-        """Enters the region for an eager call with these arguments, until ``until`` closes."""
+    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Enters the region for an eager call of a model, until ``until`` closes."""
         end_stale_casts()
         devices, dtype = self.switch(args, kwargs)
         if not devices:
             return
+        if not is_in_run():
+            self.begin_forward(until, model)
         enabled = dtype is not None
         for device in devices:
             until.enter_context(torch.autocast(device, dtype, enabled, weight_cache_is_safe))
         begin_run(until)
+
+    def begin_forward(self, until: ExitStack, model: nn.Module) -> None:
+        """Begins a forward pass that is in no other, until ``until`` closes."""
+
+    def end_forward(self, output: Any) -> None:
+        """Receives the output of a forward pass that has not raised."""
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""
@@ -128,7 +138,7 @@ class AutocastRegion(Region):
     """Runs functions with op casts on, in any thread, except in ``casts_off``.
 
     While the region is alive, its rows apply under autocast to its dtype. A weight used by several
-    operators is cast once in the outermost run. Pickling or copying makes an independent region
+    operators is cast once; see Note [Shared casts]. Pickling or copying makes an independent region
     with the same spec.
 
     Raises:
@@ -159,6 +169,15 @@ class AutocastRegion(Region):
                 if tensor.dtype is torch.float64:
                     self._accept_float64()
         return self.spec.device_types, self.spec.dtype
+
+    def begin_forward(self, until: ExitStack, model: nn.Module) -> None:
+        shared.begin_forward(model, torch.device(self.spec.device_types[0]), self.spec.dtype)
+        torch.autocast_increment_nesting()  # the end of the outermost block clears torch's cache
+        until.callback(shared.end_forward)
+        until.callback(torch.autocast_decrement_nesting)
+
+    def end_forward(self, output: Any) -> None:
+        shared.await_backward(output)
 
     @at_tracing
     def _accept_float64(self) -> None:
@@ -192,11 +211,11 @@ class LowPrecisionRegion(Region):
             return super().run_traced(fn, args, kwargs)
 
     @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
-    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
+    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._left > 0 or self._functions:
             self._left -= 1
             until.enter_context(_AccurateMode(self._functions))
-        super().enter(until, args, kwargs)
+        super().enter(until, model, args, kwargs)
 
 
 class _AccurateMode(TorchFunctionMode):
