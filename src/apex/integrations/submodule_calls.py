@@ -69,15 +69,19 @@ class SubmoduleCalls(Region):
         finally:
             self._depth -= 1
 
-    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         """Enters the region for a call of the model's own forward, until ``until`` closes."""
         self._depth += 1
         until.callback(self._leave)
-        self._region.enter(until, model, args, kwargs)
+        self._region.enter(until, args, kwargs)
 
-    def end_forward(self, output: Any) -> None:
-        """Receives the output of the model's own forward."""
-        self._region.end_forward(output)
+    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
+        """Shares casts of weights in the model's own forward."""
+        self._region.share_casts(until, model)
+
+    def await_backward(self, output: Any) -> None:
+        """Keeps shared casts until the backward pass of the forward's output."""
+        self._region.await_backward(output)
 
     def _leave(self) -> None:
         self._depth -= 1

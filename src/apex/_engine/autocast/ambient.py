@@ -68,7 +68,7 @@ class UncastBlock:
     def __exit__(self, *error: object) -> None:
         for device in self._on:
             torch.set_autocast_enabled(device, True)
-        shared.clear()  # a step has changed weights, perhaps inside a forward
+        shared.drop()  # a step has changed weights, perhaps inside a forward
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns ``closure`` wrapped to run with the casts from outside the block."""
@@ -143,7 +143,7 @@ def end_casts(token: object) -> None:
     Safe in finalizers and in any thread.
     """
     kernels.deactivate_spec(token)
-    shared.clear()
+    shared.drop()
     end_stale_casts()
 
 

@@ -96,24 +96,22 @@ class Region:
         return under(devices, dtype, fn, args, kwargs)
 
     @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
-    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Enters the region for an eager call of a model, until ``until`` closes."""
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
+        """Enters the region for an eager call with these arguments, until ``until`` closes."""
         end_stale_casts()
         devices, dtype = self.switch(args, kwargs)
         if not devices:
             return
-        if not is_in_run():
-            self.begin_forward(until, model)
         enabled = dtype is not None
         for device in devices:
             until.enter_context(torch.autocast(device, dtype, enabled, weight_cache_is_safe))
         begin_run(until)
 
-    def begin_forward(self, until: ExitStack, model: nn.Module) -> None:
-        """Begins a forward pass that is in no other, until ``until`` closes."""
+    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
+        """Shares casts of weights in a forward pass that begins, until ``until`` closes."""
 
-    def end_forward(self, output: Any) -> None:
-        """Receives the output of a forward pass that has not raised."""
+    def await_backward(self, output: Any) -> None:
+        """Keeps shared casts until the backward pass of an output of the region."""
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""
@@ -170,13 +168,15 @@ class AutocastRegion(Region):
                     self._accept_float64()
         return self.spec.device_types, self.spec.dtype
 
-    def begin_forward(self, until: ExitStack, model: nn.Module) -> None:
-        shared.begin_forward(model, torch.device(self.spec.device_types[0]), self.spec.dtype)
-        torch.autocast_increment_nesting()  # the end of the outermost block clears torch's cache
-        until.callback(shared.end_forward)
-        until.callback(torch.autocast_decrement_nesting)
+    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
+        end_stale_casts()
+        if not is_in_run():
+            shared.begin_forward(model, torch.device(self.spec.device_types[0]), self.spec.dtype)
+            torch.autocast_increment_nesting()  # the end of an outermost block clears the cache
+            until.callback(shared.end_forward)
+            until.callback(torch.autocast_decrement_nesting)
 
-    def end_forward(self, output: Any) -> None:
+    def await_backward(self, output: Any) -> None:
         shared.await_backward(output)
 
     @at_tracing
@@ -211,11 +211,11 @@ class LowPrecisionRegion(Region):
             return super().run_traced(fn, args, kwargs)
 
     @untraced  # dynamo compiles ExitStack's methods wrongly, after a graph break
-    def enter(self, until: ExitStack, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def enter(self, until: ExitStack, args: Args, kwargs: Kwargs) -> None:
         if self._left > 0 or self._functions:
             self._left -= 1
             until.enter_context(_AccurateMode(self._functions))
-        super().enter(until, model, args, kwargs)
+        super().enter(until, args, kwargs)
 
 
 class _AccurateMode(TorchFunctionMode):

@@ -202,13 +202,14 @@ def _casting_forward(own: Any) -> Any:
                 given = args, kwargs
                 watch = writes.watch(self, state.link, run, given, cast)
                 call.enter_context(watch)
-            state.region.enter(call, self, cast_args, cast_kwargs)
+            state.region.share_casts(call, self)
+            state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
                 notes.explain(self, state.plan, error)
                 raise
-            state.region.end_forward(output)
+            state.region.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
