@@ -89,6 +89,13 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def current_stream(device: torch.device) -> object:
+    """Returns the thread's current stream of CUDA or XPU; None of other devices."""
+    if device.type not in ("cuda", "xpu") or not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_stream()
+
+
 def has_values(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` has values to read: not meta, fake, or wrapped by torch.func."""
     if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
