@@ -21,7 +21,7 @@ help: ## Show this list
 dev: $(VENV)/.dev ## Install torch, the package (editable) and all tools into .venv
 
 demo: $(VENV)/.demo ## Train on handwritten digits at every level; print the table, write report.html
-	$(RUN) -m apex compare examples/digits/experiment.py --steps 138
+	$(RUN) -m apex compare examples/digits/experiment.py --steps 46
 
 test: $(VENV)/.dev ## The whole check: lint, types, docs, then every test on the installed wheel
 	@$(MAKE) --no-print-directory -j 2 types docs lint wheel
