@@ -1,7 +1,6 @@
 """A whole comparison: levels train as they would alone, and what fails does not stop the rest."""
 
 import json
-import math
 import re
 from pathlib import Path
 

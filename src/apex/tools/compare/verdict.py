@@ -250,12 +250,7 @@ def _verdict(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> 
     if not result.level.advised:
         return Verdict(name, "no", f"{facts}; no fp32 masters, for comparison only")
     if judged.level is None or candidate.speed is None:
-        word = "unclear"
-        if comparison.steps >= LEAST_STEPS:
-            facts = f"trains as well as fp32; {facts}"
-            if result.emulated:
-                word = "usable"
-        return Verdict(name, word, facts)
+        return _verdict_on_training(comparison, candidate)
     if name == judged.level:
         return Verdict(name, "use", facts)
     if candidate in judged.ties:
@@ -263,6 +258,14 @@ def _verdict(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> 
     if candidate.is_faster is None:
         return Verdict(name, "unclear", f"{facts}; the times do not tell")
     return Verdict(name, "usable", facts)
+
+
+def _verdict_on_training(comparison: Comparison, candidate: _Candidate) -> Verdict:
+    result = candidate.result
+    if comparison.steps < LEAST_STEPS:
+        return Verdict(result.name, "unclear", candidate.facts)
+    word: Word = "usable" if result.emulated else "unclear"
+    return Verdict(result.name, word, f"trains as well as fp32; {candidate.facts}")
 
 
 def size(count: float) -> str:
