@@ -53,6 +53,34 @@ def test_nothing_but_what_comes_from_the_code_needs_a_build():
         assert not re.search(r"\{(?:ref|download|doc)\}`", text), name(page)
 
 
+STALE = {
+    "--local-rank=0": "import argparse\nargparse.ArgumentParser().parse_args(['--local-rank=0'])",
+    "Weights": "import argparse, io, torch\nfile = io.BytesIO()\n"
+    "torch.save({'args': argparse.Namespace()}, file)\nfile.seek(0)\ntorch.load(file)",
+    "_six": "from torch._six import inf",
+    "numpy": "import numpy\nnumpy.float",
+    "Iterable": "from collections import Iterable",
+    "stride": "import torch\ntorch.ones(4, 5).t().eq(1)[:3].view(-1)",
+    "zero_": "import torch\nw = torch.ones(1, requires_grad=True)\nw.sum().backward()\n"
+    "torch.optim.SGD([w]).zero_grad()\nw.grad.zero_()",
+    "DistributedDataParallel": "import torch\nfrom apex import amp\n"
+    "from tests.support.ranks import fake_group\nwith fake_group(0, 1):\n"
+    "    amp.initialize(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)))",
+}
+"""Code that stops at each message of the page."""
+
+
+@pytest.mark.parametrize("word", STALE)
+def test_the_messages_of_old_scripts_are_those_that_they_stop_at(word, capsys):
+    text = (ROOT / "docs/fix_script.md").read_text("utf-8").partition("changed since:")[2]
+    messages = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
+    (message,) = [message for message in messages if word in message]
+    assert len(messages) == len(STALE)
+    with pytest.raises((Exception, SystemExit)) as raised:
+        exec(STALE[word], {})
+    assert message in f"{raised.value}{capsys.readouterr().err}"
+
+
 @pytest.mark.parametrize("page", ["why", "howto/memory"])
 def test_measured_tables_hold_the_values_of_the_results(page):
     text = (ROOT / f"docs/{page}.md").read_text("utf-8")
