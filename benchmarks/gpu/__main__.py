@@ -167,7 +167,7 @@ def main() -> None:
             "`python -m tests.support.emulated_cuda benchmarks.gpu --tiny`."
         )
     if args.process_of:
-        warnings.filterwarnings("ignore", message="fp16 is emulated")
+        warnings.filterwarnings("ignore", message=".* is emulated on this CPU")
         sys.exit(run_checks(PARTS[args.process_of], Records(args.results), tiny=args.tiny))
     end = time.monotonic() + args.seconds
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")

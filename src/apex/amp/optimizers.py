@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from
@@ -26,7 +27,9 @@ def unwrap(optimizer: Any) -> Optimizer:
     Raises:
         TypeError: If it is neither.
     """
-    inner = _inside(optimizer)
+    inner = None
+    if not isinstance(optimizer, LRScheduler):  # which holds its optimizer as a wrapper does
+        inner = _inside(optimizer)
     if inner is None:
         raise TypeError(
             f"amp got {kind(optimizer)} instead of an optimizer. It accepts a "
