@@ -172,14 +172,6 @@ def test_an_optimizer_without_groups_is_taken_where_nothing_is_unscaled(level):
     amp.restore(model, optimizer)
 
 
-@pytest.mark.parametrize("level", loops.MIXED)
-def test_a_scheduler_is_no_optimizer(level):
-    model = loops.net()
-    scheduler = torch.optim.lr_scheduler.StepLR(loops.sgd(model.parameters()), 1)
-    with pytest.raises(TypeError, match="amp got StepLR instead of an optimizer"):
-        amp.initialize(model, scheduler, opt_level=level, verbosity=0)
-
-
 class Around:
     """An optimizer in an attribute ``base``, as schedulefree's wrapper: reads gradients later."""
 

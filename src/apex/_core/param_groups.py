@@ -45,10 +45,9 @@ def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
     """Replaces the parameters with these ids, and the ids, wherever the optimizer holds them.
 
     Searches its attributes, containers and objects of its own package. Containers keep their
-    identity.
+    identity, and are filled anew if their keys are parameters: a master's hash follows its pair.
     """
-    if new:
-        _Exchange(optimizer, new).in_attributes(optimizer)
+    _Exchange(optimizer, new).in_attributes(optimizer)
 
 
 class _Exchange:
@@ -91,11 +90,11 @@ class _Exchange:
         self, container: Any, items: list[Any], refill: Callable[[list[Any]], None]
     ) -> None:
         changed = [*map(self._of, items)]
-        if _are_same(changed, items):
-            return
+        is_same = _are_same(changed, items)
         if isinstance(container, list):
-            container[:] = changed
-        else:
+            if not is_same:
+                container[:] = changed
+        elif not is_same or any(isinstance(key, Tensor) for key in container):
             container.clear()
             refill(changed)
 

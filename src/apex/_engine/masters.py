@@ -88,6 +88,19 @@ class Master(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         set_grad(self if self._apex_model is None else self._apex_model, value)
 
+    def __hash__(self) -> int:
+        """The hash of the model parameter: in dicts and sets, the two are one key.
+
+        So what maps parameters to names or states, such as torch's ``get_state_dict``, finds both.
+        """
+        return id(self if self._apex_model is None else self._apex_model)
+
+    def __eq__(self, other: object) -> Any:
+        """Returns True for the model parameter itself; compares elements with other tensors."""
+        if other is not None and other is self._apex_model:
+            return True
+        return super().__eq__(other)
+
     @property
     def data(self) -> Tensor:
         """The values, sharing memory and version counter."""
@@ -102,6 +115,9 @@ class Master(nn.Parameter):
             )
         increment_version(self)
         parameters.set_data(self, value)
+        pair = self._apex_pair()
+        if pair is not None:  # an averager's write may be the last before the model is read
+            round_masters([pair])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain parameter, so that it loads without apex."""
@@ -150,7 +166,7 @@ class MasterPair:
         set_grad(master, None)
         master._apex_model = model
         for side in (model, master):
-            side.grad_dtype = None  # type: ignore[attr-defined]
+            side.grad_dtype = None
         if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
             master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
         mark_synced([self])
@@ -311,7 +327,7 @@ def _widened(model: nn.Parameter, master: Tensor) -> Tensor:
     with without_overrides():
         grad = cast(Tensor, model.grad)
         (wide,) = fp32_copies([grad], [master])
-        model.grad_dtype = None  # type: ignore[attr-defined]  # torch.utils.swap_tensors drops it
+        model.grad_dtype = None  # torch.utils.swap_tensors drops it
         model.grad = wide
     return wide
 
@@ -331,7 +347,7 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
             return
         copies = fp32_copies(grads, [pair.master for pair in low])
         for pair, wide in zip(low, copies, strict=True):
-            pair.model.grad_dtype = None  # type: ignore[attr-defined]  # swap_tensors drops it
+            pair.model.grad_dtype = None  # torch.utils.swap_tensors drops it
             pair.model.grad = wide
 
 

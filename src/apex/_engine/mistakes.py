@@ -128,8 +128,7 @@ class Mistake(enum.Enum):
         "has a gradient, so the step changes nothing. Call it after the backward pass:\n"
         + BLOCK
         + "    optimizer.step()\nIf you did call backward(), the optimizer holds parameters that "
-        "the model no longer has. Call fully_shard, and anything else that replaces parameters, "
-        "before creating the optimizer."
+        "the model no longer has. Create it after all that replaces parameters."
     )
     UNPREPARED_OPTIMIZER = (
         "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "
@@ -359,10 +358,12 @@ def _has_hook(param: Tensor) -> bool:
     """Returns whether a script has a hook on the gradient of a 16-bit parameter."""
     if not dtypes.is_low_precision(param):
         return False
-    for hook in (param._post_accumulate_grad_hooks or {}).values():
-        if not isinstance(getattr(hook, "__self__", None), BlockInspection | Mistakes):
-            return True
-    return bool(param._backward_hooks)
+    for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+        for hook in (hooks or {}).values():
+            module = str(getattr(hook, "__module__", ""))
+            if not module.startswith(("apex.", "torch.")):
+                return True
+    return False
 
 
 def _averages(prepared: PreparedOptimizer) -> bool:
@@ -394,6 +395,8 @@ def inspect_step(prepared: PreparedOptimizer) -> None:
         return
     if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
+    if not prepared.steps:
+        session.check_shards()
     mistakes = session.mistakes
     if mistakes.has_plain_pass:
         mistakes.stop_observing()

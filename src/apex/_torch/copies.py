@@ -87,6 +87,13 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def current_stream(device: torch.device) -> object:
+    """Returns the thread's current stream of CUDA or XPU; None of other devices."""
+    if device.type not in ("cuda", "xpu") or not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_stream()
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Returns whether plain operators read the values of ``tensor``.
 

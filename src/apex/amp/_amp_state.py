@@ -56,15 +56,16 @@ class AmpState:
         self._sessions.pop(session, None)
 
     def end_unused(self) -> None:
-        """Ends the sessions of ``initialize`` that have no model and no optimizer any longer.
+        """Ends sessions of ``initialize``: casts with the last model, the rest with all optimizers.
 
         Other references may keep them: tracebacks hold the frames of a forward or a step that
         failed, and other threads those that run.
         """
         for session in self.sessions():
-            if session in self.options and not (session.models or session.prepared_optimizers):
+            if session in self.options and not session.models:
                 session.close()
-                self.discard(session)
+                if not session.prepared_optimizers:
+                    self.discard(session)
 
     def sessions(self) -> list[Session]:
         """Returns the live sessions, oldest first."""

@@ -234,7 +234,7 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 
     The objects are changed in place: parameters hold their masters' fp32 values, optimizers step
     the models' own parameters and keep their state, and the original classes and hooks return.
-    Op casts end with the last model and optimizer of their call.
+    Op casts end with the last model of their call.
 
     Args:
         models: A prepared model, or a list or tuple of them.

@@ -18,6 +18,7 @@ from apex._engine.conversion import checks
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
+from apex._torch import parameters
 from apex._torch.modules import named_parameters
 from apex.amp._amp_state import _amp_state
 
@@ -131,7 +132,13 @@ def check_optimizers(
 
 
 def check_masters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Raises RuntimeError if a parameter has a master in the session of an earlier call."""
+    """Raises RuntimeError before torch 2.10, and for a parameter with a master of another call."""
+    if not parameters.keeps_any_grad:
+        raise RuntimeError(
+            f"fp32 masters (O2, O5, master_weights=True) need torch 2.10 or newer; this is torch "
+            f"{torch.__version__}. Upgrade torch, or use a level without masters: opt_level 'O1', "
+            "or 'O4' for bf16."
+        )
     params: list[tuple[str, Tensor]] = []
     for model in models:
         params += named_parameters(model)

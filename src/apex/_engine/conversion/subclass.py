@@ -26,6 +26,7 @@ from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._pickle import rebuild
+from apex._torch.modules import named_parameters
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -74,8 +75,8 @@ class Converted(nn.Module):
         session = _own_state(self).link.session
         if session is None:
             return
-        params = [*self.parameters()]
-        if own_method.__func__ is nn.Module.zero_grad:
+        params = [param for _, param in named_parameters(self)]
+        if getattr(own_method, "__func__", None) is nn.Module.zero_grad:
             mark_zeros(filter(None, map(session.masters.pair_of, params)))
         else:
             params = without_grad(params)
@@ -199,12 +200,16 @@ def _casting_forward(own: Any) -> Any:
                 given = args, kwargs
                 watch = writes.watch(self, state.link, run, given, cast)
                 call.enter_context(watch)
+            state.region.share_casts(call, self)
             state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
+                if state.link.session is not None:
+                    state.link.session.check_shards()
                 notes.explain(self, state.plan, error)
                 raise
+            state.region.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")

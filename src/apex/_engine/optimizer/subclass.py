@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from apex._core import tree
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._core.param_groups import optimizers_in
+from apex._core.param_groups import exchange, optimizers_in
 from apex._engine import masters
 from apex._engine.backward import unscale_grads
 from apex._engine.mistakes import inspect_grad_scaler
@@ -162,6 +162,7 @@ class AmpOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._apex_prepared.attach(self)
+        exchange(self, {})
 
 
 def _call(
