@@ -46,8 +46,8 @@ class AmpOptimizer(Optimizer):
         """
         prepared = prepared_state(self)
         if prepared is None:  # a method that a script has kept from before amp.restore
-            run = functools.partial(plain_class(type(self)).step, self)
-            return _call(run, others, kwargs, closure)
+            own_step = functools.partial(plain_class(type(self)).step, self)
+            return _call(own_step, others, kwargs, closure)
         self._opt_called = True  # LR schedulers read this
         run: Callable[..., Any] = super().step
         if prepared.inner_step is not None and prepared.optimizer is self:
