@@ -1,6 +1,7 @@
 """Recipes of today that are right as they stand: amp warns of nothing and logs nothing."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -31,14 +32,14 @@ def adamw(model, lr=1e-3):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
-def initialized(level, models, optimizers, **options):
+def initialized(opt_level, models, optimizers, **options):
     options = {"loss_scale": 128.0, "verbosity": 0, **options}
-    return amp.initialize(models, optimizers, opt_level=level, **options)
+    return amp.initialize(models, optimizers, opt_level=opt_level, **options)
 
 
-def prepared(level, make_optimizer=adamw, model=None, **options):
+def prepared(opt_level, make_optimizer=adamw, model=None, **options):
     model = net() if model is None else model
-    return initialized(level, model, make_optimizer(model), **options)
+    return initialized(opt_level, model, make_optimizer(model), **options)
 
 
 def loss_of(model, x=X):
@@ -77,22 +78,11 @@ def one_cycle(level):
     fit(model, optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1).step)
 
 
-def warm_restarts(level):
-    model, optimizer = prepared(level)
-    fit(model, optimizer, lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2).step)
-
-
 def a_step_that_silences_the_scheduler(level):
     model, optimizer = prepared(level)
     optimizer.zero_grad()
     optimizer.step()
     fit(model, optimizer, lr_scheduler.StepLR(optimizer, 1).step)
-
-
-def rates_by_layer(level):
-    model = net()
-    groups = [{"params": part.parameters(), "lr": 1e-3} for part in (model[:2], model[2:])]
-    fit(*prepared(level, lambda _: torch.optim.AdamW(groups), model))
 
 
 # -- gradients -----------------------------------------------------------------------------------
@@ -105,25 +95,6 @@ def accumulated_and_clipped(level):
         for x in X.split(2):
             loops.scaled_backward(model(x).float().square().mean() / 2, optimizer)
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        optimizer.step()
-
-
-def delayed(level):
-    model, optimizer = prepared(level)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        for delays in (True, True, False):
-            loops.scaled_backward(loss_of(model) / 3, optimizer, delay_unscale=delays)
-        optimizer.step()
-
-
-def noise_on_gradients(level):
-    model, optimizer = prepared(level)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loops.scaled_backward(loss_of(model), optimizer)
-        for param in amp.master_params(optimizer):
-            param.grad.add_(1e-4)
         optimizer.step()
 
 
@@ -408,25 +379,19 @@ def best_weights_are_kept(level):
 # -- weights that are moved ----------------------------------------------------------------------
 
 
-def sharpness_aware(level, of_masters=True):
+def adversarial_weights(level):
+    """FGM, AWP: weights of the model itself are moved, and put back before the step."""
     model, optimizer = prepared(level)
     for _ in range(STEPS):
         optimizer.zero_grad()
         loops.scaled_backward(loss_of(model), optimizer)
-        params = [*amp.master_params(optimizer)] if of_masters else [*model.parameters()]
-        kept = [param.data.clone() for param in params]
-        for param in params:
+        kept = [param.data.clone() for param in model.parameters()]
+        for param in model.parameters():
             param.data.add_(param.grad.to(param.dtype), alpha=0.05)
-        descend(loss_of(model), optimizer) if of_masters else None
-        for param, value in zip(params, kept, strict=True):
+        loops.scaled_backward(loss_of(model), optimizer)
+        for param, value in zip(model.parameters(), kept, strict=True):
             param.data.copy_(value)
-        if not of_masters:
-            optimizer.step()
-
-
-def adversarial_weights(level):
-    """FGM, AWP: weights of the model itself are put back before the step."""
-    sharpness_aware(level, of_masters=False)
+        optimizer.step()
 
 
 def sharpness_aware_minimization(level):
@@ -567,14 +532,6 @@ def diffusion(level):
         descend(F.mse_loss(model(X * (1 - share) + noise * share, step).float(), noise), optimizer)
 
 
-def contrastive(level):
-    model, optimizer = prepared(level)
-    for _ in range(STEPS):
-        first = F.normalize(model(X).float())
-        second = F.normalize(model(X + 0.1).float())
-        descend(F.cross_entropy(first @ second.T / 0.1, torch.arange(4)), optimizer)
-
-
 def language_model_with_tied_embeddings(level):
     class Language(nn.Module):
         def __init__(self):
@@ -609,17 +566,6 @@ def spectral_norm_of_a_critic(level):
     fit(*prepared(level, model=nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Linear(8, 4))))
 
 
-def imitation_by_a_mixture(level):
-    model, optimizer = prepared(level, model=net(12))
-    for _ in range(STEPS):
-        weight, mean, scale = model(X).float().chunk(3, 1)
-        parts = torch.distributions.Normal(mean, F.softplus(scale) + 0.1)
-        mixture = torch.distributions.MixtureSameFamily(
-            torch.distributions.Categorical(logits=weight), parts
-        )
-        descend(-mixture.log_prob(torch.zeros(4)).mean(), optimizer)
-
-
 def graph_network(level):
     class Graph(nn.Module):
         def __init__(self):
@@ -634,57 +580,11 @@ def graph_network(level):
     fit(*prepared(level, model=Graph()))
 
 
-RECIPES = [
-    warm_up,
-    warm_up_of_sgd,
-    one_cycle,
-    warm_restarts,
-    a_step_that_silences_the_scheduler,
-    rates_by_layer,
-    accumulated_and_clipped,
-    delayed,
-    noise_on_gradients,
-    two_losses,
-    a_closure,
-    first_overflow,
-    truncated_backpropagation,
-    average_made_before,
-    average_of_state_dicts,
-    average_by_shadows,
-    average_of_masters,
-    stochastic_weight_averaging,
-    deep_q_learning,
-    deep_q_learning_with_soft_updates,
-    teacher_and_student,
-    distillation,
-    generative_adversary,
-    wasserstein_adversary,
-    gradient_penalty,
-    proximal_policy_optimization,
-    soft_actor_critic,
-    a_part_that_trains_later,
-    low_rank_adaptation,
-    prompt_tuning,
-    unfrozen_later,
-    best_weights_are_kept,
-    adversarial_weights,
-    sharpness_aware_minimization,
-    lookahead,
-    decay_by_hand,
-    reptile,
-    meta_learning,
-    evolution_strategies,
-    forward_gradients,
-    variational_autoencoder,
-    vector_quantization,
-    diffusion,
-    contrastive,
-    language_model_with_tied_embeddings,
-    convolutions_with_batch_norm_and_mixup,
-    spectral_norm_of_a_critic,
-    imitation_by_a_mixture,
-    graph_network,
-]
+def is_recipe(value):
+    return inspect.isfunction(value) and [*inspect.signature(value).parameters][:1] == ["level"]
+
+
+RECIPES = [*filter(is_recipe, list(globals().values()))]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by forward_ad
