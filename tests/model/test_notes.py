@@ -431,3 +431,36 @@ def test_an_error_of_mixed_dtypes_gets_a_note_in_forward_alone(level):
 def test_with_op_casts_other_methods_cast(level):
     model = converted(Encoder(), level)
     assert model.encode(torch.ones(2, 4), twice=True).shape == (2, 4)
+
+
+class Opaque(torch.Tensor):
+    """A weight that keeps its values in another form, as a quantized one: nothing reads it."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        raise AssertionError(func)
+
+
+@LOW_LEVELS
+def test_frozen_weights_of_other_tensor_classes_are_left_alone(level):
+    model = converted(nn.Sequential(nn.Linear(4, 4), nn.Identity()).requires_grad_(False), level)
+    model[1].weight = nn.Parameter(Opaque(model[0].weight), requires_grad=False)
+    for _ in range(3):
+        model(torch.ones(2, 4))
+
+
+@LOW_LEVELS
+def test_sparse_buffers_are_cast_and_saved_exactly(level):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_buffer("edges", (torch.eye(4) / 3).to_sparse())
+    converted(model, level)
+    assert model[0].edges.dtype is not torch.float32
+    assert torch.equal(model.state_dict()["0.edges"].to_dense(), torch.eye(4) / 3)
+    amp.restore(model)
+    assert torch.equal(model[0].edges.to_dense(), torch.eye(4) / 3)

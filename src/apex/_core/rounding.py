@@ -20,7 +20,11 @@ def exact_value(param: Tensor, candidates: Iterable[Tensor | None]) -> Tensor:
         stored = [_stored_at(value, known) for known in candidates if known is not None]
         exact = exact_value(value._values(), stored)
         return torch.sparse_coo_tensor(
-            value._indices(), exact, value.shape, is_coalesced=value.is_coalesced()
+            value._indices(),
+            exact,
+            value.shape,
+            is_coalesced=value.is_coalesced(),
+            check_invariants=False,
         )
     result = value
     for candidate in candidates:
