@@ -45,11 +45,12 @@ class AmpOptimizer(Optimizer):
         The optimizer's own step gets the other arguments, a master in place of its parameter.
         """
         prepared = prepared_state(self)
+        run: Callable[..., Any]
         if prepared is None:  # a method that a script has kept from before amp.restore
             run = functools.partial(plain_class(type(self)).step, self)
             return _call(run, others, kwargs, closure)
         self._opt_called = True  # LR schedulers read this
-        run: Callable[..., Any] = super().step
+        run = super().step
         if prepared.inner_step is not None and prepared.optimizer is self:
             run = prepared.inner_step
         if others or kwargs:
