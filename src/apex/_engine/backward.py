@@ -19,7 +19,7 @@ from torch import Tensor
 
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import MasterPair, add_grads, widen_grads
+from apex._engine.masters import add_grads, widen_grads
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
 from apex._torch import dtensor
@@ -96,12 +96,11 @@ class BackwardPass:
         # The casts of Python code in the pass that mixes dtypes, if a session has some.
         self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
-            if prepared.session is not None:
-                self._spec = self._spec or prepared.session.spec
-                # Ask every session, as ranks may communicate here. Gradients that they do not yet
-                # share stay scaled, because later passes add scaled ones.
-                if not prepared.session.shares_grads(prepared):
-                    self._delay_unscale = True
+            self._spec = self._spec or prepared.session.spec
+            # Ask every session, as ranks may communicate here. Gradients that they do not yet
+            # share stay scaled, because later passes add scaled ones.
+            if not prepared.session.shares_grads(prepared):
+                self._delay_unscale = True
         self._autocast = ExitStack()
         self._state = _State.NEW
         # The delayed pass whose gradients this one adds to.

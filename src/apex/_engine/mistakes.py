@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from apex._core import dtypes
 from apex._engine.scaler import Readback
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
@@ -325,9 +324,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    session = prepared.session
-    is_wrapped = session is not None and session.ddp_tracker.wrappers
-    return ranks.world_size() > 1 and not is_wrapped
+    return ranks.world_size() > 1 and not prepared.session.ddp_tracker.wrappers
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
@@ -346,7 +343,7 @@ def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
 def inspect_step(prepared: PreparedOptimizer) -> None:
     """Warns of gradients that are not the step's, of missing ones, and of writes that are lost."""
     session = prepared.session
-    if session is None or not session.mistakes.blocks_left:
+    if not session.mistakes.blocks_left:
         return
     if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
@@ -399,7 +396,7 @@ def _find_mistake_without_block(prepared: PreparedOptimizer, session: Session) -
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
     """Judges a GradScaler that is about to step the optimizer."""
     session = prepared.session
-    if session is not None and session.has_scale and session.mistakes.has_blocks:
+    if session.has_scale and session.mistakes.has_blocks:
         session.mistakes.warn(Mistake.GRAD_SCALER)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
 from apex._core.rounding import exact_value
+from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import modules_in_fp32, planned_dtypes
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._torch.modules import flatten_rnns, named_tensors
@@ -33,7 +34,9 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     for module in model.modules():
         # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
         in_fp32 = outermost.get(module, False)
-        state.handles += state.link.attach(module, in_fp32=in_fp32)
+        hooks = state.link.attach(module, in_fp32=in_fp32)
+        if hooks:
+            state.handles += [*hooks, PlainCopies(module, state.link.masters, hooks)]
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:

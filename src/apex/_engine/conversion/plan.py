@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes
-from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
 WIDE = (torch.float32, torch.float64)
@@ -56,10 +55,6 @@ class ModelPlan:
     def casts_down(self) -> bool:
         """Whether parameters are cast to a 16-bit type."""
         return self.param_dtype in dtypes.LOW_PRECISION
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by value; see :mod:`apex._pickle`."""
-        return rebuild, ("plan", *vars(self).values())
 
 
 def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:
