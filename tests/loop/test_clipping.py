@@ -23,7 +23,8 @@ def after_backward(level, name="fused AdamW", **options):
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_it_clips_as_torch_does_the_masters(level, norm_type):
-    eps = torch.finfo(torch.float16 if level == "O3" else torch.float32).eps
+    dtype = {"O3": torch.float16, "O5": torch.bfloat16}.get(level, torch.float32)  # of gradients
+    eps = torch.finfo(dtype).eps
     for max_norm in (0.05, float("inf")):
         (_, optimizer), (_, expected) = after_backward(level), after_backward(level)
         true = nn.utils.clip_grad_norm_(amp.master_params(expected), max_norm, norm_type)
@@ -39,7 +40,8 @@ def test_clipping_twice_and_a_pass_after_it(level):
     model, optimizer = after_backward(level)
     alone = loops.grads(amp.master_params(after_backward(level)[1]))
     assert amp.clip_grad_norm_(optimizer, 0.05) > 0.1
-    torch.testing.assert_close(amp.clip_grad_norm_(optimizer, 0.05), torch.tensor(0.05))
+    again = amp.clip_grad_norm_(optimizer, 0.05)
+    torch.testing.assert_close(again, torch.tensor(0.05), rtol=2**-8, atol=0.0)
     kept = loops.grads(amp.master_params(optimizer))
     loops.backward(model, optimizer, *loops.batch())
     found = loops.grads(amp.master_params(optimizer))
@@ -147,16 +149,3 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     with pytest.raises(TypeError, match="sparse gradient"):
         amp.clip_grad_norm_(optimizer, 1e-3)
     assert loops.same(loops.grads(model[1].parameters()), before)
-
-
-def test_a_forward_moves_clipped_gradients_alone():
-    """The others stay in 16 bits on their model until they are read, or stepped with."""
-    nets = [loops.net(), loops.net()]
-    optimizers = [loops.fused_adamw_of(net.parameters()) for net in nets]
-    amp.initialize(nets, optimizers, opt_level="O5", verbosity=0)
-    for net, optimizer in zip(nets, optimizers, strict=True):
-        loops.backward(net, optimizer, *loops.batch())
-    amp.clip_grad_norm_(optimizers[0], 1e-3)
-    nets[0](loops.batch()[0])
-    pending = [[param.grad is not None for param in net.parameters()] for net in nets]
-    assert pending == [[False] * 4, [True] * 4]

@@ -1,177 +1,506 @@
-"""Rule A: one gradient in one place.
+"""One gradient, in one place: the model's ``.grad`` is the gradient, of its master, too.
 
-With a loss scale, the end of a block gives masters unscaled fp32 gradients and leaves the model's
-own scaled. Without one, the model's 16-bit gradient is the gradient, until somebody takes it.
+Each rule against a plain loop in fp32. The gradient of a weight is its factor in the loss, so sums
+of few-bit factors are exact at every level.
 """
 
-from contextlib import nullcontext
+import functools
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
+import apex
 from apex import amp
 from tests.support import loops
 
-masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+OPTIONS = {
+    "O0": {},
+    "O1": {"loss_scale": 8.0},
+    "O1 dynamic": {"loss_scale": "dynamic", "max_loss_scale": 2.0**8},
+    "O2": {"loss_scale": 8.0},
+    "O2 dynamic": {"loss_scale": "dynamic", "max_loss_scale": 2.0**8},
+    "O3": {"loss_scale": 8.0},
+    "O4": {},
+    "O5": {},
+    "O5 scaled": {"loss_scale": 8.0},
+}
+levels = pytest.mark.parametrize("level", [*OPTIONS][1:])
+some_levels = pytest.mark.parametrize("level", ["O1", "O2 dynamic", "O3", "O4", "O5"])
+masters = pytest.mark.parametrize("level", ["O2", "O2 dynamic", "O5", "O5 scaled"])
+rounded = {"rel": 2**-7, "abs": 1e-6}
+"""What one product in bf16 may be off."""
 
 
-def expected(level, *data):
-    """The exact sum of the gradients of plain passes over rounded weights."""
-    model, _ = loops.prepared(level, loss_scale=1.0)
-    for x, y in data:
-        loops.loss_of(model, x, y).backward()
-    return [param.grad.float() for param in model.parameters()]
+class Training:
+    """Parts ``f`` and ``g`` with weights ``a`` and ``b``; without a level in plain fp32."""
+
+    def __init__(self, level, make_optimizer=loops.sgd, optimizers=1):
+        self.level = level
+        self.model = nn.ModuleDict({"f": loops.Weights(), "g": loops.Weights()})
+        parts = [[*self.model.parameters()]]
+        if optimizers == 2:
+            parts = [[*part.parameters()] for part in self.model.values()]
+        self.optimizers = [make_optimizer(params) for params in parts]
+        if level:
+            options = OPTIONS[level] | {"verbosity": 0, "opt_level": level[:2]}
+            amp.initialize(self.model, self.optimizers, **options)
+        self.optimizer = self.optimizers[0]
+
+    def loss(self, *factors):
+        fa, fb, ga, gb = factors
+        return self.model["f"](a=fa, b=fb) + self.model["g"](a=ga, b=gb)
+
+    def block(self, *factors, of=None, **options):
+        if not self.level:
+            self.loss(*factors).backward()
+            return
+        loops.scaled_backward(self.loss(*factors), of or self.optimizers, **options)
+
+    def plain(self, *factors):
+        self.loss(*factors).backward()
+
+    def side(self, name):
+        """The parameters, or masters, as a script reaches them."""
+        if name == "model":
+            return [*self.model.parameters()]
+        if name == "submodules":
+            return [p for part in self.model.values() for p in part.parameters()]
+        if name == "masters" and self.level:
+            return [p for each in self.optimizers for p in amp.master_params(each)]
+        return [
+            p for each in self.optimizers for group in each.param_groups for p in group["params"]
+        ]
+
+    def grads(self, side="groups"):
+        return [0.0 if p.grad is None else p.grad[0].item() for p in self.side(side)]
+
+    def weights(self):
+        return [p[0].item() for p in self.side("masters")]
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_after_a_block_with_a_scale_the_model_keeps_its_scaled_gradients(level):
-    x, y = loops.batch()
-    scaled, optimizer = loops.prepared(level, loss_scale=128.0, master_weights=True)
-    loops.backward(scaled, optimizer, x, y)
-    plain, _ = loops.prepared(level, loss_scale=1.0, master_weights=True)
-    (loops.loss_of(plain, x, y) * 128.0).backward()
-    wanted = [param.grad for param in plain.parameters()]
-    kept = [param.grad for param in scaled.parameters()]
-    assert loops.same(kept, wanted)
-    optimizer.step()
-    assert all(param.grad is grad for param, grad in zip(scaled.parameters(), kept, strict=True))
-    loops.backward(scaled, optimizer, x, y)
-    assert not any(p.grad is grad for p, grad in zip(scaled.parameters(), kept, strict=True))
+SIDES = ["model", "submodules", "masters", "groups"]
+ONE, TWO = (3.0, 4.0, 1.0, 2.0), (1.0, -2.0, 0.5, 4.0)
 
 
-def test_without_a_scale_the_gradient_stays_on_the_model_until_it_is_read():
-    model, optimizer = loops.prepared("O5")
-    wanted = expected("O5", loops.batch())
-    loops.backward(model, optimizer, *loops.batch())
-    assert all(param.grad.dtype is torch.bfloat16 for param in model.parameters())
-    assert loops.same([master.grad for master in amp.master_params(optimizer)], wanted)
-    assert all(param.grad is None for param in model.parameters())
+# -- 1: either side is the same --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
-@masters
-def test_gradients_are_plain_tensors_and_those_of_masters_end_with_the_step(level, scale):
-    model, optimizer = loops.prepared(level, loss_scale=scale)
-    for data in (loops.batch(), loops.overflowing()):
-        loops.backward(model, optimizer, *data)
-        assert all(type(param.grad) is torch.Tensor for param in model.parameters())
-        assert all(type(master.grad) is torch.Tensor for master in amp.master_params(optimizer))
-        optimizer.step()
-        assert all(master.grad is None for master in amp.master_params(optimizer))
+def replace(params):
+    for param in params:
+        param.grad = param.grad * 0.5
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
-def test_scale_one_without_masters_leaves_gradients_alone(level):
-    model, optimizer = loops.prepared(level)
-    x, y = loops.batch()
-    loops.loss_of(model, x, y).backward()
-    grads = [param.grad for param in model.parameters()]
-    once = loops.values(grads)
-    loops.backward(model, optimizer, x, y)
-    for param, grad, value in zip(model.parameters(), grads, once, strict=True):
-        assert param.grad is grad
-        assert torch.equal(grad, 2 * value)
+def mask(params):
+    for param in params:
+        param.grad.mul_(torch.tensor([1.0, 0.0]))
 
 
-@masters
-def test_clipping_the_model_works_without_a_scale_alone(level):
-    model, optimizer = loops.prepared(level)
-    before = loops.masters(optimizer)
-    loops.backward(model, optimizer, *(0.01 * each for each in loops.batch()))
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
-    with (
-        pytest.warns(match=r"ignores them(?s:.*)amp\.master_params")
-        if level == "O2"
-        else nullcontext()
-    ):
-        optimizer.step()
-    moved = [(a - b).flatten() for a, b in zip(loops.masters(optimizer), before, strict=True)]
-    assert bool(torch.cat(moved).norm() < 2e-5) is (level == "O5")
+def write_data(params):
+    for param in params:
+        param.grad.data.clamp_(-2.0, 2.0)
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+def zero_some(params):
+    params[0].grad = None
+    params[1].grad.zero_()
+
+
+EDITS = {
+    "norm": lambda params: nn.utils.clip_grad_norm_(params, 1.0),
+    "inf norm": lambda params: nn.utils.clip_grad_norm_(params, 1.0, float("inf")),
+    "value": lambda params: nn.utils.clip_grad_value_(params, 2.0),
+    "replace": replace,
+    "mask": mask,
+    "data": write_data,
+    "zero some": zero_some,
+    "read": lambda params: [param.grad.float().norm() for param in params],
+}
+
+
+def edited(level, edits):
+    training = Training(level)
+    training.block(*ONE)
+    for name, side in edits:
+        EDITS[name](training.side(side))
+    training.block(*TWO)
+    training.optimizer.step()
+    return training.weights()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@some_levels
+def test_an_edit_of_either_side_is_the_edit(level, edit):
+    expected = edited(None, [(edit, "model")])
+    for side in SIDES:
+        assert edited(level, [(edit, side)]) == pytest.approx(expected, **rounded)
+
+
+@pytest.mark.parametrize("first", ["norm", "replace", "mask", "read"])
+@some_levels
+def test_edits_of_both_sides_follow_each_other(level, first):
+    for second in ("norm", "replace", "data", "zero some"):
+        expected = edited(None, [(first, "model"), (second, "model")])
+        for sides in itertools.permutations(["model", "masters"]):
+            edits = list(zip((first, second), sides, strict=True))
+            assert edited(level, edits) == pytest.approx(expected, **rounded)
+
+
+def edit_all(training, side, *_):
+    for name in ("norm", "replace"):
+        EDITS[name](training.side(side))
+
+
+@pytest.mark.parametrize("side", SIDES)
 @levels
-def test_zero_grad_clears_both_sides(level, clear, set_to_none):
-    model, optimizer = loops.prepared(level, loss_scale=8.0)
-    loops.backward(model, optimizer, *loops.batch())
-    (optimizer if clear == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-    for param in (*model.parameters(), *amp.master_params(optimizer)):
-        assert param.grad is None or not (set_to_none or param.grad.any())
+def test_a_hook_of_the_step_edits_what_is_stepped(level, side):
+    stepped = []
+    for each in (level, None):
+        training = Training(each)
+        training.optimizer.register_step_pre_hook(functools.partial(edit_all, training, side))
+        training.block(*ONE)
+        training.optimizer.step()
+        stepped.append(training.weights())
+    assert stepped[0] == pytest.approx(stepped[1], **rounded)
 
 
-# -- passes of every kind train alike --------------------------------------------------------
+# -- clearing --------------------------------------------------------------------------------
 
 
-def after_step(level, train, **options):
-    model, optimizer = loops.prepared(level, **options)
-    stepped = train(model, optimizer)
-    if not stepped:
-        optimizer.step()
-    return loops.masters(optimizer)
+def to_none(params):
+    for param in params:
+        param.grad = None
 
 
-def one_block(model, optimizer):
-    loops.backward(model, optimizer, *loops.batch())
+CLEARS = {
+    "optimizer": lambda training: training.optimizer.zero_grad(),
+    "optimizer's zeros": lambda training: training.optimizer.zero_grad(set_to_none=False),
+    "model": lambda training: training.model.zero_grad(),
+    "model's zeros": lambda training: training.model.zero_grad(set_to_none=False),
+    "parts": lambda training: [part.zero_grad() for part in training.model.values()],
+    "none": lambda training: to_none(training.side("model")),
+    "masters' none": lambda training: to_none(training.side("masters")),
+    "zero_": lambda training: [param.grad.zero_() for param in training.side("model")],
+    "masters' zero_": lambda training: [param.grad.zero_() for param in training.side("groups")],
+}
 
 
-def without_a_block(model, optimizer):
-    loops.loss_of(model, *loops.batch()).backward()
+@pytest.mark.parametrize("name", ["SGD", "FusedSGD's zeros", "FusedAdam"])
+@pytest.mark.parametrize("clear", CLEARS)
+@some_levels
+def test_what_is_cleared_is_gone_on_either_side(level, clear, name):
+    make_optimizer = {
+        "SGD": loops.sgd,
+        "FusedSGD's zeros": lambda p: apex.optimizers.FusedSGD(p, lr=0.1, set_grad_none=False),
+        "FusedAdam": lambda p: apex.optimizers.FusedAdam(p, lr=0.1),
+    }[name]
+    training = Training(level, make_optimizer)
+    for compute in (training.block, training.plain):
+        training.block(*ONE)
+        CLEARS[clear](training)
+        assert training.grads("model") == training.grads("masters") == [0.0] * 4
+        compute(*TWO)
+        assert training.grads("model") == training.grads("masters") == [*TWO]
+        CLEARS[clear](training)
 
 
-def delayed(model, optimizer):
-    loops.backward(model, optimizer, *loops.batch(), delay_unscale=True)
-    assert optimizer._amp_stash.params_have_scaled_gradients is True
+@pytest.mark.parametrize("kept", ["model", "masters"])
+@masters
+def test_zeros_take_no_memory_of_fp32(level, kept):
+    """A step over 16-bit gradients stays one: autograd adds to 16-bit zeros exactly."""
+    training = Training(level, lambda p: apex.optimizers.FusedSGD(p, lr=0.1, set_grad_none=False))
+    training.block(*ONE)
+    assert training.grads(kept) == [*ONE]
+    training.optimizer.zero_grad()
+    dtypes = {param.grad.dtype for param in training.model.parameters()}
+    assert dtypes <= {torch.float16, torch.bfloat16}
+    training.plain(*TWO)
+    assert {param.grad.dtype for param in training.model.parameters()} == dtypes
 
 
-def stepped_while_delayed(model, optimizer):
-    with amp.scale_loss(
-        loops.loss_of(model, *loops.batch()), optimizer, delay_unscale=True
-    ) as scaled_loss:
-        scaled_loss.backward()
-        optimizer.step()
-    assert optimizer._amp_stash.params_have_scaled_gradients is False
-    return True
+# -- 2 and 4: passes add up, in fp32 ---------------------------------------------------------
+
+PASSES = ["block", "delayed", "plain"]
 
 
-def stepped_in_the_block(model, optimizer):
-    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
-        optimizer.zero_grad()
-        scaled_loss.backward()
-        optimizer.step()
-    return True
+@pytest.mark.parametrize("kinds", [*itertools.product(PASSES, PASSES, ["block"])], ids="-".join)
+@some_levels
+def test_passes_of_all_kinds_add_up(level, kinds):
+    training = Training(level)
+    if "delayed plain" in " ".join(kinds) and training_scales(level):
+        pytest.skip("a plain pass adds to scaled gradients, as in apex")
+    total = [0.0] * 4
+    for index, kind in enumerate(kinds):
+        factors = [0.5 * factor * (index + 1) for factor in ONE]
+        total = [a + b for a, b in zip(total, factors, strict=True)]
+        if kind == "plain":
+            training.plain(*factors)
+        else:
+            training.block(*factors, delay_unscale=kind == "delayed")
+    assert training.grads("model") == training.grads("masters") == total
+    training.optimizer.step()
+    assert training.weights() == pytest.approx([1.0 - 0.1 * each for each in total], rel=4e-3)
 
 
-@pytest.mark.parametrize("train", [delayed, stepped_while_delayed, stepped_in_the_block])
+def training_scales(level):
+    return "loss_scale" in OPTIONS[level]
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@masters
+def test_many_small_gradients_add_up_in_fp32(level, kind):
+    """In 16 bits, a sum of 300 would stand still at 256, or be 7 % off."""
+    model, optimizer = loops.prepared(level[:2], model=loops.Weights(), **OPTIONS[level])
+    for index in range(300):
+        loss = model(a=1.0, b=1.0)
+        if kind == "plain":
+            loss.backward()
+        else:
+            delays = kind == "delayed" and index < 299
+            loops.scaled_backward(loss, optimizer, delay_unscale=delays)
+    assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [300.0, 300.0]
+
+
+@pytest.mark.parametrize("kind", ["block", "plain"])
+@masters
+def test_one_pass_takes_no_memory_of_fp32_without_a_scale(level, kind):
+    if training_scales(level):
+        return
+    training = Training(level)
+    for _ in range(2):
+        training.optimizer.zero_grad()
+        getattr(training, kind)(*ONE)
+        assert all(param.grad.dtype is torch.bfloat16 for param in training.model.parameters())
+        training.optimizer.step()
+        training.model["f"](a=1.0)  # a forward before zero_grad
+        assert all(param.grad.dtype is not torch.float16 for param in training.model.parameters())
+
+
+# -- 3: nothing outside a block is scaled ----------------------------------------------------
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+@pytest.mark.parametrize("stepper", ["prepared", "plain", "none"])
 @levels
-def test_a_step_finds_unscaled_gradients_wherever_it_is(level, train):
-    options = {"loss_scale": 64.0}
-    assert loops.same(after_step(level, one_block, **options), after_step(level, train, **options))
+def test_a_block_unscales_whatever_its_pass_reaches(level, stepper, sessions):
+    """What the gradients of others are afterwards: the sums of a plain loop."""
+    parts = [loops.Weights(), loops.Weights()]
+    first, second = [loops.sgd(part.parameters()) for part in parts]
+    options = OPTIONS[level] | {"verbosity": 0, "opt_level": level[:2]}
+    if stepper == "prepared" and sessions == 1:
+        amp.initialize(parts, [first, second], **options)
+    elif stepper == "prepared":
+        for part, optimizer in zip(parts, (first, second), strict=True):
+            amp.initialize(part, optimizer, **options)
+    else:
+        amp.initialize(parts, first, **options)
+    total = 0.0
+    for index in range(3):
+        loss = parts[0](a=1.0, b=1.0) + parts[1](a=index + 1.0, b=2.0)
+        loops.scaled_backward(loss, first)
+        total += index + 1.0
+        assert parts[1].a.grad[0].item() == total
+        assert parts[0].a.grad[0].item() == index + 1.0
+    if stepper == "plain" and level[:2] in ("O1", "O4"):
+        second.step()
+        assert parts[1].a[0].item() == pytest.approx(1.0 - 0.1 * total)
+    if stepper == "prepared":
+        loops.scaled_backward(parts[1](a=1.0, b=1.0), second)
+        second.step()
+        stepped = next(iter(amp.master_params(second)))[0].item()
+        assert stepped == pytest.approx(1.0 - 0.1 * (total + 1.0), rel=1e-3)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O4", "O5"])
-def test_a_pass_without_a_block_trains_as_one_with_it(level):
-    found = after_step(level, without_a_block, loss_scale=1.0)
-    assert loops.same(found, after_step(level, one_block, loss_scale=1.0))
+@pytest.mark.parametrize("cleared", ["", "optimizer", "model", "none", "zeros"])
+@pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
+def test_an_overflow_in_what_others_step_skips_their_step_unless_it_is_cleared(level, cleared):
+    """A discriminator's gradients of the generator's pass."""
+    training = Training(level, optimizers=2)
+    first, second = training.optimizers
+    training.block(1.0, 1.0, float("inf"), 1.0, of=first)
+    if cleared == "optimizer":
+        second.zero_grad()
+    elif cleared == "model":
+        training.model.zero_grad()
+    elif cleared == "zeros":
+        second.zero_grad(set_to_none=False)
+    elif cleared == "none":
+        to_none(training.model["g"].parameters())
+    else:
+        first.step()
+        second.step()
+        # The first one's own gradients were finite.
+        assert training.weights() == pytest.approx([0.9, 0.9, 1.0, 1.0], rel=1e-3)
+        second.zero_grad()
+    training.block(0.0, 0.0, 2.0, 2.0, of=second)
+    second.step()
+    assert training.weights()[2:] == pytest.approx([0.8, 0.8], rel=1e-3)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_delayed_pass_leaves_scaled_gradients_until_the_next(level):
-    model, optimizer = loops.prepared(level, loss_scale=8.0)
-    loops.backward(model, optimizer, *loops.batch(), delay_unscale=True)
-    scaled = loops.grads(model.parameters())
-    loops.scaled_backward(0 * loops.loss_of(model, *loops.batch()), optimizer)
-    true = loops.grads(amp.master_params(optimizer))
-    assert loops.same([grad.float() / 8.0 for grad in scaled], true)
+@pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
+def test_an_overflow_that_no_prepared_optimizer_steps_reaches_no_weight(level):
+    part, beside = loops.Weights(), loops.Weights()
+    optimizer, plain = loops.sgd(part.parameters()), loops.sgd(beside.parameters())
+    amp.initialize([part, beside], optimizer, opt_level=level[:2], verbosity=0)
+    loops.scaled_backward(part(a=1.0) + beside(a=float("inf"), b=1.0), optimizer)
+    assert beside.a.grad.isfinite().all()
+    del plain
+
+
+@levels
+def test_blocks_may_be_nested(level):
+    training = Training(level, optimizers=2)
+    first, second = training.optimizers
+    training.block(*ONE)
+    outer = amp.scale_loss(training.model["f"](a=1.0, b=2.0), first)
+    inner = amp.scale_loss(training.model["g"](a=3.0, b=4.0), second)
+    with outer as scaled_loss, inner as other_scaled_loss:
+        scaled_loss.backward()
+        other_scaled_loss.backward()
+    assert training.grads() == [4.0, 6.0, 4.0, 6.0]
+
+
+@levels
+def test_an_optimizer_may_step_inside_the_block_of_another(level):
+    training = Training(level, optimizers=2)
+    first, second = training.optimizers
+    with amp.scale_loss(training.loss(*ONE), first) as scaled_loss:
+        scaled_loss.backward()
+        second.step()
+    assert training.grads() == [*ONE]
+    assert training.weights()[2:] == pytest.approx([0.9, 0.8], rel=1e-3)
+
+
+# -- 5: a step reads gradients and leaves them -----------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD", "fused AdamW", "fused SGD", "RMSprop"])
+@levels
+def test_a_step_leaves_the_gradients(level, name):
+    training = Training(level, loops.OPTIMIZERS[name])
+    training.block(*ONE)
+    for _ in range(2):
+        training.optimizer.step()
+        assert training.grads("model") == training.grads("masters") == [*ONE]
+    training.block(*TWO)
+    assert training.grads() == [a + b for a, b in zip(ONE, TWO, strict=True)]
+
+
+@levels
+def test_steps_that_come_twice_and_never_clear_train_as_a_plain_loop(level):
+    trained = []
+    for each in (level, None):
+        training = Training(each, lambda p: loops.sgd(p, lr=0.125))
+        for index in range(6):
+            (
+                training.plain
+                if each and index % 2 and not training_scales(level)
+                else training.block
+            )(*(factor / (index + 1) for factor in ONE))
+            training.optimizer.step()
+            if index % 2:
+                training.optimizer.step()
+        trained.append(training.weights())
+    assert trained[0] == pytest.approx(trained[1], rel=2**-6)
+
+
+@pytest.mark.parametrize("level", ["O1 dynamic", "O2 dynamic"])
+def test_a_skipped_step_leaves_the_gradients_and_the_next_step_uses_what_is_there(level):
+    training = Training(level)
+    training.block(float("inf"), 1.0, 1.0, 1.0)
+    training.optimizer.step()
+    assert training.weights() == [1.0] * 4
+    assert not torch.isfinite(torch.tensor(training.grads())).all()
+    training.optimizer.zero_grad()
+    training.block(*ONE)
+    training.optimizer.step()
+    assert training.weights() == pytest.approx([0.7, 0.6, 0.9, 0.8], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
+@levels
+def test_a_failed_step_leaves_the_gradients(level, name):
+    training = Training(level, loops.OPTIMIZERS[name])
+    training.block(*ONE)
+    handle = training.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        training.optimizer.step()
+    handle.remove()
+    assert training.grads("model") == [*ONE]
+    training.optimizer.step()
+    assert all(weight != 1.0 for weight in training.weights())
+
+
+# -- 6, and what a master answers for --------------------------------------------------------
+
+
+@levels
+def test_amps_clip_multiplies_the_gradients_where_they_are(level):
+    training = Training(level)
+    training.block(*ONE)
+    dtypes = [param.grad.dtype for param in training.model.parameters()]
+    norm = amp.clip_grad_norm_(training.optimizer, 1.0).item()
+    assert norm == pytest.approx(60.0**0.5, **rounded)
+    assert [param.grad.dtype for param in training.model.parameters()] == dtypes
+    clipped = [factor / norm for factor in ONE]
+    assert training.grads("model") == pytest.approx(clipped, **rounded)
+    for param in training.model.parameters():
+        param.grad = param.grad - 0.25
+    training.optimizer.step()
+    expected = [1.0 - 0.1 * (each - 0.25) for each in clipped]
+    assert training.weights() == pytest.approx(expected, **rounded)
 
 
 @masters
-def test_a_plain_pass_before_a_block_adds_to_it(level):
-    model, optimizer = loops.prepared(level, loss_scale=1.0)
-    first, second = loops.batches(2)
-    loops.loss_of(model, *first).backward()
-    loops.backward(model, optimizer, *second)
-    wanted = map(torch.add, expected(level, first), expected(level, second))
-    assert loops.same(loops.grads(amp.master_params(optimizer)), list(wanted))
+def test_a_master_answers_for_attributes_of_its_parameter(level):
+    training = Training(level)
+    (weight, *_), (master, *_) = training.side("model"), training.side("masters")
+    assert not hasattr(master, "group_name")
+    weight.group_name = "first"
+    assert master.group_name == "first"
+    weight.group_name = "second"
+    assert master.group_name == "second"
+    master.group_name = "own"
+    assert (master.group_name, weight.group_name) == ("own", "second")
+
+
+@masters
+def test_a_loss_of_a_master_itself_adds_to_the_gradient(level):
+    training = Training(level)
+    training.block(*ONE)
+    for master in training.side("masters"):
+        (2.0 * master).sum().backward()
+    assert training.grads("model") == [factor + 2.0 for factor in ONE]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5 scaled"])
+def test_a_hook_on_a_16_bit_parameter_is_said_to_see_scaled_gradients(level):
+    training = Training(level)
+    seen = []
+    handle = training.model["f"].a.register_hook(lambda grad: seen.append(grad[0].item()))
+    with pytest.warns(UserWarning, match="A hook on a 16-bit parameter"):
+        training.block(*ONE)
+    training.block(*ONE)
+    handle.remove()
+    assert seen == [3.0 * loops.loss_scale()] * 2
+
+
+@pytest.mark.parametrize("make", ["swap", "moved", "gradients before"])
+@masters
+def test_gradients_survive_what_happens_to_parameters(level, make):
+    model = loops.Weights()
+    optimizer = loops.sgd(model.parameters())
+    if make == "gradients before":
+        model(a=3.0, b=4.0).backward()
+    options = OPTIONS[level] | {"verbosity": 0, "opt_level": level[:2]}
+    amp.initialize(model, optimizer, **options)
+    if make == "swap":
+        fresh = nn.Parameter(torch.ones(2, dtype=model.a.dtype))
+        torch.utils.swap_tensors(model.a, fresh)
+    elif make == "moved":
+        model.to("cpu", memory_format=torch.preserve_format)
+    if make != "gradients before":
+        loops.scaled_backward(model(a=3.0, b=4.0), optimizer)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
+    assert [p.grad[0].item() for p in amp.master_params(optimizer)] == [4.0, 5.0]

@@ -23,8 +23,6 @@ NOT_FROM_SCALED = r"did not start at scaled_loss.*(?s:.*)scaled_loss\.backward\(
 LATE = r"after the end of its amp\.scale_loss block(?s:.*)Call it inside"
 CLIPPED = r"Gradients were changed, or amp\.master_params(?s:.*)Clip after the block"
 DELAYED = r"delay_unscale=True(?s:.*)clip after it(?s:.*)amp\.master_params"
-IGNORED = r"gradients of a plain loss\.backward\(\)(?s:.*)ignored(?s:.*)with amp\.scale_loss"
-MODEL = r"step ignores them(?s:.*)batch norm(?s:.*)amp\.master_params"
 SECOND = r"second backward pass inside(?s:.*)loss \+ other_loss"
 PLAIN = r"gradients of a plain loss\.backward\(\)(?s:.*)with amp\.scale_loss"
 EMPTY = r"before any backward pass(?s:.*)optimizer\.step\(\)"
@@ -144,20 +142,6 @@ def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("clear scale scaled end clip step", MODEL),
-        ("clear scale scaled end zero scale scaled end step", MODEL),
-        ("clear scale scaled end step clear plain step", IGNORED),
-        ("clear plain scale scaled end step", IGNORED),
-    ],
-)
-def test_what_the_step_of_masters_ignores_is_warned_of_once(lines, message):
-    assert_warns_once("O2", lines, message, "fused AdamW")
-    assert_warns_once("O2", lines, message, loss_scale=128.0)
-
-
-@pytest.mark.parametrize(
     "lines",
     [
         "clear step scale scaled end",
@@ -238,42 +222,14 @@ def two(level, sessions=1, **options):
     return nets, optimizers
 
 
-@pytest.mark.parametrize("sessions", [1, 2])
-@pytest.mark.parametrize("order", ["fresh", "held", "zeros", "step between"])
-def test_gradients_of_another_s_block_are_warned_of_at_the_own_block_or_step(order, sessions):
-    """As in a GAN that does not clear the gradients that the generator's pass leaves."""
-    nets, (first, second) = two("O1", sessions)
-
-    def train():
-        for x, y in loops.batches(3):
-            if order == "held":
-                loops.backward(nets[1], second, x, y)
-            elif order == "zeros":
-                second.zero_grad(set_to_none=False)
-            loss = sum(loops.loss_of(net, 0.01 * x, y) for net in nets)
-            loops.scaled_backward(loss, first)
-            if order == "step between":
-                first.step()
-            if order == "held":
-                second.step()
-                continue
-            loops.backward(nets[1], second, x, y)
-            second.step()
-
-    assert [FORGOTTEN in message for message in messages(train)] == [True]
-
-
 @fp16
 def test_mistakes_are_found_in_another_thread_than_that_of_initialize(level):
-    nets, (first, second) = two(level)
+    model, optimizer = loops.prepared(level)
 
     def train():
-        loss = sum(loops.loss_of(net, 0.01 * x, 0.01 * y) for net in nets)
-        loops.scaled_backward(loss, first)
-        second.step()
+        run(CLIPPED_INSIDE, model, optimizer, *loops.batch())
 
-    x, y = loops.batch()
-    assert FORGOTTEN in messages(loops.in_a_thread, train)[0]
+    assert re.search(CLIPPED, messages(loops.in_a_thread, train)[0])
 
 
 @fp16
@@ -302,7 +258,7 @@ def test_other_optimizers_passes_in_other_threads_are_no_mistake(level):
     first.step()
 
 
-@pytest.mark.parametrize("way", ["forgotten", "given", "cleared", "own pass", "beside", "late"])
+@pytest.mark.parametrize("way", ["given", "cleared", "own pass", "beside", "late"])
 @levels
 def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
     nets, optimizers = two(level, loss_scale=128.0)
@@ -328,7 +284,7 @@ def test_a_step_with_gradients_that_stay_scaled_is_warned_of(level, way):
             second.zero_grad()
 
     named = sum(FORGOTTEN in message for message in messages(train))
-    assert named == (way in ("forgotten", "beside", "late"))
+    assert named == (way in ("beside", "late"))
 
 
 @pytest.mark.parametrize("clears", [False, True])
@@ -393,18 +349,26 @@ def test_an_optimizer_of_another_model_steps_beside_a_model_with_groups(level):
 
 @pytest.mark.parametrize("name", ["SGD", "fused AdamW"])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_torch_s_grad_scaler_is_refused_where_it_would_not_unscale_masters(name, unscale):
-    """Batch norm's fp32 gradients, which it does unscale, made it accept the others."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model, optimizer = loops.prepared("O2", loops.OPTIMIZERS[name], model=net)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = loops.masters(optimizer)
-    scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
-    if unscale:
-        scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"Remove the GradScaler(?s:.*)with amp\.scale_loss"):
-        scaler.step(optimizer)
-    assert loops.same(loops.masters(optimizer), before)
+def test_torch_s_grad_scaler_in_place_of_scale_loss_trains_masters_in_silence(name, unscale):
+    trained = []
+    for scales in (False, True):
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        net.load_state_dict(
+            {key: torch.ones_like(value) for key, value in net.state_dict().items()}
+        )
+        model, optimizer = loops.prepared(
+            "O2", loops.OPTIMIZERS[name], net, loss_scale=1.0 if not scales else None
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales)
+        for x, _ in loops.batches(2):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        trained.append(loops.masters(optimizer))
+    torch.testing.assert_close(*trained, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("make_optimizer", [loops.sgd, FusedAdam])
@@ -433,18 +397,6 @@ def test_the_same_at_a_scale_of_1_is_no_mistake(level, lines):
     run_iterations(lines, loops.prepared(level))
 
 
-@pytest.mark.parametrize(
-    "change", [lambda p: p.ndim == 2 and p.grad.zero_(), lambda p: setattr(p, "grad", p.grad * 0.5)]
-)
-def test_changed_gradients_of_the_model_are_named_at_o2(change):
-    model, optimizer = loops.prepared("O2", loss_scale=128.0)
-    loops.backward(model, optimizer, *loops.batch())
-    for param in model.parameters():
-        change(param)
-    with pytest.warns(UserWarning, match="were changed between"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("make_optimizer", [loops.sgd, FusedAdam, FusedSGD])
 def test_gradients_from_before_initialize_are_no_mistake(make_optimizer):
     model = loops.net()
@@ -455,7 +407,7 @@ def test_gradients_from_before_initialize_are_no_mistake(make_optimizer):
     for master, grad in zip(amp.master_params(optimizer), grads, strict=True):
         torch.testing.assert_close(master.grad, grad, rtol=1e-3, atol=1e-6)
     optimizer.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
+    assert all(param.grad is None or not param.grad.any() for param in model.parameters())
     loops.backward(model, optimizer, *loops.batch())
     optimizer.step()
 
@@ -466,7 +418,7 @@ def test_usual_loops_are_silent(level):
     nets = [loops.net(), nn.Linear(4, 4)]
     optimizers = [loops.sgd(net.parameters(), lr=1e-9) for net in nets]
     amp.initialize(nets, optimizers, opt_level=level, num_losses=2, verbosity=0)
-    late = level == "O2"  # where the masters' gradients are those of the own pass
+    late = level == "O2"
     for x, _ in loops.batches(6):
         for optimizer in optimizers:
             optimizer.zero_grad()

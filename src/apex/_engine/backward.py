@@ -1,29 +1,36 @@
 """One ``scale_loss`` block: scales the loss, unscales the gradients, updates the scale.
 
-Note [Stashed gradients]
-    A pass with a loss scale starts without gradients: those from before are stashed in the
-    session's table, by parameter, and added when the pass is unscaled. Clearing a parameter's
-    gradient clears it there, too. A delayed pass leaves its gradients scaled, and the next one adds
-    to them in place, as ranks under ``no_sync`` require.
+Note [What a pass reaches]
+    A pass with a loss scale starts without gradients: those from before are put aside, and added
+    when the pass is unscaled. Clearing a parameter's gradient clears it there, too. A delayed pass
+    leaves its gradients scaled, and the next one adds to them in place, as ranks under ``no_sync``
+    require.
+
+    A pass may reach more than its optimizers step: a GAN's generator is trained through the
+    discriminator. So the other optimizers, and parameters that none steps, lend their gradients to
+    the block: they are put aside and unscaled, too. Each lender has its own check: if its gradients
+    overflow, it skips its next step, unless they are cleared before.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from apex._engine.autocast.ambient import end_stale_casts
 from apex._engine.autocast.backward import BackwardAutocast
-from apex._engine.masters import add_grads, widen_grads
+from apex._engine.masters import widen_grads
 from apex._engine.mistakes import BLOCK, BlockInspection, Mistake
 from apex._engine.scaler import Scaler, ScaleUpdate
+from apex._engine.stash import Stash
 from apex._torch import dtensor
-from apex._torch.copies import capturing
+from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import without_overrides
 
@@ -105,6 +112,11 @@ class BackwardPass:
         self._state = _State.NEW
         # The delayed pass whose gradients this one adds to.
         self._continued: BackwardPass | None = None
+        # Other optimizers whose gradients the pass may reach, until the block ends.
+        self._lenders: list[PreparedOptimizer] = []
+        # Parameters that no optimizer steps, and their gradients from before the block.
+        self._unowned: list[nn.Parameter] = []
+        self._stash = Stash()
         self._scale: Tensor | float = 1.0
         self._scale_version = 0
         self._is_captured = False  # by a CUDA graph
@@ -127,18 +139,16 @@ class BackwardPass:
         self._scale_version = self.scaler.version
         self._state = _State.OPEN
         try:
+            if self.scaled and self.prepared_optimizers:  # else the loss is only scaled
+                self._lenders, self._unowned = self.session.others(self.prepared_optimizers)
             if self.session.mistakes.blocks_left:
                 self.session.mistakes.blocks_left -= 1
                 if self.scaled:
                     self._inspection = BlockInspection(
-                        self.session, self.prepared_optimizers, scaled_loss
+                        self.session, self.prepared_optimizers, self._borrowed(), scaled_loss
                     )
             with without_overrides():
-                for prepared in self.prepared_optimizers:
-                    if self._continued is None:
-                        prepared.make_room(scaled=self.scaled)
-                    prepared.open_pass = self
-                    prepared.had_block = True
+                self._make_room()
             if self._spec is not None:
                 self._autocast.enter_context(BackwardAutocast(self._spec))
         except BaseException as error:
@@ -153,6 +163,9 @@ class BackwardPass:
         """
         for prepared in self.prepared_optimizers:
             delayed = prepared.open_pass
+            if delayed is not None and prepared in delayed._lenders:
+                delayed.give_back(prepared)
+                continue
             if delayed is None:
                 continue
             if delayed.is_open:
@@ -168,6 +181,66 @@ class BackwardPass:
                 self._continued = delayed
             else:
                 delayed.finish()
+
+    def _make_room(self) -> None:
+        """Makes room for the gradients of all that the pass may reach."""
+        for prepared in self.prepared_optimizers:
+            prepared.settle_overflow(takes=True)
+            prepared.make_room(scaled=self.scaled, continues=self._continued is not None)
+            prepared.open_pass = self
+            prepared.had_block = True
+        for lender in self._lenders:
+            lender.settle_overflow(takes=False)
+            lender.make_room(scaled=True)
+            lender.open_pass = self
+        self._stash.put_aside(self._unowned, self.session.reuses_grad)
+
+    def _borrowed(self) -> list[nn.Parameter]:
+        """Returns the parameters whose gradients were lent."""
+        borrowed = [*self._unowned]
+        for lender in self._lenders:
+            borrowed += lender.trained_params()
+        return borrowed
+
+    @untraced
+    def give_back(self, lender: PreparedOptimizer) -> None:
+        """Unscales what the pass has put into a lender's gradients, and adds the earlier ones."""
+        self._lenders.remove(lender)
+        lender.open_pass = None
+        with without_overrides():
+            widen_grads(lender.pairs)
+            params = lender.trained_params()
+            overflow = self._unscale_borrowed(params)
+            if overflow is not None:
+                lender.overflow_of_others.add(overflow)
+            lender.stash.give_back(lender.masters.pair_of)
+
+    def _unscale_borrowed(self, params: Sequence[nn.Parameter]) -> Tensor | None:
+        """Unscales gradients that were lent; returns whether they overflow, if that is checked."""
+        values = dtensor.values_of(params)
+        if not values:
+            return None
+        overflow = torch.zeros_like(self.scaler.found_inf)
+        self.scaler.unscale_(values, self._scale, overflow)
+        if not self.scaler.dynamic:
+            return None
+        dtensor.share_flag_(overflow, params)
+        return overflow
+
+    def _end_loans(self, *, failed: bool = False) -> None:
+        """Gives back all gradients that were lent; without the pass's own if it ``failed``."""
+        if failed:
+            _remove_grads(self._borrowed())
+        while self._lenders:
+            self.give_back(self._lenders[-1])
+        with without_overrides():
+            overflow = self._unscale_borrowed(self._unowned)
+            if overflow is not None:
+                # No step of a prepared optimizer would skip them.
+                for value in dtensor.values_of(self._unowned):
+                    value.masked_fill_(moved(overflow, value.device) != 0, 0.0)
+            self._stash.give_back(self.session.masters.pair_of)
+        self._unowned = []
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Raises: this is the context of the pass, and its loss is what ``with`` yields."""
@@ -197,6 +270,7 @@ class BackwardPass:
         if error is not None:
             self._abort()
             return
+        self._end_loans()
         if not self._delay_unscale:
             self.finish()
         elif self._state is _State.OPEN:  # else a step inside the block has unscaled them
@@ -208,6 +282,13 @@ class BackwardPass:
         """Ends the pass for an optimizer whose gradients were cleared after a delayed block."""
         prepared.open_pass = None
         self.prepared_optimizers.remove(prepared)
+
+    def finish_for(self, prepared: PreparedOptimizer) -> None:
+        """Finishes the pass for an optimizer that steps: one of its own, or a lender."""
+        if prepared in self._lenders:
+            self.give_back(prepared)
+        else:
+            self.finish()
 
     def finish(self) -> None:
         """Unscales the gradients and updates the scale, once."""
@@ -246,7 +327,8 @@ class BackwardPass:
             scaler.found_inf.zero_()
         if self.scaled:
             unscale_grads(self.prepared_optimizers, scaler, self._scale)
-        add_stashed(self.prepared_optimizers)
+        for prepared in self.prepared_optimizers:
+            prepared.give_back()
         if scaler.dynamic:
             for prepared in self.prepared_optimizers:
                 scaler.unchecked[prepared.overflow] = None
@@ -258,6 +340,7 @@ class BackwardPass:
         if self._state is not _State.OPEN:
             return
         self._state = _State.FAILED
+        self._end_loans(failed=True)
         if self._continued is None:
             self._restore_grads()
         for prepared in self.prepared_optimizers:
@@ -267,10 +350,13 @@ class BackwardPass:
             self.session.mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
 
     def _restore_grads(self) -> None:
-        """Drops the gradients of a pass that failed, and returns those that were stashed."""
+        """Drops the gradients of a pass that failed, and returns those from before."""
         for prepared in self.prepared_optimizers:
-            prepared.remove_grads(prepared.trained_params() if self.scaled else prepared.stashed())
-        add_stashed(self.prepared_optimizers)
+            if self.scaled:
+                _remove_grads(prepared.trained_params())
+            prepared.stash.remove_new()
+        for prepared in self.prepared_optimizers:
+            prepared.give_back()
 
     def _notify(self) -> None:
         """Reports overflows, and calls the listeners of the optimizers."""
@@ -289,7 +375,7 @@ def unscale_grads(
     prepared_optimizers: Sequence[PreparedOptimizer], scaler: Scaler, scale: Tensor | float
 ) -> None:
     """Unscales the gradients of a pass; those of parameters with a master become fp32."""
-    params: dict[int, Tensor] = {}  # each once, as optimizers may share some
+    params: dict[int, nn.Parameter] = {}  # each once, as optimizers may share some
     for prepared in prepared_optimizers:
         widen_grads(prepared.pairs)
         for param in prepared.trained_params():
@@ -299,16 +385,6 @@ def unscale_grads(
         dtensor.share_flag_(scaler.found_inf, params.values())
 
 
-def add_stashed(prepared_optimizers: Sequence[PreparedOptimizer]) -> None:
-    """Adds the gradients that a pass has put aside, in fp32 where there are masters."""
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    for prepared in prepared_optimizers:
-        stashed = prepared.masters.stashed
-        if stashed:
-            widen_grads(pair for pair in prepared.pairs if id(pair.model) in stashed)
-            for param in prepared.trained_params():
-                if id(param) in stashed:
-                    params.append(param)
-                    grads.append(stashed.pop(id(param))[1])
-    add_grads(params, grads)
+def _remove_grads(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None

@@ -32,7 +32,8 @@ def clip_grad_norm_(
             "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."
         )
     prepared.create_missing_masters()
-    grads = [grad for grad in map(parameters.grad_of, prepared.trained_params()) if grad is not None]
+    params = dict.fromkeys(prepared.trained_params())
+    grads = [grad for grad in map(parameters.grad_of, params) if grad is not None]
     if any(grad.layout is not torch.strided for grad in grads):
         raise TypeError(
             "amp.clip_grad_norm_ got a sparse gradient, which has no norm that torch can compute. "

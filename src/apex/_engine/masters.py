@@ -16,6 +16,10 @@ Note [One gradient in one place]
     over it. ``grad_dtype = None`` lets the 16-bit parameter hold a gradient of any dtype. Autograd
     makes it in 16 bits, and adds to an fp32 one in place. Reading ``master.grad`` makes it fp32, on
     the model. So a clip, a mask, a hook or a ``zero_grad`` over either side is the same thing.
+    A gradient that a pass adds to is fp32, unless it is known to be zero.
+
+    The master's own slot, which autograd and dynamo see, holds what the property shows while the
+    model's gradient has 16 bits and its values are not needed in fp32: see :func:`shown`.
 """
 
 from __future__ import annotations
@@ -41,6 +45,9 @@ from apex._torch.parameters import grad_of, set_grad, without_overrides
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
 
+_ZERO = "_apex_zero"
+"""Attribute of a gradient: its version when it was last known to be zero."""
+
 
 class Master(nn.Parameter):
     """An fp32 parameter whose version counter also counts writes through ``data``.
@@ -54,22 +61,25 @@ class Master(nn.Parameter):
     _apex_model: nn.Parameter | None = None
     """The model's parameter; :class:`MasterPair` sets it."""
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute that a script has set on the model's parameter."""
+        model = self._apex_model
+        if model is not None and name in vars(model):
+            return vars(model)[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     @untraced
     def grad(self) -> Tensor | None:
         """The gradient of the model parameter, which becomes fp32 there."""
-        model = self._apex_model  # optimizers read it several times in a step
+        model = self._apex_model
         if model is None:
             return grad_of(self)
         grad = model.grad
         if grad is None or grad.dtype is torch.float32:
             return grad
-        pair = self._apex_pair()
-        if pair is not None and pair.stand_in is not None:
-            return pair.stand_in
-        if pair is not None:
-            widen_grads([pair])
-        return model.grad
+        shown = grad_of(self)
+        return _widened(model, self) if shown is None else shown
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -144,26 +154,21 @@ class MasterPair:
         model: The model's parameter.
         master: The fp32 parameter that optimizers step in its place.
         state: Whether the master's low bits are valid.
-        stand_in: What a step block by block shows as the master's gradient while it is in 16 bits:
-            a tensor without memory of its own, laid out like the gradient.
     """
 
     def __init__(self, model: nn.Parameter, master: Master) -> None:
-        """Joins a parameter and its master, which become the same in values and attributes."""
+        """Joins a parameter and its master, which have the same values."""
         self.model = model
         self.master = master
         self.state = MasterState.FRESH
-        self.stand_in: Tensor | None = None
         self._model_version = _WRITTEN
         self._master_version = _WRITTEN
         self._storage = model.detach()  # held so that no other storage takes its address
-        # Scripts set attributes on parameters, which their optimizers may read.
-        for name, value in vars(model).items():
-            vars(master).setdefault(name, value)
         master._apex_pair = weakref.ref(self)
-        master._apex_model = model
-        model.grad_dtype = None  # type: ignore[attr-defined]
         set_grad(master, None)
+        master._apex_model = model
+        for side in (model, master):
+            side.grad_dtype = None  # type: ignore[attr-defined]
         if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
             master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
         mark_synced([self])
@@ -305,6 +310,17 @@ def _update_master(pair: MasterPair, *, before_step: bool) -> None:
 
 
 @untraced
+def _widened(model: nn.Parameter, master: Tensor) -> Tensor:
+    """Makes the gradient of a model parameter fp32, laid out as its master, and returns it."""
+    with without_overrides():
+        grad = cast(Tensor, model.grad)
+        (wide,) = fp32_copies([grad], [master])
+        model.grad_dtype = None  # type: ignore[attr-defined]  # torch.utils.swap_tensors drops it
+        model.grad = wide
+    return wide
+
+
+@untraced
 def widen_grads(pairs: Iterable[MasterPair]) -> None:
     """Makes the gradients of model parameters fp32, laid out as the masters."""
     with without_overrides():
@@ -315,16 +331,56 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
             if grad is not None and grad.dtype is not torch.float32:
                 low.append(pair)
                 grads.append(grad)
-        if low:
-            copies = fp32_copies(grads, [pair.master for pair in low])
-            for pair, wide in zip(low, copies, strict=True):
-                pair.model.grad_dtype = None  # torch.utils.swap_tensors drops it
-                pair.model.grad = wide
+        if not low:
+            return
+        copies = fp32_copies(grads, [pair.master for pair in low])
+        for pair, wide in zip(low, copies, strict=True):
+            pair.model.grad_dtype = None  # type: ignore[attr-defined]  # swap_tensors drops it
+            pair.model.grad = wide
+
+
+def widen_nonzero_grads(pairs: Iterable[MasterPair]) -> None:
+    """Makes gradients fp32 that a pass adds to, but for those that are zero: that sum is exact."""
+    widen_grads(pair for pair in pairs if not is_zero(pair.model.grad))
+
+
+def narrow_grads(pairs: Iterable[MasterPair]) -> None:
+    """Gives fp32 gradients the dtype of their model parameters."""
+    for pair in pairs:
+        grad = pair.model.grad
+        if grad is not None:
+            pair.model.grad = grad.to(pair.model.dtype)
+
+
+def mark_zeros(pairs: Iterable[MasterPair]) -> None:
+    """Records that the gradients that are left are zero; makes them 16-bit."""
+    for pair in pairs:
+        grad = pair.model.grad
+        if grad is None:
+            continue
+        if grad.dtype is torch.float32:
+            grad = torch.zeros_like(pair.model)
+            pair.model.grad = grad
+        vars(grad)[_ZERO] = grad._version
+
+
+def is_zero(grad: Tensor | None) -> bool:
+    """Returns whether a gradient is known to be zero, or missing."""
+    return grad is None or vars(grad).get(_ZERO) == grad._version
+
+
+def without_grad(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns the parameters that have no gradient."""
+    return [param for param in params if param.grad is None]
 
 
 @contextmanager
-def shown_to_compiled_code(pairs: Sequence[MasterPair]) -> Iterator[None]:
-    """Gives masters the models' gradients past their property, which dynamo's guards do not call."""
+def shown(pairs: Sequence[MasterPair]) -> Iterator[None]:
+    """Shows the models' gradients as the masters', as they are.
+
+    For compiled code, as dynamo's guards read the master's own slot, and for code that reads no
+    values.
+    """
     for pair in pairs:
         set_grad(pair.master, pair.model.grad)
     try:
@@ -334,14 +390,14 @@ def shown_to_compiled_code(pairs: Sequence[MasterPair]) -> Iterator[None]:
             set_grad(pair.master, None)
 
 
-def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def add_grads(params: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
     """Adds gradients, which are not needed again, to the parameters' own."""
     totals: list[Tensor] = []
     added: list[Tensor] = []
     for param, grad in zip(params, grads, strict=True):
         total = param.grad
         if total is None:
-            set_grad(param, grad)
+            param.grad = grad
             continue
         is_dense = total.layout is torch.strided and grad.layout is torch.strided
         if is_dense and not (total.requires_grad or grad.requires_grad):
@@ -349,7 +405,7 @@ def add_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
             added.append(grad)
         else:
             # torch adds sparse to dense, not dense to sparse.
-            set_grad(param, total + grad if grad.is_sparse else grad + total)
+            param.grad = total + grad if grad.is_sparse else grad + total
     if totals:
         foreach.add_(dtensor.dense_values(totals), dtensor.dense_values(added))
 
@@ -384,17 +440,15 @@ class MasterTable:
 
     Attributes:
         exact: The fp32 values of tensors without a master, from before they were rounded.
-        steps: Steps of optimizers.
-        stashed: Gradients from before an unfinished pass, by ``id`` of their parameters, which
-            come with them.
+        steps: Steps of the session's optimizers.
     """
 
     def __init__(self) -> None:
         """Starts without masters."""
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.steps = 0
-        self._seen = weakref.WeakKeyDictionary[nn.Module, int]()  # steps at the last forward pass
-        self.stashed: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        # Each model's value of ``steps`` at its last forward pass.
+        self._steps_seen = weakref.WeakKeyDictionary[nn.Module, int]()
         self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
         # Fp32 copies of other 16-bit tensors in the pickles that are being made.
         self._stand_ins = weakref.WeakValueDictionary[int, Tensor]()
@@ -509,18 +563,34 @@ class MasterTable:
             elif param in self.exact:
                 self.exact[param].copy_(value)
 
-    def begin_forward(self, model: nn.Module, *, wrapped: bool) -> None:
-        """Prepares gradients of a model that a plain pass may add to.
+    def prepare_plain_pass(self, model: nn.Module, *, under_ddp: bool) -> None:
+        """Prepares a model's gradients, at its forward, for a pass without a block.
 
-        Those since the last step become fp32. DistributedDataParallel adds no 16-bit gradients to
-        fp32 ones, such as a step leaves: with a wrapper, those of a finished step become 16-bit.
+        Gradients since the last step, to which the pass adds, become fp32. Older ones, which the
+        script is about to clear, do not: they would take memory. DistributedDataParallel adds
+        16-bit gradients to 16-bit ones alone.
+
+        Raises:
+            RuntimeError: Under DistributedDataParallel, if gradients are fp32 since the last step.
         """
         pairs = self._by_model[model]
-        is_stale = self._seen.get(model, 0) != self.steps
-        self._seen[model] = self.steps
-        if not (wrapped or is_stale):
-            widen_grads(pairs)
-        elif wrapped and is_stale:
-            for pair in pairs:
-                if pair.model.grad is not None:
-                    pair.model.grad = pair.model.grad.to(pair.model.dtype)
+        is_new_step = self._steps_seen.get(model, 0) != self.steps
+        self._steps_seen[model] = self.steps
+        if under_ddp and is_new_step:
+            narrow_grads(pairs)
+        elif under_ddp:
+            _check_narrow(pairs)
+        elif not is_new_step:
+            widen_nonzero_grads(pairs)
+
+
+def _check_narrow(pairs: Iterable[MasterPair]) -> None:
+    for pair in pairs:
+        grad = pair.model.grad
+        if grad is not None and grad.dtype is torch.float32:
+            raise RuntimeError(
+                "DistributedDataParallel cannot add the 16-bit gradients of a plain "
+                "loss.backward() to fp32 gradients, such as a clip over amp.master_params leaves. "
+                "Use amp.scale_loss for each backward pass, clip after the last one of a step, or "
+                "call optimizer.zero_grad() before the forward pass."
+            )

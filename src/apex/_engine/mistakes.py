@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from apex._core import dtypes
 from apex._engine.scaler import Readback
 from apex._torch import dtensor, ranks
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
@@ -68,18 +69,17 @@ class Mistake(enum.Enum):
         "a step ruins the weights. Call it inside the block:\n" + BLOCK
     )
     FORGOTTEN_OPTIMIZER = (
-        "An optimizer holds gradients from an amp.scale_loss block that this optimizer was not "
-        "passed to. They are still multiplied by the loss scale (initially 65536). The step ruins "
-        "the weights, or with fp32 masters ignores the gradients. Call optimizer.zero_grad() "
-        "before this optimizer's own backward pass, or pass every optimizer to scale_loss:\n"
+        "An optimizer steps gradients of an amp.scale_loss block that this optimizer was not "
+        "passed to. Its parameters belong to no model of amp.initialize, so the gradients are "
+        "still multiplied by the loss scale (initially 65536), and the step ruins the weights. "
+        "Pass every optimizer to amp.initialize and to scale_loss:\n"
         "    with amp.scale_loss(loss, [optimizer, other]) as scaled_loss:\n"
         "        scaled_loss.backward()\n"
     )
     CLIPPED_INSIDE = (
         "Gradients were changed, or amp.master_params was called, inside amp.scale_loss after the "
         "backward pass. At that point, gradients are still multiplied by the loss scale (initially "
-        "65536), and the fp32 masters have not received them. Clipping therefore shrinks them far "
-        f"too much, or has no effect. Clip after the block:\n{BLOCK}"
+        f"65536). Clipping therefore shrinks them far too much. Clip after the block:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
     )
     SECOND_BACKWARD = (
@@ -91,10 +91,17 @@ class Mistake(enum.Enum):
     )
     CLIPPED_DELAYED = (
         "Gradients were clipped or changed after an amp.scale_loss block with delay_unscale=True. "
-        "They are still multiplied by the loss scale (initially 65536), and the fp32 masters have "
-        "not received them. Clipping therefore shrinks them far too much, or has no effect. Leave "
-        f"delay_unscale out of the last block of the step, and clip after it:\n{BLOCK}"
+        "They are still multiplied by the loss scale (initially 65536). Clipping therefore shrinks "
+        "them far too much. Leave delay_unscale out of the last block of the step, and clip after "
+        f"it:\n{BLOCK}"
         "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+    )
+    SCALED_HOOK = (
+        "A hook on a 16-bit parameter runs in the backward pass of amp.scale_loss, where gradients "
+        "are still multiplied by the loss scale (initially 65536), and what it takes away is not "
+        "unscaled. A mask or a factor works. Anything that depends on the size of the gradient, or "
+        "keeps it, belongs after the block, where param.grad is unscaled and fp32:\n"
+        f"{BLOCK}    for param in model.parameters():\n        use(param.grad)"
     )
     FAILED_AFTER_DELAYED = (
         "An exception ended an amp.scale_loss block that adds to the gradients of a block with "
@@ -162,6 +169,10 @@ class Mistakes:
         """Whether the session has scaled a loss in a ``scale_loss`` block."""
         return self.blocks_left < _INSPECTED_BLOCKS
 
+    def silence(self, mistake: Mistake) -> None:
+        """Warns no more of a mistake, which the script does not make."""
+        self._warned.add(mistake)
+
     def warn(self, mistake: Mistake | None) -> None:
         """Warns of a mistake, if there is one, at the user's line; once per session."""
         if mistake is None or mistake in self._warned:
@@ -200,6 +211,7 @@ class BlockInspection:
         self,
         session: Session,
         prepared_optimizers: Sequence[PreparedOptimizer],
+        borrowed: Sequence[Tensor],
         scaled_loss: Tensor,
     ) -> None:
         """Begins; ends with :meth:`end`.
@@ -207,6 +219,7 @@ class BlockInspection:
         Args:
             session: The session that scales the loss.
             prepared_optimizers: The optimizers of the block.
+            borrowed: Other parameters that the block unscales.
             scaled_loss: Where the backward pass is to start.
         """
         self.found: Mistake | None = None
@@ -229,8 +242,10 @@ class BlockInspection:
             params = prepared.trained_params()
             trained += params
             self._params += _sample(params)
+        if any(map(_has_hook, trained)):
+            self._mistakes.warn(Mistake.SCALED_HOOK)
         self._observe(self._params, self._reach_own)
-        own = {*map(id, trained)}
+        own = {*map(id, trained), *map(id, borrowed)}
         for leaf in leaves_of(scaled_loss):
             if id(leaf) not in own:
                 self._observe([leaf], self._reach_other)
@@ -320,6 +335,16 @@ def origins_of(params: Iterable[Tensor]) -> set[Origin]:
     return origins
 
 
+def _has_hook(param: Tensor) -> bool:
+    """Returns whether a script has a hook on the gradient of a 16-bit parameter."""
+    if not dtypes.is_low_precision(param):
+        return False
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        if type(getattr(hook, "__self__", None)) is not BlockInspection:
+            return True
+    return bool(param._backward_hooks)
+
+
 def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
@@ -398,6 +423,8 @@ def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
     session = prepared.session
     if session.has_scale and session.mistakes.has_blocks:
         session.mistakes.warn(Mistake.GRAD_SCALER)
+    else:
+        session.mistakes.silence(Mistake.NO_SCALE_LOSS)
 
 
 def _is_learning(group: dict[str, Any]) -> bool:

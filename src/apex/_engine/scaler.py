@@ -133,12 +133,15 @@ class Scaler:
         """Returns the present scale without a host sync: a number, or a 0-d copy if dynamic."""
         return self._scale
 
-    def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
+    def unscale_(
+        self, values: list[Tensor], scale: Tensor | float, overflow: Tensor | None = None
+    ) -> None:
         """Divides gradients by a scale, in place; a dynamic scale also checks them.
 
         Args:
             values: Dense gradients, see :func:`apex._torch.dtensor.dense_values`.
             scale: What :meth:`factor` returned for the pass, or another number.
+            overflow: The flag, 0-d fp32, that inf or NaN raises; ``found_inf`` by default.
         """
         if values and scale != 1.0:
             inverse = 1.0 / float(scale)  # sync: none, it is a number
@@ -227,13 +230,16 @@ class DynamicScaler(Scaler):
     def factor(self) -> Tensor:
         return self.loss_scale.clone()
 
-    def unscale_(self, values: list[Tensor], scale: Tensor | float) -> None:
+    def unscale_(
+        self, values: list[Tensor], scale: Tensor | float, overflow: Tensor | None = None
+    ) -> None:
         """Divides gradients in place, and raises the flag on inf or NaN."""
         if values:
             divisor = as_tensor(scale, self.found_inf.device)
             # Inside a region, the op would cast without ``out``.
             inverse = torch.reciprocal(divisor, out=torch.empty_like(divisor))
-            foreach.unscale_and_check_(values, inverse, self.found_inf)
+            flag = self.found_inf if overflow is None else overflow
+            foreach.unscale_and_check_(values, inverse, flag)
 
     def end_pass(self, optimizers: int) -> Sequence[ScaleUpdate]:
         """Also raises the optimizers' flags, and starts to copy scale and flag to the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from apex._engine.optimizer import step, subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.scaler import Readback, ScaleUpdate, scaler_for
 from apex._torch import fsdp
+from apex._torch.modules import named_parameters
 
 
 class Session:
@@ -97,6 +99,8 @@ class Session:
         # The parameter groups of fully_shard, which tell whether a pass reduces its gradients.
         self._shards: list[weakref.ref[object]] = []
         self._casts = ExitStack()  # ends the op casts
+        # Another thread may be about to step what a pass in this one could reach.
+        self._thread = threading.get_ident()
         self.mistakes = Mistakes()
         self.losses: Readback[int] | None = Readback()
         self.losses_given = 0
@@ -226,8 +230,16 @@ class Session:
 
     def begin_forward(self, model: nn.Module) -> None:
         """Prepares the gradients of a converted model for a pass without a block."""
-        if not self.has_scale:
-            self.masters.begin_forward(model, wrapped=bool(self.ddp_tracker.wrappers))
+        under_ddp = bool(self.ddp_tracker.wrappers)
+        for prepared in self._prepared_optimizers:
+            # Blocks prepare the gradients themselves when they begin.
+            if prepared.open_pass is not None or (under_ddp and prepared.had_block):
+                return
+        self.masters.prepare_plain_pass(model, under_ddp=under_ddp)
+
+    def reuses_grad(self, param: Tensor) -> bool:
+        """Returns whether the next pass writes a parameter's gradient to the same memory."""
+        return self.ddp_tracker.owns_buffer(param)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -262,6 +274,30 @@ class Session:
                     sharing.append(other)
         return sharing
 
+    def others(
+        self, own: Sequence[PreparedOptimizer]
+    ) -> tuple[list[PreparedOptimizer], list[nn.Parameter]]:
+        """Returns what a pass of ``own`` optimizers may reach beside their parameters.
+
+        These are optimizers without an unfinished pass whose ranks share gradients now, and the
+        parameters that no optimizer steps. Sessions of other threads are left alone.
+        """
+        lenders: list[PreparedOptimizer] = []
+        unowned: dict[int, nn.Parameter] = {}
+        stepped: set[int] = set()
+        for session in [*self.live]:
+            if session is not self and session._thread != self._thread:
+                continue
+            for model in session.models:
+                for _, param in named_parameters(model):
+                    unowned[id(param)] = param
+            for prepared in session.prepared_optimizers:
+                stepped.update(map(id, prepared.trained_params()))
+                is_free = prepared.open_pass is None and prepared not in own
+                if is_free and session.shares_grads(prepared):
+                    lenders.append(prepared)
+        return lenders, [param for key, param in unowned.items() if key not in stepped]
+
     def convert_late(self, params: Iterable[Tensor]) -> None:
         """Casts modules that were added to a model, if they hold any of these parameters."""
         unknown = {id(param) for param in params if self.masters.pair_of(param) is None}
@@ -271,20 +307,8 @@ class Session:
             late = casts.convert_late(model, unknown)
             self._make_masters(model, late, trains=True)
 
-    def drop_put_aside(self, ids: Iterable[int]) -> None:
-        """Drops what unfinished passes hold for parameters whose gradients were cleared.
-
-        A delayed pass ends for an optimizer whose parameters are all among them.
-        """
-        stashed = self.masters.stashed
-        if not stashed and not any(prepared.open_pass for prepared in self._prepared_optimizers):
-            return
-        cleared = {*ids}
-        for key in cleared & stashed.keys():
-            del stashed[key]
-        for prepared in self._prepared_optimizers:
-            delayed = prepared.open_pass
-            if delayed is None or delayed.is_open or not prepared.is_live:
-                continue
-            if cleared.issuperset(map(id, prepared.trained_params())):
-                delayed.forget(prepared)
+    def forget_cleared(self, params: Iterable[Tensor]) -> None:
+        """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
+        cleared = {*map(id, params)}
+        for prepared in self.prepared_optimizers:
+            prepared.forget_cleared(cleared)

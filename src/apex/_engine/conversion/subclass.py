@@ -26,6 +26,7 @@ from apex._engine.conversion import notes
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.copies import shallow_copy, snapshot
 from apex._engine.conversion.state import STATE, ModelState, state_of
+from apex._engine.masters import mark_zeros, without_grad
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -71,9 +72,15 @@ class Converted(nn.Module):
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, also those that an unfinished pass has put aside."""
-        super().zero_grad(*args, **kwargs)
+        own_method: Any = super().zero_grad
+        own_method(*args, **kwargs)
         session = _own_state(self).link.session
-        session.drop_put_aside(map(id, self.parameters()))
+        params = [*self.parameters()]
+        if own_method.__func__ is nn.Module.zero_grad:
+            mark_zeros(filter(None, map(session.masters.pair_of, params)))
+        else:
+            params = without_grad(params)
+        session.forget_cleared(params)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickles as the plain model; see Note [Plain copies]."""

@@ -2,10 +2,12 @@
 
 Note [The step block by block]
     torch's fused kernels take fp32 gradients of fp32 masters, which would exist beside the 16-bit
-    ones: 4 bytes per parameter. Large models step without them: masters with a 16-bit gradient show the optimizer a stand-in without memory as their gradient, and a dispatch mode runs
-    the optimizer's operator itself, on a few hundred thousand elements at a time. It makes their
-    fp32 gradient in a small buffer, and rounds their masters into the model while they are in the
-    cache. State, groups and hooks are torch's own, and so are the bits, as kernels are elementwise.
+    ones: 4 bytes per parameter. Large models step without them. A master whose gradient has 16 bits
+    shows the optimizer a stand-in: an alias of itself, fp32 and laid out alike, whose values nobody
+    reads. A dispatch mode recognizes it, and runs the optimizer's operator itself, on a few hundred
+    thousand elements at a time. It makes the gradient's fp32 values in a small buffer, and rounds
+    the masters into the model while they are in the cache. State, groups and hooks are torch's own,
+    and so are the bits, as kernels are elementwise.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from apex._engine import masters
 from apex._engine.masters import MasterPair
 from apex._torch import dispatch_modes, foreach
 from apex._torch.dynamo import untraced
+from apex._torch.parameters import set_grad
 
 if TYPE_CHECKING:
     from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -78,13 +81,14 @@ class BlockStep(TorchDispatchMode):
         """Starts as soon as the optimizer's own pre-hooks have run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = prepared.pairs
-        self._shown: dict[int, MasterPair] = {}  # by ``id`` of the stand-in
+        # By ``id`` of the stand-in, which comes with the pair.
+        self._shown: dict[int, tuple[Tensor, MasterPair]] = {}
         self._rounded: set[MasterPair] = set()
         self._hook = prepared.optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
     def _show_stand_ins(self, *_: object) -> None:
-        """Shows stand-ins for pending gradients, until the operator takes them."""
+        """Shows stand-ins for 16-bit gradients until the operator takes them."""
         for pair in self._pairs:
             grad = pair.model.grad
             if grad is None or grad.dtype is torch.float32:
@@ -92,18 +96,20 @@ class BlockStep(TorchDispatchMode):
             if grad.requires_grad or not _alike(pair.master, grad, pair.model):
                 masters.widen_grads([pair])
                 continue
-            pair.stand_in = pair.master.detach()
-            self._shown[id(pair.stand_in)] = pair
+            stand_in = pair.master.detach()
+            set_grad(pair.master, stand_in)
+            self._shown[id(stand_in)] = stand_in, pair
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @untraced
     def end(self) -> list[MasterPair]:
-        """Ends the step, also after an error. Returns the pairs whose masters no block has rounded into the model.
+        """Ends the step, also after an error.
+
+        Returns the pairs whose masters no block has rounded into the model.
         """
         self._hook.remove()
         dispatch_modes.exit_mode(self)
-        for pair in self._pairs:
-            pair.stand_in = None
+        self._hide(self._pairs)
         return [pair for pair in self._pairs if pair not in self._rounded]
 
     def __torch_dispatch__(
@@ -120,9 +126,14 @@ class BlockStep(TorchDispatchMode):
             args = tree.map_tensors(self._real_gradient, args)
         return func(*args, **kwargs)
 
+    def _hide(self, pairs: Iterable[MasterPair]) -> None:
+        """Shows the real gradients again, for the rest of the step and its hooks."""
+        for pair in pairs:
+            set_grad(pair.master, None)
+
     def _real_gradient(self, tensor: Tensor) -> Any:
         """Returns the fp32 gradient in place of a stand-in, and other tensors as they are."""
-        pair = self._shown.get(id(tensor))
+        _, pair = self._shown.get(id(tensor), (None, None))
         if pair is None:
             return tensor
         masters.widen_grads([pair])
@@ -141,7 +152,7 @@ class BlockStep(TorchDispatchMode):
         count = dispatch_modes.operands(func)
         operands = [tensors for tensors in args[:count] if tensors]
         for index, (param, grad, *states) in enumerate(zip(*operands, strict=True)):
-            pair = self._shown.get(id(grad))
+            _, pair = self._shown.get(id(grad), (None, None))
             if pair is not None and _alike(param, *states):
                 pairs.append(pair)
                 taken.append(index)
@@ -151,6 +162,7 @@ class BlockStep(TorchDispatchMode):
             lists = [_chosen(tensors, taken) for tensors in args]
             _run_blocks(func, pairs, lists, kwargs)
             self._rounded.update(pairs)
+            self._hide(pairs)
         return tuple(_chosen(tensors, rest) for tensors in args)
 
 

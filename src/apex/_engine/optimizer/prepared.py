@@ -15,7 +15,7 @@ from apex._core.param_groups import exchange, is_trained, move_state
 from apex._engine import masters
 from apex._engine.masters import MasterPair, MasterState
 from apex._engine.mistakes import Mistake
-from apex._torch import dtensor
+from apex._engine.stash import Stash
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy, capturing, moved
 from apex._torch.dynamo import untraced
@@ -106,8 +106,10 @@ class PreparedOptimizer:
         masters: The table of all masters of the session.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
-        open_pass: The backward pass still to be finished, if any.
+        open_pass: The backward pass still to be finished, if any, or one that borrows gradients.
         overflow: Whether a pass since the last step overflowed.
+        overflow_of_others: Whether gradients that other optimizers' blocks have left overflowed.
+        stash: Gradients from before the open pass.
         listeners: Called after a pass that updates a scale or raises an exception.
         had_block: Whether a ``scale_loss`` block was given the optimizer.
         steps: Steps so far, skipped ones included.
@@ -119,8 +121,6 @@ class PreparedOptimizer:
     had_block = False
     steps = 0
     stepping = False
-    _steps_before_block = -1
-    """Steps in the session before the last block."""
     _captured: Sequence[tuple[Tensor, Tensor]] | None = None
     """Gradients of a block that a CUDA graph has captured without the step: each replay writes them
     anew. ``None`` without such a graph."""
@@ -137,6 +137,8 @@ class PreparedOptimizer:
         self.pairs: list[MasterPair] = []
         self.master_weights = master_weights
         self.overflow = OverflowFlag()
+        self.overflow_of_others = OverflowFlag()
+        self.stash = Stash()
         self.listeners: list[Callable[[BackwardPass, PreparedOptimizer], None]] = []
         session.register(self)
 
@@ -246,7 +248,7 @@ class PreparedOptimizer:
         if opened is None:
             return
         if backward_id() == -1:
-            opened.finish()
+            opened.finish_for(self)
         elif opened.scaled:
             raise RuntimeError(
                 "optimizer.step() was called during the backward pass of amp.scale_loss (by a "
@@ -255,7 +257,7 @@ class PreparedOptimizer:
             )
 
     def update_masters_with_grads(self) -> None:
-        """Finishes an open pass, and gives masters the values of the model; makes gradients fp32."""
+        """Finishes an open pass; updates the masters with the model's values and gradients."""
         self.finish_backward()
         self.update_masters()
         masters.widen_grads(self.pairs)
@@ -264,50 +266,72 @@ class PreparedOptimizer:
         """Returns whether there is a gradient."""
         return any(param.grad is not None for param in self.trained_params())
 
-    def make_room(self, *, scaled: bool) -> None:
+    def make_room(self, *, scaled: bool, continues: bool = False) -> None:
         """Prepares the gradients for a pass that adds to them.
 
-        Before a scaled one, puts them aside. Also under DistributedDataParallel, which adds no
-        16-bit gradients to fp32 ones. Otherwise autograd adds to fp32 ones.
+        A scaled pass begins without gradients. DistributedDataParallel adds no 16-bit gradients to
+        fp32 ones, so its passes do, too. Otherwise autograd adds to fp32 ones.
+
+        Args:
+            scaled: Whether the pass multiplies gradients by a loss scale.
+            continues: Whether it adds to the gradients of a delayed pass.
         """
-        params: list[nn.Parameter] = []
-        if scaled:
-            params = self.trained_params()
-        elif self.session.ddp_tracker.wrappers:
-            params = [pair.model for pair in self.pairs]
-        elif self._steps_before_block == self.masters.steps:  # else they are zero, or stale
-            masters.widen_grads(self.pairs)
-        self._steps_before_block = self.masters.steps
-        for param in params:
-            grad = param.grad
-            if grad is not None:
-                self.masters.stashed[id(param)] = param, self._own_copy(param, grad)
-                param.grad = None
+        if scaled and not continues:
+            self._put_aside(self.trained_params())
+        elif not self.session.ddp_tracker.wrappers:
+            masters.widen_nonzero_grads(self.pairs)
+        elif not continues:
+            self._put_aside([pair.model for pair in self.pairs])
 
-    def stashed(self) -> list[nn.Parameter]:
-        """Returns the trained parameters whose earlier gradients are put aside."""
-        return [param for param in self.trained_params() if id(param) in self.masters.stashed]
+    def _put_aside(self, params: Sequence[nn.Parameter]) -> None:
+        self.stash.put_aside(params, self.session.reuses_grad)
 
-    def remove_grads(self, params: Sequence[nn.Parameter]) -> None:
-        """Removes gradients."""
+    def give_back(self) -> None:
+        """Adds the gradients that were put aside."""
+        self.stash.give_back(self.masters.pair_of)
+
+    def remove_grads(self) -> None:
+        """Removes all gradients."""
         with without_overrides():
-            for param in params:
+            for param in self.trained_params():
                 param.grad = None
 
-    def _own_copy(self, param: nn.Parameter, grad: Tensor) -> Tensor:
-        """Returns a gradient, or a copy if it is a view of a bucket that the next pass reuses."""
-        if grad.layout is not torch.strided or dtensor.is_dtensor(grad):
-            return grad
-        is_view = grad.untyped_storage().nbytes() != grad.nbytes
-        if self.session.ddp_tracker.owns_buffer(param):
-            is_view = True
-        return grad.clone() if is_view else grad
+    def forget_cleared(self, cleared: set[int]) -> None:
+        """Forgets what unfinished passes hold for parameters, by ``id``, that were cleared.
+
+        If they are all of the optimizer's, a delayed pass ends for it.
+        """
+        self.stash.drop(cleared)
+        delayed = self.open_pass
+        is_delayed = delayed is not None and not delayed.is_open
+        if not is_delayed and self.overflow_of_others.pending is None:
+            return
+        if cleared.issuperset(map(id, self.trained_params())):
+            self.overflow_of_others.consume(skipped=False)
+            if delayed is not None and is_delayed:
+                delayed.forget(self)
+
+    def settle_overflow(self, *, takes: bool) -> None:
+        """Ends what other optimizers' blocks have found, if the gradients were cleared since.
+
+        Otherwise, if the optimizer ``takes`` the gradients for its own block or step, an overflow
+        is now its own.
+        """
+        pending = self.overflow_of_others.pending
+        if pending is None:
+            return
+        has_grads = self.has_grads()
+        if has_grads and takes:
+            self.overflow.add(pending)
+        if takes or not has_grads:
+            self.overflow_of_others.consume(skipped=False)
 
     def drop_overflowed(self) -> None:
         """Drops gradients that overflowed, for a script that continues without amp."""
+        self.settle_overflow(takes=True)
         if not self.overflow.is_raised():
             return
-        self.remove_grads(self.trained_params())
+        self.remove_grads()
         self.overflow.consume(skipped=False)
         self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)
 
@@ -324,6 +348,7 @@ class PreparedOptimizer:
             self._check_captured()
         if not has_closure:
             self.finish_backward()
+        self.settle_overflow(takes=True)
         self.update_masters(before_step=True)
         self.steps += 1
         self.stepping = True

@@ -82,7 +82,7 @@ def _run_without_closure(prepared: PreparedOptimizer, run: Run) -> Any:
         module = prepared.optimizer.__class__.__module__
         # Others may keep state in subclasses of tensors.
         if is_compiling_here():
-            overrides = masters.shown_to_compiled_code(prepared.pairs)
+            overrides = masters.shown(prepared.pairs)
         elif module.startswith(("torch.optim.", "apex.optimizers.")):
             overrides = without_overrides()
     try:

@@ -75,22 +75,20 @@ class AmpOptimizer(Optimizer):
         Takes that method's arguments: ``set_to_none`` in torch's.
         """
         prepared = self._apex_prepared
-        params = prepared.trained_params()
-        own_method = super().zero_grad
-        is_torchs = getattr(own_method, "__func__", None) is Optimizer.zero_grad
-        if is_torchs and _set_to_none(*args, **kwargs):
-            # Reads no gradient, which would make it fp32. Also for optimizers that never called
-            # torch's constructor (timm's Lookahead).
-            prepared.remove_grads(params)
+        cleared = prepared.trained_params()
+        own_method: Any = super().zero_grad
+        function = getattr(own_method, "__func__", own_method)
+        if function is Optimizer.zero_grad and _set_to_none(*args, **kwargs):
+            # Also for optimizers that never called torch's constructor (timm's Lookahead).
+            prepared.remove_grads()
         else:
-            for pair in prepared.pairs:  # the method may read it, which would make it fp32
-                pair.stand_in = pair.model.grad
-            try:
+            with masters.shown(prepared.pairs):
                 own_method(*args, **kwargs)
-            finally:
-                for pair in prepared.pairs:
-                    pair.stand_in = None
-        prepared.session.drop_put_aside(map(id, params))
+            if function.__module__.startswith(("torch.optim.", "apex.optimizers.")):
+                masters.mark_zeros(prepared.pairs)
+            else:  # it may leave gradients for the next pass to add to
+                cleared = masters.without_grad(cleared)
+        prepared.session.forget_cleared(cleared)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
@@ -154,6 +152,7 @@ class AmpOptimizer(Optimizer):
     def _post_amp_backward(self, scaler: Any) -> None:
         """Unscales the gradients of the pass by apex's view of a scaler, and adds those stashed."""
         unscale_grads([self._apex_prepared], scaler._scaler, scaler._scaler.factor())
+        self._apex_prepared.give_back()
         if scaler.dynamic:
             self._apex_prepared.overflow.add(scaler._scaler.found_inf)
 

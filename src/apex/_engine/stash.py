@@ -1,0 +1,73 @@
+"""Gradients from before a backward pass, which a pass that begins without gradients puts aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from apex._engine.masters import MasterPair, add_grads, is_zero, widen_grads
+from apex._torch import dtensor
+from apex._torch.parameters import without_overrides
+
+
+class Stash:
+    """Gradients that were put aside, by ``id`` of their parameters, which come with them."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._grads: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def put_aside(
+        self, params: Iterable[nn.Parameter], is_reused: Callable[[Tensor], bool]
+    ) -> None:
+        """Takes the parameters' gradients, but for those that are zero.
+
+        Args:
+            params: The parameters.
+            is_reused: Tells whether a wrapper writes the gradients of the next pass of a parameter
+                to the memory of this one.
+        """
+        for param in params:
+            grad = param.grad
+            if grad is not None and not is_zero(grad):
+                self._grads[id(param)] = param, _own_memory(grad, is_reused(param))
+                param.grad = None
+
+    def drop(self, ids: Iterable[int]) -> None:
+        """Drops the gradients of parameters that were cleared."""
+        for key in ids:
+            self._grads.pop(key, None)
+
+    def remove_new(self) -> None:
+        """Removes what a pass that failed has put in the place of those put aside."""
+        for param, _ in self._grads.values():
+            param.grad = None
+
+    def give_back(self, pair_of: Callable[[Tensor], MasterPair | None]) -> None:
+        """Adds the gradients to the parameters', in fp32 where there is a master."""
+        if not self._grads:
+            return
+        entries = [*self._grads.values()]
+        self._grads.clear()
+        params: list[nn.Parameter] = []
+        grads: list[Tensor] = []
+        pairs: list[MasterPair] = []
+        for param, grad in entries:
+            params.append(param)
+            grads.append(grad)
+            pair = pair_of(param)
+            if pair is not None:
+                pairs.append(pair)
+        with without_overrides():
+            widen_grads(pairs)
+            add_grads(params, grads)
+
+
+def _own_memory(grad: Tensor, is_reused: bool) -> Tensor:
+    """Returns a gradient, or a copy if it is a view of a bucket that the next pass reuses."""
+    if grad.layout is not torch.strided or dtensor.is_dtensor(grad):
+        return grad
+    is_view = grad.untyped_storage().nbytes() != grad.nbytes
+    return grad.clone() if is_view or is_reused else grad
