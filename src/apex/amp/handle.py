@@ -305,7 +305,10 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
     options = _amp_state.opt_properties.options if _amp_state.initialized else {}
-    why = "got no optimizer that amp has prepared. Pass it to amp.initialize and use the result:"
+    why = (
+        "got no optimizer that amp has prepared. Copies are plain. Pass it to amp.initialize and use "
+        "the result:"
+    )
     if not _amp_state.initialized:
         why = "was called before amp.initialize. First call"
     level = options.get("opt_level", "O1")

@@ -27,6 +27,7 @@ from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.copies import shallow_copy, snapshot
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
+from apex._torch.modules import named_parameters
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -46,36 +47,41 @@ class Converted(nn.Module):
         return {"forward": _casting_forward(own)}
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Applies the function of ``to``, ``half``, ``float`` and the like.
+        """Applies the function of ``to`` and the like.
 
-        A 16-bit model that is cast to another dtype becomes plain first, with its exact values.
-        Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
+        A model that is cast to another dtype becomes plain first, with its exact values. Otherwise
+        the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
         """
-        state = _own_state(self)
         apply: Any = super()._apply
-        before = state.plan.param_dtype or torch.float32
+        before = _own_state(self).plan.param_dtype or torch.float32
         after = fn(torch.empty(0, dtype=before, device="cpu")).dtype
         if after is before:
             return apply(lambda tensor: _unless_lower(tensor, fn(tensor)), *args, **kwargs)
-        if state.plan.casts_down:
-            restore(self, {})
-        state.link.writes.tell(
-            "dtype",
-            "%s.to(%s) after amp.initialize: the model's weights are no longer %s. To train at "
-            "another level, or with fp32 masters (O2 or O5), call amp.restore, then "
-            "amp.initialize.",
-            type(self).__name__,
-            after,
-            before,
-        )
+        _become_plain(self, f"to({after})")
         return apply(fn, *args, **kwargs)
+
+    def half(self: Any) -> Any:
+        """Becomes the plain model in fp16."""
+        return _become_plain(self, "half()").half()
+
+    def bfloat16(self: Any) -> Any:
+        """Becomes the plain model in bf16."""
+        return _become_plain(self, "bfloat16()").bfloat16()
+
+    def float(self: Any) -> Any:
+        """Becomes the plain model in fp32."""
+        return _become_plain(self, "float()").float()
+
+    def double(self: Any) -> Any:
+        """Becomes the plain model in fp64."""
+        return _become_plain(self, "double()").double()
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, also those that an unfinished pass has put aside."""
         own_method: Any = super().zero_grad
         own_method(*args, **kwargs)
         session = _own_state(self).link.session
-        params = [*self.parameters()]
+        params = [param for _, param in named_parameters(self)]
         if own_method.__func__ is nn.Module.zero_grad:
             mark_zeros(filter(None, map(session.masters.pair_of, params)))
         else:
@@ -106,6 +112,19 @@ def _own_state(model: nn.Module) -> ModelState:
     """Returns the state of an object of a generated class, which always has one."""
     state: ModelState = vars(model)[STATE]
     return state
+
+
+def _become_plain(model: nn.Module, call: str) -> nn.Module:
+    """Restores a model on which ``call`` was called, with a warning; returns it."""
+    _own_state(model).link.writes.tell(
+        "dtype",
+        "%s.%s after amp.initialize makes the model plain. To train at another level, or with fp32 "
+        "masters (O2 or O5), call amp.restore, then amp.initialize.",
+        type(model).__name__,
+        call,
+    )
+    restore(model, {})
+    return model
 
 
 def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
