@@ -21,6 +21,7 @@ import torch
 import apex
 from apex._core.project import VERSION
 from tests.support.devices import Forwarding, Place
+from tests.support.features import TORCH_VERSION
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("apex", deadline=None, derandomize=True, database=None)
@@ -119,6 +120,17 @@ def pytest_terminal_summary(terminalreporter):
 def reason_of(report):
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return reason.removeprefix("Skipped: ").splitlines()[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skips what needs fp32 masters where torch is too old for them."""
+    try:
+        return (yield)
+    except Exception as error:
+        if TORCH_VERSION >= (2, 10) or "fp32 masters (O2, O5" not in str(error):
+            raise
+        pytest.skip("fp32 masters need torch 2.10")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex._torch import parameters
 from tests.support import loops
 from tests.support.wrapping_optimizers import SAM, Lookahead
 
@@ -336,3 +337,14 @@ def test_a_step_ends_with_the_rounded_masters_in_the_model(level, name):
     optimizer.step()
     for weight, master in zip(weights, masters, strict=True):
         assert torch.equal(weight, master.to(weight.dtype))
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_before_torch_2_10_masters_are_refused_and_nothing_has_changed(level, monkeypatch):
+    monkeypatch.setattr(parameters, "keeps_any_grad", False)
+    model = loops.net()
+    optimizer = loops.sgd(model.parameters())
+    with loops.nothing_changes(model, optimizer), pytest.raises(RuntimeError, match=r"torch 2\.10"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for without in ("O0", "O1", "O4"):
+        loops.train(*loops.prepared(without))

@@ -217,8 +217,10 @@ def fail(model, optimizer, *, early=False, clears=False, **options):
         block()
 
 
-@pytest.mark.parametrize("early", [True, False])
-@levels
+@pytest.mark.parametrize(
+    ("level", "early"),
+    [(level, True) for level in loops.LEVELS_SHORT] + [("O1", False), ("O2", False)],
+)
 def test_after_an_exception_inside_all_goes_on_as_if_nothing_had_happened(level, early):
     model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
     loop = Loop(level, loops.net().parameters(), loops.OPTIMIZERS["Adam"])
@@ -235,6 +237,18 @@ def test_after_an_exception_inside_all_goes_on_as_if_nothing_had_happened(level,
     assert loops.loss_scale() == loop.scale
     if level == "O1":
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_at_a_scale_of_1_an_exception_leaves_what_autograd_has_added_as_without_amp(level):
+    model, optimizer = loops.prepared(level, model=loops.Weights())
+    loops.scaled_backward(model(a=1.0, b=2.0), optimizer)
+    block = amp.scale_loss(model(a=4.0, b=4.0), optimizer)
+    block.__enter__().backward()
+    error = KeyError()
+    block.__exit__(KeyError, error, None)
+    loops.scaled_backward(model(a=1.0, b=1.0), optimizer)
+    assert [master.grad[0].item() for master in amp.master_params(optimizer)] == [6.0, 7.0]
 
 
 @levels

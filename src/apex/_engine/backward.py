@@ -104,10 +104,6 @@ class BackwardPass:
         self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
             self._spec = self._spec or prepared.session.spec
-            # Ask every session, as ranks may communicate here. Gradients that they do not yet
-            # share stay scaled, because later passes add scaled ones.
-            if not prepared.session.shares_grads(prepared):
-                self._delay_unscale = True
         self._autocast = ExitStack()
         self._state = _State.NEW
         # The delayed pass whose gradients this one adds to.
@@ -135,6 +131,12 @@ class BackwardPass:
         with without_overrides():
             for prepared in self.prepared_optimizers:
                 prepared.create_missing_masters()
+                session = prepared.session
+                if session.shares_grads(prepared):
+                    session.ddp_tracker.share_masters(prepared)
+                else:
+                    # Gradients that ranks do not yet share stay scaled: later passes add to them.
+                    self._delay_unscale = True
             scaled_loss, self._scale = self.scaler.scale(self.loss)
         self._scale_version = self.scaler.version
         self._state = _State.OPEN
@@ -212,7 +214,7 @@ class BackwardPass:
             params = lender.trained_params()
             overflow = self._unscale_borrowed(params)
             if overflow is not None:
-                lender.overflow_of_others.add(overflow)
+                lender.add_overflow_of_others(overflow)
             lender.stash.give_back(lender.masters.pair_of)
 
     def _unscale_borrowed(self, params: Sequence[nn.Parameter]) -> Tensor | None:
@@ -233,6 +235,8 @@ class BackwardPass:
             _remove_grads(self._borrowed())
         while self._lenders:
             self.give_back(self._lenders[-1])
+        if not self._unowned:
+            return
         with without_overrides():
             overflow = self._unscale_borrowed(self._unowned)
             if overflow is not None:

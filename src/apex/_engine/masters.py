@@ -29,7 +29,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from apex._torch import dtensor, foreach, parameters, processes, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
+
+if TYPE_CHECKING:
+    from apex._engine.lost_writes import WeightWatch
 
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
@@ -85,6 +88,19 @@ class Master(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         set_grad(self if self._apex_model is None else self._apex_model, value)
 
+    def __hash__(self) -> int:
+        """The hash of the model parameter: in dicts and sets, the two are one key.
+
+        So what maps parameters to names or states, such as torch's ``get_state_dict``, finds both.
+        """
+        return id(self if self._apex_model is None else self._apex_model)
+
+    def __eq__(self, other: object) -> Any:
+        """Returns True for the model parameter itself; compares elements with other tensors."""
+        if other is not None and other is self._apex_model:
+            return True
+        return super().__eq__(other)
+
     @property
     def data(self) -> Tensor:
         """The values, sharing memory and version counter."""
@@ -99,6 +115,9 @@ class Master(nn.Parameter):
             )
         increment_version(self)
         parameters.set_data(self, value)
+        pair = self._apex_pair()
+        if pair is not None:  # an averager's write may be the last before the model is read
+            round_masters([pair])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copies as a plain parameter, which stands for the model's parameter, too."""
@@ -168,7 +187,7 @@ class MasterPair:
         set_grad(master, None)
         master._apex_model = model
         for side in (model, master):
-            side.grad_dtype = None  # type: ignore[attr-defined]
+            side.grad_dtype = None
         if master.is_leaf and master.requires_grad:  # of a loss that uses the master itself
             master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
         mark_synced([self])
@@ -315,7 +334,7 @@ def _widened(model: nn.Parameter, master: Tensor) -> Tensor:
     with without_overrides():
         grad = cast(Tensor, model.grad)
         (wide,) = fp32_copies([grad], [master])
-        model.grad_dtype = None  # type: ignore[attr-defined]  # torch.utils.swap_tensors drops it
+        model.grad_dtype = None  # torch.utils.swap_tensors drops it
         model.grad = wide
     return wide
 
@@ -335,7 +354,7 @@ def widen_grads(pairs: Iterable[MasterPair]) -> None:
             return
         copies = fp32_copies(grads, [pair.master for pair in low])
         for pair, wide in zip(low, copies, strict=True):
-            pair.model.grad_dtype = None  # type: ignore[attr-defined]  # swap_tensors drops it
+            pair.model.grad_dtype = None  # torch.utils.swap_tensors drops it
             pair.model.grad = wide
 
 
@@ -441,10 +460,12 @@ class MasterTable:
     Attributes:
         exact: The fp32 values of tensors without a master, from before they were rounded.
         steps: Steps of the session's optimizers.
+        watches: Comparisons of weights with their masters, by optimizer, until its next step.
     """
 
     def __init__(self) -> None:
         """Starts without masters."""
+        self.watches: MutableMapping[object, WeightWatch] = weakref.WeakKeyDictionary()
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.steps = 0
         # Each model's value of ``steps`` at its last forward pass.
@@ -545,6 +566,9 @@ class MasterTable:
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
         update_model_from_masters(pairs)
+        if self.watches:
+            for watch in self.watches.values():
+                watch.look()
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -132,7 +133,8 @@ class Session:
             before = casts.floating_tensors(model)
             undo.callback(casts.undo_convert, model)
             link = state.MasterLink(self, plan.param_dtype)
-            set_state(model, state.ModelState(plan, self.region, link), undo)
+            own_plan = plan.without_calls() if fsdp.casts(model) else plan
+            set_state(model, state.ModelState(own_plan, self.region, link), undo)
             undo.callback(self.masters.release, model)
             self._make_masters(model, before, trains=bool(optimizers))
         for optimizer in optimizers:
@@ -205,6 +207,8 @@ class Session:
         undo.callback(prepared.close)
         undo.callback(subclass.unprepare_class, optimizer)
         subclass.prepare_class(optimizer, prepared)
+        if self.has_scale and self.policy.low_precision is torch.float16:
+            self.mistakes.observe(prepared.trained_params())
 
     def register(self, prepared: PreparedOptimizer) -> None:
         """Adds an optimizer's state to the session."""
@@ -227,6 +231,21 @@ class Session:
         if self.ddp_tracker.wrappers and not self.ddp_tracker.sends(prepared):
             return False
         return not (self._shards and fsdp.defers_reduction(ref() for ref in self._shards))
+
+    def check_shards(self) -> None:
+        """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
+        if not self._prepared_optimizers:
+            return
+        known = [ref() for ref in self._shards]
+        for model in self.models:
+            for group in fsdp.param_groups(model):
+                if group not in known:
+                    raise RuntimeError(
+                        "fully_shard was called after amp.initialize, which replaces parameters: "
+                        "the optimizer holds those from before and trains nothing. Call "
+                        "fully_shard first, then create the optimizer, and call amp.initialize "
+                        "last, at O1, O4, or O0 with a MixedPrecisionPolicy."
+                    )
 
     def begin_forward(self, model: nn.Module) -> None:
         """Prepares the gradients of a converted model for a pass without a block."""
@@ -310,5 +329,5 @@ class Session:
     def forget_cleared(self, params: Iterable[Tensor]) -> None:
         """Forgets what unfinished passes hold for parameters whose gradients were cleared."""
         cleared = {*map(id, params)}
-        for prepared in self.prepared_optimizers:
+        for prepared in [*self._prepared_optimizers]:
             prepared.forget_cleared(cleared)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 SENDS_LATER = "_apex_sends_later"
@@ -25,6 +26,19 @@ def active_wrapper() -> DistributedDataParallel | None:
 def sends(wrapper: DistributedDataParallel) -> bool:
     """Returns whether the wrapper sends the gradients of a forward pass that begins now."""
     return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER))
+
+
+def broadcast(wrapper: DistributedDataParallel, tensors: Sequence[Tensor]) -> None:
+    """Broadcasts tensors from the first rank of the wrapper's group, as it does its parameters."""
+    group = wrapper.process_group
+    # Private in torch: a collective for each 250 MiB.
+    coalesced = getattr(distributed, "_broadcast_coalesced", None)
+    if coalesced is not None:
+        coalesced(group, tensors, wrapper.broadcast_bucket_size, 0)
+        return
+    source = distributed.get_global_rank(group, 0)
+    for tensor in tensors:
+        distributed.broadcast(tensor, source, group=group)
 
 
 def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:

@@ -108,21 +108,6 @@ add_ = functools.partial(_by_dtype, torch._foreach_add_)
 """Adds each source to its target, in its dtype."""
 
 
-def divide_(tensors: Sequence[Tensor], divisors: Sequence[Tensor | None]) -> None:
-    """Divides tensors by their 0-d divisors, where there are some, in place.
-
-    One call serves all tensors of one divisor.
-    """
-    by_divisor: dict[tuple[Tensor, torch.device], list[Tensor]] = {}
-    for tensor, divisor in zip(tensors, divisors, strict=True):
-        if divisor is None:
-            continue
-        same = by_divisor.setdefault((divisor, tensor.device), [])
-        same.append(tensor)
-    for (divisor, device), same in by_divisor.items():
-        torch._foreach_div_(same, moved(divisor, device))
-
-
 update_scale_: Callable[..., Any] = torch._amp_update_scale_
 """Updates 0-d scale and clean-step count in place by ``found_inf``, without a host sync."""
 

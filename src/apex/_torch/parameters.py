@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer
 
+from apex._torch.dispatcher import TORCH_VERSION
+
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """torch's own setter of ``param.data``."""
 
@@ -30,6 +32,9 @@ Without it, torch searches masters, which are of a subclass, for overrides at ev
 ``grad`` and at every operator: 7 % of the instructions of an iteration of 150 tiny layers at O2
 (torch 2.13, CPU).
 """
+
+keeps_any_grad = TORCH_VERSION >= (2, 10)
+"""Whether a 16-bit parameter may hold an fp32 gradient (``Tensor.grad_dtype``), as masters need."""
 
 without_functions = torch._C.DisableTorchFunction
 """A context in which function modes do not see calls of torch's functions, either."""

@@ -97,9 +97,15 @@ class Loop:
             param.grad = None
 
     def backward(self, x, y, *, delay_unscale=False):
-        """Adds a pass to the true gradients of ``stepped``; a delayed one adds up in 16 bits."""
-        kept = [None if self.delayed else stepped.grad for stepped in self.stepped]
-        if not self.delayed:
+        """Adds a pass to the true gradients of ``stepped``.
+
+        Delayed passes add up in 16 bits if they are scaled, else in fp32.
+        """
+        continues = self.delayed and self.scale != 1.0
+        if self.delayed and not continues:
+            self.unscale([None] * len(self.stepped))
+        kept = [None if continues else stepped.grad for stepped in self.stepped]
+        if not continues:
             for param in self.model:
                 param.grad = None
         loss = F.mse_loss(self.forward(x).float(), y)

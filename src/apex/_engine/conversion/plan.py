@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -55,6 +55,10 @@ class ModelPlan:
     def casts_down(self) -> bool:
         """Whether parameters are cast to a 16-bit type."""
         return self.param_dtype in dtypes.LOW_PRECISION
+
+    def without_calls(self) -> ModelPlan:
+        """Returns the plan of an fp32 model whose arguments and outputs others cast (FSDP2)."""
+        return replace(self, param_dtype=None, output_dtype=None, widen_low=True)
 
 
 def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:

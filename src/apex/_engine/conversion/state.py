@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,13 @@ Entries = MutableMapping[str, Any]
 """A state dict."""
 
 
+class Removable(Protocol):
+    """What a conversion has added to a module."""
+
+    def remove(self) -> None:
+        """Removes it."""
+
+
 @dataclass(eq=False)
 class ModelState:
     """The conversion state of a model.
@@ -44,7 +51,7 @@ class ModelState:
         region: Runs the model's own forward.
         link: Finds the masters of the parameters.
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
-        handles: Hooks to remove at the end.
+        handles: What to remove at the end.
         uncast: Names of the arguments of ``forward`` that are not cast, and positions of those that
             it takes by position.
     """
@@ -53,7 +60,7 @@ class ModelState:
     region: Region
     link: MasterLink
     inner_forward: Callable[..., Any] | None = None
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[Removable] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
 
     def begin_forward(self, model: nn.Module) -> None:

@@ -82,7 +82,7 @@ class Converted(nn.Module):
         own_method(*args, **kwargs)
         session = _own_state(self).link.session
         params = [param for _, param in named_parameters(self)]
-        if own_method.__func__ is nn.Module.zero_grad:
+        if getattr(own_method, "__func__", None) is nn.Module.zero_grad:
             mark_zeros(filter(None, map(session.masters.pair_of, params)))
         else:
             params = without_grad(params)
@@ -196,12 +196,15 @@ def _casting_forward(own: Any) -> Any:
                 given = args, kwargs
                 watch = writes.watch(self, state.link.masters, run, given, cast)
                 call.enter_context(watch)
+            state.region.share_casts(call, self)
             state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
+                state.link.session.check_shards()
                 notes.explain(self, state.plan, error)
                 raise
+            state.region.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import exchange, is_trained, move_state
+from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import masters
 from apex._engine.masters import MasterPair, MasterState
 from apex._engine.mistakes import Mistake
@@ -108,7 +108,8 @@ class PreparedOptimizer:
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
         open_pass: The backward pass still to be finished, if any, or one that borrows gradients.
         overflow: Whether a pass since the last step overflowed.
-        overflow_of_others: Whether gradients that other optimizers' blocks have left overflowed.
+        overflow_of_others: A 0-d flag: whether gradients overflowed that other optimizers' blocks
+            have left. ``None`` without such blocks.
         stash: Gradients from before the open pass.
         listeners: Called after a pass that updates a scale or raises an exception.
         had_block: Whether a ``scale_loss`` block was given the optimizer.
@@ -137,7 +138,7 @@ class PreparedOptimizer:
         self.pairs: list[MasterPair] = []
         self.master_weights = master_weights
         self.overflow = OverflowFlag()
-        self.overflow_of_others = OverflowFlag()
+        self.overflow_of_others: Tensor | None = None
         self.stash = Stash()
         self.listeners: list[Callable[[BackwardPass, PreparedOptimizer], None]] = []
         session.register(self)
@@ -164,10 +165,7 @@ class PreparedOptimizer:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        params: list[nn.Parameter] = []
-        for group in self.optimizer.param_groups:
-            params += group["params"]
-        return params
+        return params_of(self.optimizer)
 
     def direct_params(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
@@ -181,20 +179,14 @@ class PreparedOptimizer:
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         trained: list[nn.Parameter] = []
-        for param in self.params():
-            model = param._apex_model if type(param) is masters.Master else None
-            trained.append(param if model is None else model)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                model = param._apex_model if type(param) is masters.Master else None
+                trained.append(param if model is None else model)
         return trained
 
     def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
         """Raises ValueError unless the optimizer can take these parameters of models now."""
-        stepped = {*map(id, self.params())}
-        for pair in self.pairs:
-            if id(pair.master) in stepped and any(param is pair.model for param in new):
-                raise ValueError(
-                    "add_param_group got a parameter that is already in a group of this "
-                    "optimizer, as its fp32 master. Each parameter may be in one group only."
-                )
         if self.open_pass is None or not self.open_pass.scaled:
             return
         if any(param.grad is not None for param in new):
@@ -231,6 +223,7 @@ class PreparedOptimizer:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
+        self.session.mistakes.stop_observing()
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -270,18 +263,22 @@ class PreparedOptimizer:
         """Prepares the gradients for a pass that adds to them.
 
         A scaled pass begins without gradients. DistributedDataParallel adds no 16-bit gradients to
-        fp32 ones, so its passes do, too. Otherwise autograd adds to fp32 ones.
+        fp32 ones, so its passes do, too. Otherwise autograd adds to fp32 ones. A pass that
+        continues another adds to scaled gradients as they are, as in apex.
 
         Args:
             scaled: Whether the pass multiplies gradients by a loss scale.
             continues: Whether it adds to the gradients of a delayed pass.
         """
-        if scaled and not continues:
+        under_ddp = self.session.ddp_tracker.wrappers
+        if continues and (scaled or under_ddp):
+            return
+        if scaled:
             self._put_aside(self.trained_params())
-        elif not self.session.ddp_tracker.wrappers:
-            masters.widen_nonzero_grads(self.pairs)
-        elif not continues:
+        elif under_ddp:
             self._put_aside([pair.model for pair in self.pairs])
+        else:
+            masters.widen_nonzero_grads(self.pairs)
 
     def _put_aside(self, params: Sequence[nn.Parameter]) -> None:
         self.stash.put_aside(params, self.session.reuses_grad)
@@ -304,12 +301,18 @@ class PreparedOptimizer:
         self.stash.drop(cleared)
         delayed = self.open_pass
         is_delayed = delayed is not None and not delayed.is_open
-        if not is_delayed and self.overflow_of_others.pending is None:
+        if not self.is_live or not (is_delayed or self.overflow_of_others is not None):
             return
         if cleared.issuperset(map(id, self.trained_params())):
-            self.overflow_of_others.consume(skipped=False)
+            self.overflow_of_others = None
             if delayed is not None and is_delayed:
                 delayed.forget(self)
+
+    def add_overflow_of_others(self, overflow: Tensor) -> None:
+        """Adds whether gradients overflowed that one more block of others has left."""
+        if self.overflow_of_others is not None:
+            overflow = torch.maximum(moved(self.overflow_of_others, overflow.device), overflow)
+        self.overflow_of_others = overflow
 
     def settle_overflow(self, *, takes: bool) -> None:
         """Ends what other optimizers' blocks have found, if the gradients were cleared since.
@@ -317,14 +320,14 @@ class PreparedOptimizer:
         Otherwise, if the optimizer ``takes`` the gradients for its own block or step, an overflow
         is now its own.
         """
-        pending = self.overflow_of_others.pending
-        if pending is None:
+        overflow = self.overflow_of_others
+        if overflow is None:
             return
         has_grads = self.has_grads()
         if has_grads and takes:
-            self.overflow.add(pending)
+            self.overflow.add(overflow)
         if takes or not has_grads:
-            self.overflow_of_others.consume(skipped=False)
+            self.overflow_of_others = None
 
     def drop_overflowed(self) -> None:
         """Drops gradients that overflowed, for a script that continues without amp."""
