@@ -103,8 +103,7 @@ class BackwardPass:
         # The casts of Python code in the pass that mixes dtypes, if a session has some.
         self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
-            if prepared.session is not None:
-                self._spec = self._spec or prepared.session.spec
+            self._spec = self._spec or prepared.session.spec
         self._autocast = ExitStack()
         self._state = _State.NEW
         # The delayed pass whose gradients this one adds to.
@@ -133,8 +132,6 @@ class BackwardPass:
             for prepared in self.prepared_optimizers:
                 prepared.create_missing_masters()
                 session = prepared.session
-                if session is None:
-                    continue
                 if session.shares_grads(prepared):
                     session.ddp_tracker.share_masters(prepared)
                 else:

@@ -248,8 +248,7 @@ class BlockInspection:
         self._mistakes.stop_observing()
         for prepared in prepared_optimizers:
             self._mistakes.warn(_find_mistake(prepared))
-            if prepared.session is not None:
-                prepared.session.mistakes.stop_observing()
+            prepared.session.mistakes.stop_observing()
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -370,9 +369,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    session = prepared.session
-    is_wrapped = session is not None and session.ddp_tracker.wrappers
-    return ranks.world_size() > 1 and not is_wrapped
+    return ranks.world_size() > 1 and not prepared.session.ddp_tracker.wrappers
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
@@ -391,7 +388,7 @@ def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
 def inspect_step(prepared: PreparedOptimizer) -> None:
     """Warns of gradients that are not the step's, of missing ones, and of writes that are lost."""
     session = prepared.session
-    if session is None or not session.mistakes.blocks_left:
+    if not session.mistakes.blocks_left:
         return
     if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
@@ -420,7 +417,7 @@ def inspect_weights(prepared: PreparedOptimizer) -> None:
     session = prepared.session
     turn, phase = divmod(prepared.steps, _INSPECTED_BLOCKS)
     is_first = turn == 0
-    if session is None or not (prepared.pairs and (is_first or phase < 2)):
+    if not (prepared.pairs and (is_first or phase < 2)):
         return
     mistakes = session.mistakes
     watches = prepared.masters.watches
@@ -439,8 +436,6 @@ def inspect_weights(prepared: PreparedOptimizer) -> None:
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
     """Judges a GradScaler that is about to step the optimizer."""
     session = prepared.session
-    if session is None:
-        return
     if session.has_scale and session.mistakes.has_blocks:
         session.mistakes.warn(Mistake.GRAD_SCALER)
     else:

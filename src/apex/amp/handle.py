@@ -291,7 +291,7 @@ def session_of(
 def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
     sessions: list[Session] = []
     for prepared in prepared_optimizers:
-        if prepared is None or prepared.session is None:
+        if prepared is None:
             return None
         sessions.append(prepared.session)
     newest: Session | None = None
@@ -306,13 +306,11 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
     options = _amp_state.opt_properties.options if _amp_state.initialized else {}
-    why = "got no optimizer that amp has prepared. Pass it to amp.initialize and use the result:"
-    if any(prepared is not None and prepared.session is None for prepared in prepared_optimizers):
-        why = (
-            "got an unpickled optimizer, which has no amp session. Call amp.restore(model, "
-            "optimizer) with the model it was saved with, and then"
-        )
-    elif not _amp_state.initialized:
+    why = (
+        "got no optimizer that amp has prepared. Copies are plain. Pass it to amp.initialize and "
+        "use the result:"
+    )
+    if not _amp_state.initialized:
         why = "was called before amp.initialize. First call"
     level = options.get("opt_level", "O1")
     call = f"model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})"

@@ -283,6 +283,4 @@ def _may_evaluate_again(optimizer: Optimizer) -> bool:
     if closure is not None and closure.default is inspect.Parameter.empty:
         return True
     prepared = prepared_state(optimizer)
-    if prepared is None or prepared.session is None:
-        return True
-    return not prepared.session.can_skip
+    return prepared is None or not prepared.session.can_skip

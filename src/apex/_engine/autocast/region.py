@@ -136,8 +136,7 @@ class AutocastRegion(Region):
     """Runs functions with op casts on, in any thread, except in ``casts_off``.
 
     While the region is alive, its rows apply under autocast to its dtype. A weight used by several
-    operators is cast once; see Note [Shared casts]. Pickling or copying makes an independent region
-    with the same spec.
+    operators is cast once; see Note [Shared casts].
 
     Raises:
         ValueError: If a device type of the spec has no autocast.
@@ -152,9 +151,6 @@ class AutocastRegion(Region):
         self.end = weakref.finalize(self, end_casts, self._token)
         """Ends the region: its rows no longer apply. Idempotent."""
         self.end.atexit = False  # the table dies with the process
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AutocastRegion, (self.spec,)
 
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         # Reading the digest makes dynamo guard it: code with other rows is compiled again.

@@ -196,8 +196,7 @@ class _SkipStep(BaseException):
 @untraced_frame
 def _run_with_closure(prepared: PreparedOptimizer, run: Run, closure: Closure) -> Any:
     """Runs a step whose evaluations may overflow."""
-    session = prepared.session
-    undo = _undo(prepared) if session is not None and session.can_skip else None
+    undo = _undo(prepared) if prepared.session.can_skip else None
     losses: list[Any] = []
 
     @untraced_frame
