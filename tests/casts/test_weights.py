@@ -419,3 +419,49 @@ def test_a_loop_keeps_what_autocast_keeps(name, level):
     handle = amp.init(loss_scale=1.0, patch_type=LOW[level])
     assert kept_in_a_loop(step, model) == wanted
     handle._deactivate()
+
+
+def growth(work):
+    """The bytes that are allocated by ``work`` and not freed."""
+    with torch.autograd.profiler.profile(profile_memory=True) as record:
+        work()
+    events = record.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("ways", ["initialize", "init"])
+@pytest.mark.parametrize("end", ["backward", "step", "no grad", "restore"])
+def test_what_ends_casts_frees_them(end, ways):
+    """Each weight has 2 KiB, and its cast 1 KiB."""
+    model = nn.Sequential(nn.Linear(32, 16), nn.GRUCell(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    ended = model, optimizer
+    if ways == "initialize":
+        ended = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    else:
+        handle = amp.init(loss_scale=1.0, patch_type=torch.bfloat16)
+    x = torch.ones(1, 32)
+    held = []
+
+    def work():
+        if end == "no grad":
+            with torch.no_grad():
+                held.append(model(x).sum())
+            return
+        loss = model(x).sum()
+        if end == "backward":
+            held.append(loss)
+            loss.backward()
+            return
+        del loss
+        if end == "step":
+            optimizer.step()
+        elif ways == "initialize":
+            amp.restore(*ended)
+        else:
+            handle._deactivate()
+
+    model(x).sum().backward()
+    assert growth(work) < 1024
+    if ways == "init":
+        handle._deactivate()
