@@ -13,6 +13,7 @@ from apex._core import arguments
 from apex._core.scale import ScaleRule
 from apex._core.undo import Undo
 from apex._engine.autocast.region import AmbientRegion, casts_off
+from apex._engine.autocast.weights import shared
 from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import prepared_state
@@ -112,7 +113,7 @@ class AmpHandle:
 
     Attributes:
         verbose: The argument of this name.
-        has_cache: The argument ``enable_caching``; no cast is cached in any case.
+        has_cache: The argument ``enable_caching``; weights share casts in any case.
     """
 
     verbose = False
@@ -131,7 +132,7 @@ class AmpHandle:
 
         Args:
             loss_scale: A number, or ``"dynamic"``.
-            enable_caching: Value of ``has_cache``; casts are not cached in any case.
+            enable_caching: Value of ``has_cache``; weights share casts in any case.
             verbose: Value of ``verbose``.
             session: A session with casts, which the handle keeps alive instead of starting one.
         """
@@ -144,14 +145,14 @@ class AmpHandle:
         return self._session is not None and self._session.spec is not None
 
     _is_active = property(is_active)
-    cache = property(lambda self: {})  # the handle caches no casts
+    cache = property(lambda self: {})  # the handle holds no casts
 
     def remove_cache(self, param: Tensor) -> None:
-        """Clears torch's autocast cache, for all weights."""
+        """Ends the sharing of casts, for all weights."""
         del param
         self._clear_cache()
 
-    _clear_cache = staticmethod(torch.clear_autocast_cache)
+    _clear_cache = staticmethod(shared.drop)
 
     @untraced
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:

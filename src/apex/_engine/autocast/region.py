@@ -161,7 +161,7 @@ class AutocastRegion(Region):
             tensors = [value] if isinstance(value, Tensor) else tree.tensors(value)
             for tensor in tensors:
                 if tensor.dtype is torch.float64:
-                    self._accept_float64()
+                    self.cast_all()
         return self.spec.device_types, self.spec.dtype
 
     def share_casts(self, until: ExitStack, model: nn.Module) -> None:
@@ -176,10 +176,10 @@ class AutocastRegion(Region):
         shared.await_backward(output)
 
     @at_tracing
-    def _accept_float64(self) -> None:
-        """Lets float64 data meet fp32 weights also in operators that torch itself casts.
+    def cast_all(self) -> None:
+        """Casts by our kernels also where torch's own cast alike, which costs a call some 5 us.
 
-        This needs our kernels of these operators, which cost each call some 5 us.
+        Ours accept float64 data beside fp32 weights, and share casts outside of forward passes.
         """
         for device in self.spec.device_types:
             kernels.register(device, self.spec.table.rows)
