@@ -62,7 +62,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Runs the benchmarks, prints the table and writes the JSON file."""
     args = parse_args()
-    warnings.filterwarnings("ignore", message="fp16 is emulated")
+    warnings.filterwarnings("ignore", message=".* is emulated on this CPU")
 
     about = machine()
     start = time.perf_counter()

@@ -6,6 +6,7 @@ import gc
 import pytest
 
 from apex.amp import _amp_state
+from tests.support.emulation import emulate
 from tests.support.ranks import Ranks
 
 
@@ -29,7 +30,7 @@ def _forget():
 def ideal_machine():
     """Lets ``apex compare`` train and time all levels without 16-bit units and when busy, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apex.tools.compare.run.slowdown", lambda dtype, device: 1.0)
+        emulate(patch)  # no dtype
         patch.setattr("apex.tools.compare.timing.Load.busy", False)
         yield
 

@@ -28,7 +28,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from apex._torch import dtensor, foreach, parameters, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
+
+if TYPE_CHECKING:
+    from apex._engine.lost_writes import WeightWatch
 
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
@@ -450,10 +453,12 @@ class MasterTable:
     Attributes:
         exact: The fp32 values of tensors without a master, from before they were rounded.
         steps: Steps of the session's optimizers.
+        watches: Comparisons of weights with their masters, by optimizer, until its next step.
     """
 
     def __init__(self) -> None:
         """Starts without masters."""
+        self.watches: MutableMapping[object, WeightWatch] = weakref.WeakKeyDictionary()
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.steps = 0
         # Each model's value of ``steps`` at its last forward pass.
@@ -514,6 +519,9 @@ class MasterTable:
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
         update_model_from_masters(pairs)
+        if self.watches:
+            for watch in self.watches.values():
+                watch.look()
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

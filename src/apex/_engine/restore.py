@@ -81,7 +81,7 @@ def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype])
             # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
             if getattr(part, "state_stays_fp32", False) or is_from(part, _FUSED_ADAM):
                 continue
-            for param, state in states_in(part.state):
+            for param, state in states_in(getattr(part, "state", {})):
                 _cast_state(state, old_dtypes.get(id(param), param.dtype), param.dtype)
 
 

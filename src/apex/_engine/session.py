@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -207,6 +208,8 @@ class Session:
         undo.callback(prepared.close)
         undo.callback(subclass.unprepare_class, optimizer)
         subclass.prepare_class(optimizer, prepared)
+        if self.has_scale and self.policy.low_precision is torch.float16:
+            self.mistakes.observe(prepared.trained_params())
 
     def register(self, prepared: PreparedOptimizer) -> None:
         """Adds an optimizer's state to the session."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
+from apex._core.undo import Undo
 from apex._engine.autocast.region import AmbientRegion, casts_off
 from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.prepared import PreparedOptimizer
@@ -180,7 +181,7 @@ class AmpHandle:
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         unwrapped_optimizer = unwrap(optimizer)
         if self._session is not None and prepared_state(unwrapped_optimizer) is None:
-            with ExitStack() as undo:
+            with Undo() as undo:
                 self._session.prepare_optimizer(unwrapped_optimizer, undo)
                 undo.pop_all()
         return prepared_state(unwrapped_optimizer)

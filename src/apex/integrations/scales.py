@@ -1,4 +1,4 @@
-"""The loss scales of one optimizer; amp's own functions cover all active sessions."""
+"""The loss scales of one optimizer; amp's own functions cover the newest session."""
 
 from __future__ import annotations
 

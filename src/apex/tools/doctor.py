@@ -13,6 +13,7 @@ import torch
 
 from apex._core import dtypes
 from apex._core.project import VERSION
+from apex._torch.devices import emulation
 from apex.tools.compare.table import wrapped
 from apex.tools.compare.timing import Load, Times, current_load, least_ratio, operator_seconds
 from apex.tools.devices import describe
@@ -50,7 +51,8 @@ class Health:
         devices: Description of each device.
         speeds: Speeds by device.
         load: Load of the machine after the measurement.
-        opt_level: The level to start with; ``None`` if the machine is busy.
+        opt_level: The level to start with; ``None`` if the machine is busy, unless its CPU emulates
+            both 16-bit dtypes, which no noise changes.
         advice: The advice on that level and the reason, in one sentence.
     """
 
@@ -87,6 +89,13 @@ def examine(device: torch.device) -> Health:
         speeds[name] = _measured(measured)
     load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
+    emulated = [emulation(dtype) for dtype in (torch.float16, torch.bfloat16)]
+    if device.type == "cpu" and all(emulated):
+        level = "O0"
+        advice = (
+            f"Start with O0: {' and '.join(emulated)}, tens of times slower than fp32. Use other "
+            "levels to test a script for a GPU."
+        )
     return Health(
         versions={
             "apex-amp": VERSION,

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apex._core import op_rows, tree
@@ -34,7 +34,9 @@ from apex._engine.autocast.ambient import (
     devices_on,
     end_casts,
     end_stale_casts,
+    is_in_run,
 )
+from apex._engine.autocast.weights import shared
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import at_tracing, traces_function_modes, untraced
@@ -105,6 +107,12 @@ class Region:
             until.enter_context(torch.autocast(device, dtype, enabled, weight_cache_is_safe))
         begin_run(until)
 
+    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
+        """Shares casts of weights in a forward pass that begins, until ``until`` closes."""
+
+    def await_backward(self, output: Any) -> None:
+        """Keeps shared casts until the backward pass of an output of the region."""
+
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""
         if _is_compiling():
@@ -128,7 +136,7 @@ class AutocastRegion(Region):
     """Runs functions with op casts on, in any thread, except in ``casts_off``.
 
     While the region is alive, its rows apply under autocast to its dtype. A weight used by several
-    operators is cast once in the outermost run. Pickling or copying makes an independent region
+    operators is cast once; see Note [Shared casts]. Pickling or copying makes an independent region
     with the same spec.
 
     Raises:
@@ -159,6 +167,17 @@ class AutocastRegion(Region):
                 if tensor.dtype is torch.float64:
                     self._accept_float64()
         return self.spec.device_types, self.spec.dtype
+
+    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
+        end_stale_casts()
+        if not is_in_run():
+            shared.begin_forward(model, torch.device(self.spec.device_types[0]), self.spec.dtype)
+            torch.autocast_increment_nesting()  # the end of an outermost block clears the cache
+            until.callback(shared.end_forward)
+            until.callback(torch.autocast_decrement_nesting)
+
+    def await_backward(self, output: Any) -> None:
+        shared.await_backward(output)
 
     @at_tracing
     def _accept_float64(self) -> None:

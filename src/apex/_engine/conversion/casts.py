@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
 from apex._core.rounding import exact_value
+from apex._core.undo import Undo
 from apex._engine.conversion.plan import modules_in_fp32, planned_dtypes
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._torch.modules import flatten_rnns, named_tensors
@@ -49,7 +50,7 @@ def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tenso
     if params.isdisjoint(held):
         return []
     before = floating_tensors(model)
-    with ExitStack() as undo:
+    with Undo() as undo:
         cast_parts(model, state, undo)
         undo.pop_all()  # nothing failed: the casts stay
     return [(tensor, value) for tensor, value in before if value.dtype is not tensor.dtype]
@@ -79,7 +80,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
         return
     if state.plan.casts_down:
         state.link.masters.update_model(model)
-        with ExitStack() as undo:
+        with Undo() as undo:
             for tensor in named_tensors(model).values():
                 if not dtypes.is_low_precision(tensor):
                     continue

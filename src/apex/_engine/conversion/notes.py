@@ -1,7 +1,7 @@
 """Messages about a prepared model: fixes for dtype errors, and what 16 bits lose.
 
 The first forward passes show what is lost, by the version counters of tensors and without a host
-sync. torch does not count writes through ``tensor.data``. So the sum of one frozen weight, or of a
+sync. torch does not count writes through ``tensor.data``. So a sample of one frozen weight, or of a
 weight of a deep copy, is compared between passes, too.
 """
 
@@ -19,11 +19,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
+from apex._core.samples import sample
 from apex._core.sums import OLD, SUM, Sums
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
 from apex._engine.scaler import Readback
-from apex._torch import dtensor, errors
-from apex._torch.copies import has_values
+from apex._torch import errors
+from apex._torch.copies import is_readable
 from apex._torch.modules import named_parameters
 
 if TYPE_CHECKING:
@@ -61,9 +62,6 @@ _FORWARDS = 256
 A model that writes to its buffers in training does so from the first passes.
 """
 
-_LARGEST_SUM = 2**20
-"""Most elements of a weight that is summed in each watched pass."""
-
 _COPIED = " of a deep copy"
 """Suffix of the names of a deep copy's parameters in messages."""
 
@@ -99,7 +97,7 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     for name, buffer in model.named_buffers():
         exact = values.get(id(buffer), buffer)
         is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(buffer)
-        if not is_rounded or not has_values(exact):
+        if not is_rounded or not is_readable(exact):
             continue
         if _loses_order(exact, buffer.dtype):
             listed.append(name)
@@ -162,10 +160,11 @@ class Writes:
         self.left = _FORWARDS
         # By name: the tensor's version at the last pass, and whether the pass before saw another.
         self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
-        # The sum of one weight at each pass, with the weight's name and version; then the last one,
-        # and whether it had changed.
-        self._sums = Readback[tuple[str, Any]]()
-        self._last_sum: tuple[Any, float, bool] = None, 0.0, False
+        # A sample of one weight at the last pass, with the weight's name and version.
+        self._sample: tuple[Any, Tensor] | None = None
+        # By the weight's name: whether its sample has changed since the pass before.
+        self._changes = Readback[str]()
+        self._was_changed = False
         # The deep copies of the model, which may be averages of it.
         self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
         # The topics of the warnings so far.
@@ -258,7 +257,7 @@ class Writes:
         for name, tensor, its_link in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
             has_master = its_link.masters.pair_of(tensor) is not None
-            if has_master or not is_counted or not has_values(tensor):
+            if has_master or not is_counted or not is_readable(tensor):
                 continue
             version = tensor._version, tensor.data_ptr()
             versions = its_link.writes._versions
@@ -267,24 +266,26 @@ class Writes:
             versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor
-            is_sampled = is_sampled or self._sum_up((name, version), tensor)
+            if isinstance(tensor, nn.Parameter) and not is_sampled:
+                self._compare((name, version), tensor)
+                is_sampled = True
 
-    def _sum_up(self, key: tuple[str, Any], tensor: Tensor) -> bool:
-        """Sends the sum of a small weight for :meth:`_moved_again`; returns whether it is one."""
-        if not isinstance(tensor, nn.Parameter) or tensor.numel() > _LARGEST_SUM:
-            return False
-        total = dtensor.local(tensor).detach().abs().sum(dtype=torch.float32)
-        self._sums.send(key, total.reshape(1))
-        return True
+    def _compare(self, key: tuple[str, Any], tensor: Tensor) -> None:
+        """Compares a sample of a weight with the last pass's, for :meth:`_moved_again`."""
+        now = sample(tensor.detach()).clone()
+        is_changed = torch.zeros(1, device=now.device)
+        if self._sample is not None and self._sample[0] == key:
+            before = self._sample[1]
+            is_changed = ((now != before) & (before == before)).any().float().reshape(1)
+        self._sample = key, now
+        self._changes.send(key[0], is_changed)
 
     def _moved_again(self) -> Iterator[str]:
-        """Yields the name of a tensor whose sum changed twice in a row, without a counted write."""
-        for key, (total,) in self._sums.poll():
-            last_key, last_total, was_changed = self._last_sum
-            is_changed = key == last_key and total != last_total
-            self._last_sum = key, total, is_changed
-            if is_changed and was_changed:
-                yield key[0]
+        """Yields a weight that changed twice in a row, without a counted write."""
+        for name, (is_changed,) in self._changes.poll():
+            if is_changed and self._was_changed:
+                yield name
+            self._was_changed = bool(is_changed)
 
     def _check_arguments(
         self, model: nn.Module, given: dict[str, Any], cast: dict[str, Any]
@@ -308,8 +309,8 @@ class Writes:
                 if name in self._searched and exact.device.type != "cpu":
                     continue
                 is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-                if exact.dtype in WIDE and not is_tracing:
-                    # Tensors of torch.func, sparse ones and empty ones have no values to search.
+                if exact.dtype in WIDE and is_readable(exact) and not is_tracing:
+                    # Empty ones have no values to search.
                     with contextlib.suppress(RuntimeError, IndexError):
                         self._whole_numbers.send(name, _lost(exact, copy.dtype))
             self._searched.add(name)

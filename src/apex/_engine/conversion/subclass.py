@@ -200,6 +200,7 @@ def _casting_forward(own: Any) -> Any:
                 given = args, kwargs
                 watch = writes.watch(self, state.link, run, given, cast)
                 call.enter_context(watch)
+            state.region.share_casts(call, self)
             state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
@@ -208,6 +209,7 @@ def _casting_forward(own: Any) -> Any:
                     state.link.session.check_shards()
                 notes.explain(self, state.plan, error)
                 raise
+            state.region.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")

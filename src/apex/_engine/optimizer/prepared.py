@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import exchange, is_trained, move_state
+from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import masters
 from apex._engine.masters import MasterPair, MasterState, MasterTable
 from apex._engine.mistakes import Mistake
@@ -174,10 +174,7 @@ class PreparedOptimizer:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        params: list[nn.Parameter] = []
-        for group in self.optimizer.param_groups:
-            params += group["params"]
-        return params
+        return params_of(self.optimizer)
 
     def direct_params(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
@@ -231,6 +228,8 @@ class PreparedOptimizer:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
+        if self.session is not None:
+            self.session.mistakes.stop_observing()
 
     # -- gradients ---------------------------------------------------------------------------
 

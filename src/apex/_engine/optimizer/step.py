@@ -29,7 +29,7 @@ from apex._core import dtypes
 from apex._core.param_groups import params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
-from apex._engine.mistakes import Mistake, Origin, inspect_step, origins_of
+from apex._engine.mistakes import Mistake, Origin, inspect_step, inspect_weights, origins_of
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 Closure = Callable[[], Any]
+
+_SECOND_ORDER = (
+    "amp.initialize put fp32 masters into the optimizer's groups, but the graph of the loss has "
+    "the model's own parameters. An optimizer that differentiates gradients needs opt_level 'O4'."
+)
+"""The fix for optimizers such as AdaHessian and Sophia."""
 
 _FUSED_CLASSES = (SGD, Adagrad, AdamW, Adam)
 
@@ -54,6 +60,7 @@ def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> 
     """
     if closure is None:
         inspect_step(prepared)
+    inspect_weights(prepared)
     prepared.begin_step(has_closure=closure is not None)
     uncast = ambient.UncastBlock()
     failed = True
@@ -65,6 +72,10 @@ def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> 
                 result = _run_with_closure(prepared, run, uncast.with_casts(closure))
         failed = False
         return result
+    except RuntimeError as error:
+        if prepared.pairs and "been used in the graph" in str(error):
+            error.args = (f"{error}\n{_SECOND_ORDER}",)
+        raise
     finally:
         prepared.end_step(failed=failed)
 
@@ -217,18 +228,22 @@ def _run_with_closure(prepared: PreparedOptimizer, run: Run, closure: Closure) -
 
 @untraced
 def _undo(prepared: PreparedOptimizer) -> Callable[[], None]:
-    """Returns a function that restores what the optimizer steps, and its state."""
-    state = prepared.optimizer.state
+    """Returns a function that restores what the optimizer steps, its state and its options."""
+    optimizer = prepared.optimizer
     values = [(param, param.detach().clone()) for param in prepared.params()]
-    states = {param: copy.deepcopy(kept) for param, kept in state.items()}
+    states = {param: copy.deepcopy(kept) for param, kept in optimizer.state.items()}
+    options = [{**group} for group in optimizer.param_groups]
 
     @untraced
     @torch.no_grad()
     def undo() -> None:
         for param, value in values:
             param.copy_(value)
-        state.clear()
-        state.update(states)
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for group, earlier in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(earlier)
 
     return undo
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from apex._core import tree
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._core.param_groups import exchange, optimizers_in
 from apex._engine import masters
@@ -38,20 +39,25 @@ class AmpOptimizer(Optimizer):
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
     @untraced_frame
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps unless a gradient overflowed, then rounds the masters into the model."""
+    def step(self, closure: Callable[[], Any] | None = None, *others: Any, **kwargs: Any) -> Any:
+        """Steps unless a gradient overflowed, then rounds the masters into the model.
+
+        The optimizer's own step gets the other arguments, a master in place of its parameter.
+        """
         prepared = prepared_state(self)
-        arguments = () if closure is None else (closure,)
         if prepared is None:  # a method that a script has kept from before amp.restore
-            return plain_class(type(self)).step(self, *arguments, **kwargs)
+            run = functools.partial(plain_class(type(self)).step, self)
+            return _call(run, others, kwargs, closure)
         self._opt_called = True  # LR schedulers read this
         run: Callable[..., Any] = super().step
         if prepared.inner_step is not None and prepared.optimizer is self:
             run = prepared.inner_step
-        if kwargs:
-            run = functools.partial(run, **kwargs)
+        if others or kwargs:
+            known = {id(pair.model): pair.master for pair in prepared.pairs}
+            others, kwargs = tree.map_tensors(lambda t: known.get(id(t), t), (others, kwargs))
+            run = functools.partial(_call, run, others, kwargs)
         if prepared.stepping:  # an optimizer inside another: the step has begun
-            return run(*arguments)
+            return run() if closure is None else run(closure)
         return run_step(prepared, run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
@@ -157,6 +163,15 @@ class AmpOptimizer(Optimizer):
         super().__setstate__(state)
         self._apex_prepared.attach(self)
         exchange(self, {})
+
+
+def _call(
+    step: Callable[..., Any], others: Any, kwargs: Any, closure: Callable[[], Any] | None = None
+) -> Any:
+    """Calls a step, without a closure only if it gets nothing by position: it may take none."""
+    if others or closure is not None:
+        return step(closure, *others, **kwargs)
+    return step(**kwargs)
 
 
 def _set_to_none(set_to_none: bool = True) -> bool:

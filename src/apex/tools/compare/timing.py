@@ -9,7 +9,6 @@ Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import time
@@ -25,9 +24,6 @@ CONFIDENCE = 0.95
 
 LEAST_ROUNDS = 6
 """Fewest values for which an interval with this confidence exists."""
-
-EMULATION_RATIO = 4.0
-"""A dtype counts as emulated if its matrix product takes this many times as long as fp32's."""
 
 BUSY = 1.5
 """Load per core above which the machine counts as busy; a single program reaches 1."""
@@ -150,24 +146,6 @@ def time_interleaved(
 
 
 # -- the speed of a dtype --------------------------------------------------------------------------
-
-
-@functools.cache
-def slowdown(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the time of the slower of two operators in ``dtype`` relative to fp32 on ``device``.
-
-    Infinite if the device does not support one of them.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, waiting for a second thread hides the difference
-    try:
-        by_operator = operator_seconds(dtype, device)
-    finally:
-        torch.set_num_threads(threads)
-    speeds = [least_ratio(times) for times in by_operator.values() if times]
-    if len(speeds) < len(by_operator):
-        return math.inf
-    return 1 / min(speeds)
 
 
 def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, Times]:

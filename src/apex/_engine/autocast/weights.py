@@ -1,0 +1,158 @@
+"""16-bit casts of weights that several operators share.
+
+Note [Shared casts]
+    torch's autocast casts a leaf weight once until its outermost block ends, whatever is written to
+    the weight meanwhile. amp shares casts as a block around a training step would, and compares the
+    weight with what was cast: identity, version, address and, on a CPU, its first elements.
+
+    torch's kernels share in its cache, in forward passes of prepared models. The cache stays from
+    one pass to the next while an output awaits its backward pass and all weights are as before.
+    Our own kernels compare in each call, anywhere. They share the casts that a graph has saved and,
+    in a forward pass, those that torch's cache would hold.
+
+    A backward pass, a step and the end of a session drop all casts, a forward pass without
+    gradients those in torch's cache. Nothing is shared where torch records or transforms
+    operators, as the record needs casts of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import tree
+from apex._core.op_casts import to_dtype
+from apex._torch.autograd import backward_id, is_recorded
+from apex._torch.copies import current_stream
+
+_PLAIN = {Tensor, nn.Parameter}
+
+_SAMPLE = 256
+"""Bytes of a weight on a CPU that are compared; reading a GPU's would wait for it."""
+
+
+class SharedCasts:
+    """The shared casts of this process."""
+
+    def __init__(self) -> None:
+        # By weight and its state, dtype and stream. A cast keeps its weight alive.
+        self._saved = weakref.WeakValueDictionary[tuple[object, ...], Tensor]()
+        # Those that torch's cache would hold.
+        self._held: list[Tensor] = []
+        # What torch's cache has casts for: the state of each model's weights, dtype and stream.
+        self._weights = weakref.WeakKeyDictionary[nn.Module, object]()
+        self._place: object = None
+        # The hooks of outputs that await their backward passes; each lives as long as its graph.
+        self._awaiting = weakref.WeakSet[Callable[..., None]]()
+        # The parameters of each module of a model, as a walk takes 5 us a module.
+        self._tables = weakref.WeakKeyDictionary[nn.Module, list[dict[str, Any]]]()
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in a castable dtype; an unchanged weight as it was cast before."""
+        is_weight = tensor.requires_grad and tensor.is_leaf
+        if not is_weight or not torch.is_grad_enabled() or is_recorded(tensor.device):
+            return to_dtype(tensor, dtype)
+        state = _state([tensor])
+        if state is None:
+            return to_dtype(tensor, dtype)
+        key = state, dtype, current_stream(tensor.device)
+        shared = self._saved.get(key)
+        if shared is not None:
+            shared._fix_weakref()  # type: ignore[attr-defined]  # a graph may own it
+            return shared
+        shared = to_dtype(tensor, dtype)
+        shared.grad_fn.register_prehook(self._end_pass)  # type: ignore[union-attr]
+        self._saved[key] = shared
+        if torch.is_autocast_cache_enabled():
+            self._held.append(shared)
+        return shared
+
+    def begin_forward(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Begins a forward pass: clears torch's cache unless all its casts are as of now."""
+        place = dtype, current_stream(device)
+        is_training = torch.is_grad_enabled() and backward_id() == -1 and not is_recorded(device)
+        if not is_training or self._place != place or not self._is_cache_valid():
+            self._clear_cache()
+        if is_training and model not in self._weights:
+            self._place = place
+            self._weights[model] = _state(self._weights_of(model))
+
+    def end_forward(self) -> None:
+        """Ends a forward pass."""
+        if not self._awaiting:
+            self._clear_cache()
+
+    def await_backward(self, output: Any) -> None:
+        """Keeps torch's cache until a backward pass reaches ``output``, or its graph is gone."""
+        if not self._weights:
+            return
+
+        def end_pass(gradients: object) -> None:
+            self.drop()
+
+        for tensor in tree.tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(end_pass)
+                self._awaiting.add(end_pass)
+
+    def drop(self) -> None:
+        """Ends all sharing with the casts of now."""
+        self._saved.clear()
+        self._clear_cache()
+
+    def _end_pass(self, gradients: object) -> None:
+        self.drop()
+
+    def _clear_cache(self) -> None:
+        self._awaiting.clear()
+        self._weights.clear()
+        self._held.clear()
+        torch.clear_autocast_cache()
+
+    def _is_cache_valid(self) -> bool:
+        for model, state in [*self._weights.items()]:
+            if state is None or _state(self._weights_of(model)) != state:
+                return False
+        return len(self._awaiting) > 0
+
+    def _weights_of(self, model: nn.Module) -> list[Tensor]:
+        tables = self._tables.get(model)
+        if tables is None:
+            tables = [module._parameters for module in model.modules() if module._parameters]
+            self._tables[model] = tables
+        weights: list[Any] = []
+        for table in tables:
+            weights += table.values()
+        return [weight for weight in weights if weight is not None]
+
+
+def _state(weights: list[Tensor]) -> tuple[object, ...] | None:
+    """Returns what changes when one of the weights is exchanged or written.
+
+    Not seen: writes past torch's version counter that leave the first elements as they are, or are
+    not on a CPU. Returns None if there is a subclass of tensors, or a tensor that has no state.
+    """
+    if not _PLAIN.issuperset(map(type, weights)):
+        return None
+    try:
+        addresses = [*map(Tensor.data_ptr, weights)]
+        versions = [weight._version for weight in weights]
+    except RuntimeError:  # of sparse and inference tensors
+        return None
+    samples: list[bytes] = []
+    for weight, address in zip(weights, addresses, strict=True):
+        # An address of 0 means that the memory is freed, which an offset would hide.
+        if weight.is_cpu and address != 0 and weight.storage_offset() == 0:
+            # The elements of an expanded tensor share memory.
+            size = weight.nbytes if weight.is_contiguous() else weight.element_size()
+            samples.append(ctypes.string_at(address, min(size, _SAMPLE)))
+    return *map(id, weights), *versions, *addresses, *samples
+
+
+shared = SharedCasts()
+"""The casts of this process, whose threads share torch's cache."""
