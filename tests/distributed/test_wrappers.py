@@ -251,6 +251,24 @@ def test_a_wrapper_made_before_its_parameters_are_cast_is_told_the_order(
         assert "Lightning 1.x" in told
 
 
+def wrapped_by_a_library(rank, level, first):
+    """As ``ApexPrecision`` does in Fabric, which wraps before the plugin sees an optimizer."""
+    model = net(rank)
+    parallel = DistributedDataParallel(model) if first else None
+    model, optimizer = initialized(level, model)
+    amp._amp_state.sessions()[-1].ddp_tracker.wrapped_first = first
+    parallel = parallel or DistributedDataParallel(model)
+    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
+    return state(model, optimizer)
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_library_may_wrap_before_amp_prepares_the_model(on_two_ranks, level):
+    first, second = on_two_ranks(wrapped_by_a_library, level, True)
+    assert first == second
+    assert on_two_ranks(wrapped_by_a_library, level, False) == [first, second]
+
+
 def train_alone(level, first, **options):
     """Masters that a single rank trains, wrapped before or after ``initialize``."""
     torch.manual_seed(0)
