@@ -139,8 +139,9 @@ class Mistake(enum.Enum):
     )
     LOST_WRITE = (
         "The model's 16-bit weights were written in a way that PyTorch does not count, such as "
-        "weight.data.clamp_(...), NumPy or a collective. optimizer.step() overwrites them with the "
-        "fp32 masters, so the write is lost. Write to the masters instead:\n"
+        "weight.data.clamp_(...), NumPy or an average over ranks by all_reduce(weight.data). "
+        "optimizer.step() overwrites them with the fp32 masters, so the write is lost. Write to "
+        "the masters instead:\n"
         "    for param in amp.master_params(optimizer):\n"
         "        param.data.clamp_(-c, c)"
     )
