@@ -61,13 +61,6 @@ MUTANTS = [
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
-        "an LBFGS closure not undone",
-        f"{ENGINE}/optimizer/step.py",
-        "        param.copy_(value)",
-        "        pass",
-        "tests/loop/test_overflow.py",
-    ),
-    Mutant(
         "a table row dropped",
         f"{CORE}/op_rows.py",
         "rms_norm softmax.int",
