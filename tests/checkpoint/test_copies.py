@@ -1,4 +1,4 @@
-"""Prepared models, optimizers and parts of models: copied, pickled, saved. The results are plain."""
+"""Prepared models, optimizers and parts of models, copied, pickled and saved, are plain."""
 
 import copy
 import gc
@@ -134,7 +134,7 @@ def test_copies_that_are_prepared_again_train_as_the_originals(level):
     scales = amp.state_dict()
     again = amp.initialize(*copy.deepcopy(pair), opt_level=level, verbosity=0)
     state = amp.state_dict()
-    amp.load_state_dict({name: scales["loss_scaler0"] for name in state})
+    amp.load_state_dict(dict.fromkeys(state, scales["loss_scaler0"]))
     for model, optimizer in (pair, again):
         optimizer.zero_grad()
         loops.scaled_backward(model(loops.batch()[0]).float().square().mean(), optimizer)
@@ -188,7 +188,7 @@ def test_plain_copies_are_returned_by_restore_and_wrappers_refused():
     assert amp.restore(pair[0]) is pair[0]
     with pytest.raises(ValueError, match="without a wrapper"):
         amp.restore(nn.Sequential(model))
-    with pytest.raises(ValueError, match="optimizer .* not prepared"):
+    with pytest.raises(ValueError, match=r"optimizer .* not prepared"):
         amp.restore(model, pair[1])
 
 

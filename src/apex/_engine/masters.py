@@ -8,8 +8,9 @@ Note [Which side is newer]
     written weight is copied to its master at the step, or where a script asks for masters, and only
     in the elements that differ from the rounded master. So weights that are swapped or perturbed
     and put back before the step leave the master bit-identical. If both were written, the master
-    wins. Data assigned to a master are rounded into the model at once. Until its first step a weight counts as written: ``dist.broadcast(p.data)`` and its like
-    write weights in a way that torch does not count.
+    wins. Data assigned to a master are rounded into the model at once. Until its first step a
+    weight counts as written: ``dist.broadcast(p.data)`` and its like write weights in a way that
+    torch does not count.
 
 Note [One gradient in one place]
     The gradient of a master is the ``.grad`` of its model parameter: ``master.grad`` is a property

@@ -220,8 +220,8 @@ class ApexPrecision(_Precision):
     ) -> Any:
         """Runs the closure and steps, unless a gradient overflowed.
 
-        Only optimizers that may evaluate the closure several times receive it. amp must copy their
-        parameters and state to be able to skip such a step.
+        Only optimizers that may evaluate the closure several times receive it, which a dynamic
+        loss scale refuses.
         """
         if self._library is _FABRIC:
             if closure is not None:
