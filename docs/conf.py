@@ -8,7 +8,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.parsers.rst import Directive
 
-from apex._core.project import VERSION
+from apex._core.project import ADDRESS, VERSION
 from apex.cli import build_parser
 
 project = "apex-amp"
@@ -38,6 +38,10 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+RELATIVE = re.compile(r"\]\(((?!https?:)[^)\s#]+\.md)(#[^)\s]*)?\)")
 PICTURE = re.compile(r"^!\[.*\]\((.+\.(svg|png))\)$", re.MULTILINE)
 
 # The colours of docs/figures, by theme.
@@ -86,9 +90,20 @@ def read(app, name, source):
     text = PICTURE.sub(framed, text)
     if name == "index":
         text += "\n" + Path(__file__).with_name("contents.txt").read_text("utf-8")
+    folder = (DOCS / name).parent
     if name == "changelog":
-        text = Path(__file__).parents[1].joinpath("CHANGELOG.md").read_text("utf-8")
-    source[0] = text
+        folder = ROOT
+        text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    source[0] = RELATIVE.sub(lambda match: on_the_site(match, folder), text)
+
+
+def on_the_site(match, folder):
+    """Returns a link of a page in a folder; files outside of docs/ are the repository's."""
+    path, anchor = match.groups("")
+    file = (folder / path).resolve()
+    if file.is_relative_to(DOCS):
+        return f"](/{file.relative_to(DOCS)}{anchor})"
+    return f"]({ADDRESS}/blob/main/{file.relative_to(ROOT)}{anchor})"
 
 
 def framed(match):

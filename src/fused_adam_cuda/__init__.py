@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex._core.foreach.adam import AdamRule, adam_, corrected_rate
+from apex._optimizer_rules.adam import AdamRule, adam_, corrected_rate
 
 __all__ = ["adam"]
 

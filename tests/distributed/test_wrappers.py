@@ -7,11 +7,13 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
+from apex.parallel import reduce_in_fp32
 from tests.distributed.cases import backward, initialized, net, prepare, rank_batch, state
 from tests.support import loops
 
@@ -154,6 +156,34 @@ def test_gradients_in_buckets_can_be_zeroed_in_place(on_two_ranks, level):
     assert first == second == on_two_ranks(zero_in_place, level, False)[0]
 
 
+HOOKS = {
+    "fp16": lambda wrapper: wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "fp32": reduce_in_fp32,
+}
+
+
+def overflow_under_a_hook(rank, level, hook):
+    model, optimizer = prepare(level, seed=rank)
+    parallel = DistributedDataParallel(model)
+    HOOKS[hook](parallel)
+    skipped = []
+    for step in range(4):
+        x, y = rank_batch(rank, step)
+        if (rank, step) == (1, 1):
+            x[0, 0] = torch.inf
+        loops.train_step(parallel, optimizer, x, y)
+        skipped.append(bool(amp.step_was_skipped(optimizer)))
+    return skipped, state(model, optimizer)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("level", loops.DYNAMIC)
+def test_under_a_hook_that_compresses_training_goes_on_after_an_inf(on_two_ranks, level, hook):
+    first, second = on_two_ranks(overflow_under_a_hook, level, hook)
+    assert first == second
+    assert first[0] == [False, True, False, False]
+
+
 # -- a join ----------------------------------------------------------------------------------
 
 
@@ -219,6 +249,24 @@ def test_a_wrapper_made_before_its_parameters_are_cast_is_told_the_order(
         assert "before its parameters were cast" in told
         assert "Call amp.initialize first" in told
         assert "Lightning 1.x" in told
+
+
+def wrapped_by_a_library(rank, level, first):
+    """As ``ApexPrecision`` does in Fabric, which wraps before the plugin sees an optimizer."""
+    model = net(rank)
+    parallel = DistributedDataParallel(model) if first else None
+    model, optimizer = initialized(level, model)
+    amp._amp_state.sessions()[-1].ddp_tracker.wrapped_first = first
+    parallel = parallel or DistributedDataParallel(model)
+    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
+    return state(model, optimizer)
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_library_may_wrap_before_amp_prepares_the_model(on_two_ranks, level):
+    first, second = on_two_ranks(wrapped_by_a_library, level, True)
+    assert first == second
+    assert on_two_ranks(wrapped_by_a_library, level, False) == [first, second]
 
 
 def train_alone(level, first, **options):

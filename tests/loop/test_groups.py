@@ -94,7 +94,7 @@ def test_groups_that_are_built_anew_step_the_same_masters(level):
 def test_a_group_that_a_script_fills_with_the_models_parameters_steps_masters(level, step):
     ends = []
     for fills in (False, True):
-        model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"])
+        model, optimizer = loops.prepared(level, loops.OPTIMIZERS["Adam"], loss_scale=64.0)
         for x, y in loops.batches(3):
             step(model, optimizer, x, y)
             if fills:

@@ -108,7 +108,7 @@ def test_written_weights_reach_the_masters_where_they_differ(level, write):
 @pytest.mark.parametrize("when", ["at first", "after a look at the masters", "before a closure"])
 @levels
 def test_a_write_before_the_first_pass_reaches_the_masters(level, write, when):
-    model, optimizer = loops.prepared(level, still)
+    model, optimizer = loops.prepared(level, still, loss_scale=64.0)
     exact = (
         loops.masters(optimizer)
         if when.startswith("after")

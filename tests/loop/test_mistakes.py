@@ -132,13 +132,17 @@ def assert_warns_once(level, lines, message, optimizer="SGD", **options):
         ("clear delay scaled end clip scale scaled end step", DELAYED),
         ("clear scale scaled plain end step", SECOND),
         (WITHOUT_AMP, PLAIN),
-        ("step_closure", PLAIN),
     ],
 )
 @fp16
 def test_a_mistake_of_fp16_levels_is_warned_of_once(level, lines, message):
     assert_warns_once(level, lines, message, "fused AdamW")
     assert_warns_once(level, lines, message, loss_scale=128.0)
+
+
+@fp16
+def test_a_closure_without_a_block_is_warned_of_once(level):
+    assert_warns_once(level, "step_closure", PLAIN, loss_scale=128.0)
 
 
 @pytest.mark.parametrize(

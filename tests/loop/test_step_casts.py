@@ -35,7 +35,7 @@ class Multiplies(torch.optim.Optimizer):
 @pytest.mark.parametrize("step", [loops.train_step, loops.train_step_with_closure])
 @levels
 def test_the_step_computes_in_fp32(level, low, step):
-    model, optimizer = loops.prepared(level, Multiplies)
+    model, optimizer = loops.prepared(level, Multiplies, loss_scale=64.0)
     step(model, optimizer, *loops.batch())
     assert optimizer.dtypes == [FP32] * 2
     assert product() is low
@@ -43,7 +43,7 @@ def test_the_step_computes_in_fp32(level, low, step):
 
 @levels
 def test_a_closure_is_cast_as_around_the_step_also_after_one_that_raises(level, low):
-    _model, optimizer = loops.prepared(level, Multiplies)
+    _model, optimizer = loops.prepared(level, Multiplies, loss_scale=64.0)
     seen = []
 
     def closure():

@@ -16,7 +16,7 @@ from tests.support import loops
 
 THEIRS = "optimizers normalization contrib mlp fused_dense multi_tensor_apply _autocast_utils"
 THEIRS = [*(f"apex.{name}" for name in THEIRS.split()), "amp_C", "apex_C"]
-OURS = ["_torch", "_core", "_engine", "amp", "debug"]
+OURS = ["_torch", "_core", "_engine", "_optimizer_rules", "amp", "debug"]
 OURS += ["parallel", "fp16_utils", "RNN", "reparameterization"]
 
 IMPORT_OURS = """

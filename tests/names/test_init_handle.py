@@ -150,7 +150,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(capsys):
 
 
 def test_a_wrapped_optimizer_scales_its_own_loss():
-    handle = amp.init()
+    handle = amp.init(loss_scale=2.0**16)
     model, optimizer = one_weight()
     wrapped = handle.wrap_optimizer(optimizer)
     with wrapped.scale_loss(slope(model, 2.0)) as scaled_loss:

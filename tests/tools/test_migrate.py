@@ -97,24 +97,6 @@ def test_attributes_of_optimizers_are_found_without_an_import():
     assert found(program) == [(1, "optimizer._amp_stash"), (2, "optimizer.clip_master_grads")]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_clipping_a_models_gradients_is_noted_where_the_optimizer_has_masters(level):
-    program = f"""
-    import torch, apex
-    model, optimizer = apex.amp.initialize(model, optimizer, opt_level="{level}")
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    torch.nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), 1.0)
-    """
-    notes = [
-        use for use in names(ast.parse(textwrap.dedent(program))) if use.name.startswith("clip")
-    ]
-    assert [use.line for use in notes] == ([4] if level != "O1" else [])
-    for use in notes:
-        kind, text = verdict_of(use)
-        assert kind == "note"
-        assert "clip_grad_norm_(amp.master_params(optimizer), max_norm)" in text
-
-
 # -- verdicts ----------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ States persist between calls, with their graph. ``detach_hidden`` detaches the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,12 @@ class RNNCell(nn.Module):
         bias: Whether the layer has biases.
         output_size: Number of output features after a projection; None means ``hidden_size``,
             without a projection.
+
+    Attributes:
+        weights: Names of the weights, in the order of the cell function's arguments.
     """
+
+    weights: Sequence[str] = ("w_ih", "w_hh")
 
     def __init__(
         self,
@@ -61,16 +66,16 @@ class RNNCell(nn.Module):
         self.cell = cell
         self.bias = bias
         self.output_size = hidden_size if output_size is None else output_size
-        self.gate_size = gate_multiplier * hidden_size
         self.n_hidden_states = n_hidden_states
-        self.w_ih = new_parameter(self.gate_size, input_size)
-        self.w_hh = new_parameter(self.gate_size, self.output_size)
+        rows = gate_multiplier * hidden_size
+        self.w_ih = new_parameter(rows, input_size)
+        self.w_hh = new_parameter(rows, self.output_size)
         if self.output_size != hidden_size:
             self.w_ho = new_parameter(self.output_size, hidden_size)
-        self.b_ih = new_parameter(self.gate_size) if bias else None
-        self.b_hh = new_parameter(self.gate_size) if bias else None
+        self.b_ih = new_parameter(rows) if bias else None
+        self.b_hh = new_parameter(rows) if bias else None
         # None until the first call, which knows the batch size.
-        self.hidden: list[Tensor | None] = [None] * n_hidden_states
+        self.hidden: list[Any] = [None] * n_hidden_states
         self.reset_parameters()
 
     def new_like(self, new_input_size: int | None = None) -> RNNCell:
@@ -129,16 +134,13 @@ class RNNCell(nn.Module):
         hidden: Any = self.hidden
         if self.n_hidden_states == 1:
             hidden = self.hidden[0]
-        result = self.cell(input, hidden, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        weights = [getattr(self, name) for name in self.weights]
+        result = self.cell(input, hidden, *weights, b_ih=self.b_ih, b_hh=self.b_hh)
         states = [result] if isinstance(result, Tensor) else list(result)
         if self.output_size != self.hidden_size:
             states[0] = F.linear(states[0], self.w_ho)
         self.hidden = states
         return tuple(states)
-
-    def _weights(self) -> tuple[Tensor, ...]:
-        """Returns the weights in the order of the cell function's arguments."""
-        return self.w_ih, self.w_hh
 
     def extra_repr(self) -> str:
         """Returns sizes, cell and bias."""
@@ -216,32 +218,25 @@ class stackedRNN(Stateful):
                 f"{features}] with at least one step."
             )
         steps = input.flip(0) if reverse else input
-        layers_by_step = [self._step(step) for step in steps]
-        last_layers = layers_by_step[-1]  # of the step that ran last, also in reverse
+        states_by_step = [self._step(step) for step in steps]
+        last_states = states_by_step[-1]  # of the step that ran last, also in reverse
         if reverse:
-            layers_by_step.reverse()
-        outputs = []
-        for layers in layers_by_step:
-            top_states = layers[-1]
-            outputs.append(top_states[0])
-        output = torch.stack(outputs)
+            states_by_step.reverse()
+        output = torch.stack([states[0][-1] for states in states_by_step])
         if not collect_hidden:
-            return output, _by_state(last_layers)
+            return output, last_states
         # For every hidden state, the list of its values after each step.
-        states_by_step = [_by_state(layers) for layers in layers_by_step]
-        steps_by_state = zip(*states_by_step, strict=True)
-        return output, [list(states) for states in steps_by_state]
+        return output, [*map(list, zip(*states_by_step, strict=True))]
 
-    def _step(self, input: Tensor) -> list[tuple[Tensor, ...]]:
-        """Returns the states of every layer after one step."""
+    def _step(self, input: Tensor) -> list[Tensor]:
+        """Returns ``[layers, batch, features]`` of each hidden state after one step."""
         layers: list[Any] = []
         for cell in self.rnns:
-            if layers and self.dropout:
+            if layers:
                 input = F.dropout(input, self.dropout, self.training)
-            states = cell(input)
-            layers.append(states)
-            input = states[0]
-        return layers
+            layers.append(cell(input))
+            input = layers[-1][0]
+        return [torch.stack(states) for states in zip(*layers, strict=True)]
 
 
 class bidirectionalRNN(Stateful):
@@ -261,11 +256,10 @@ class bidirectionalRNN(Stateful):
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, Hiddens]:
         """Runs both stacks and concatenates their features; for arguments, see `stackedRNN`."""
-        output, states = self.fwd(input, collect_hidden=collect_hidden)
-        reverse_output, reverse_states = self.bckwrd(input, collect_hidden, reverse=True)
-        both_outputs = _concatenated(output, reverse_output)
-        both_states = _concatenated(states, reverse_states)
-        return both_outputs, tuple(both_states)
+        forward = self.fwd(input, collect_hidden)
+        reverse = self.bckwrd(input, collect_hidden, reverse=True)
+        output, states = _concatenated(forward, reverse)
+        return output, tuple(states)
 
 
 def is_iterable(maybe_iterable: object) -> bool:
@@ -284,23 +278,14 @@ def _layers(first: Any, num_layers: int) -> list[RNNCell]:
     """Returns the cells of a stack, from its first cell or the list of all."""
     arguments.integer("num_layers", num_layers, least=1)
     if isinstance(first, RNNCell):
-        layers = [first]
-        while len(layers) < num_layers:
-            layers.append(first.new_like(first.output_size))
-        return layers
+        return [first, *(first.new_like(first.output_size) for _ in range(num_layers - 1))]
     if not isinstance(first, list) or len(first) != num_layers:
         raise ValueError(f"stackedRNN got {first}; it takes an RNNCell or a list of {num_layers}.")
     return first
-
-
-def _by_state(layers: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Stacks the states of all layers: one ``[layers, batch, features]`` per hidden state."""
-    return [torch.stack(states) for states in zip(*layers, strict=True)]
 
 
 def _concatenated(forward: Any, reverse: Any) -> Any:
     """Concatenates the features of both directions; accepts tensors, or nested lists of them."""
     if isinstance(forward, Tensor):
         return torch.cat([forward, reverse], -1)
-    pairs = zip(forward, reverse, strict=True)
-    return [_concatenated(*pair) for pair in pairs]
+    return [*map(_concatenated, forward, reverse)]

@@ -9,6 +9,7 @@ is the number of columns of ``w_hh``, which may differ from the size of the cell
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +24,18 @@ Bias = Tensor | None
 States = Sequence[Tensor]
 
 
+def _gates(
+    input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
+) -> Tensor:
+    return F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh)
+
+
 def LSTMCell(
-    input: Tensor, hidden: States, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
+    input: Tensor, hidden: States, *weights: Tensor, **biases: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns output and cell state of a long short-term memory cell, ``[batch, hidden]`` each."""
     output, state = hidden
-    if output.shape[-1] == state.shape[-1]:
-        return torch.lstm_cell(input, [output, state], w_ih, w_hh, b_ih, b_hh)
-    # torch's cell has no output projection.
-    from_input = F.linear(input, w_ih, b_ih)
-    from_output = F.linear(output, w_hh, b_hh)
-    gates = from_input + from_output
+    gates = _gates(input, output, *weights, **biases)
     input_gate, forget_gate, candidate, output_gate = gates.chunk(4, dim=-1)
     kept = forget_gate.sigmoid() * state
     added = input_gate.sigmoid() * candidate.tanh()
@@ -46,22 +48,14 @@ GRUCell = torch.gru_cell
 """Returns the state of a gated recurrent unit, ``[batch, hidden]``."""
 
 
-def ReLUCell(
-    input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
-) -> Tensor:
+def ReLUCell(input: Tensor, hidden: Tensor, *weights: Tensor, **biases: Any) -> Tensor:
     """Returns the state of an Elman cell with ReLU, ``[batch, hidden]``."""
-    from_input = F.linear(input, w_ih, b_ih)
-    from_hidden = F.linear(hidden, w_hh, b_hh)
-    return torch.relu(from_input + from_hidden)
+    return torch.relu(_gates(input, hidden, *weights, **biases))
 
 
-def TanhCell(
-    input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Bias = None, b_hh: Bias = None
-) -> Tensor:
+def TanhCell(input: Tensor, hidden: Tensor, *weights: Tensor, **biases: Any) -> Tensor:
     """Returns the state of an Elman cell with tanh, ``[batch, hidden]``."""
-    from_input = F.linear(input, w_ih, b_ih)
-    from_hidden = F.linear(hidden, w_hh, b_hh)
-    return torch.tanh(from_input + from_hidden)
+    return torch.tanh(_gates(input, hidden, *weights, **biases))
 
 
 def mLSTMCell(
@@ -80,12 +74,13 @@ def mLSTMCell(
     """
     output, state = hidden
     mixed = F.linear(input, w_mih) * F.linear(output, w_mhh)
-    mixed_states = [mixed, state.to(mixed.dtype)]
-    return LSTMCell(input, mixed_states, w_ih, w_hh, b_ih, b_hh)
+    return LSTMCell(input, [mixed, state], w_ih, w_hh, b_ih=b_ih, b_hh=b_hh)
 
 
 class mLSTMRNNCell(RNNCell):  # noqa: N801
     """A multiplicative LSTM cell that keeps its states; takes the arguments of `RNNCell`."""
+
+    weights = ("w_ih", "w_hh", "w_mih", "w_mhh")
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = False, output_size: int | None = None
@@ -101,6 +96,3 @@ class mLSTMRNNCell(RNNCell):  # noqa: N801
         return type(self)(
             new_input_size or self.input_size, self.hidden_size, self.bias, self.output_size
         )
-
-    def _weights(self) -> tuple[Tensor, ...]:
-        return self.w_ih, self.w_hh, self.w_mih, self.w_mhh

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import tree
+from apex._core import dtypes, tree
+
+_FUSED_ADAM = "apex.optimizers.fused_adam"
 
 
 def is_trained(param: nn.Parameter) -> bool:
@@ -138,3 +141,47 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
                 if isinstance(held, Optimizer) and held not in optimizers:
                     optimizers.append(held)
     return optimizers
+
+
+def dtypes_of(optimizers: Iterable[Optimizer]) -> list[torch.dtype]:
+    """Returns the dtypes of all parameters that the optimizers step, in order."""
+    return [param.dtype for optimizer in optimizers for param in params_of(optimizer)]
+
+
+def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype]) -> None:
+    """Casts optimizer state to the new dtype of its parameter, as torch's kernels require.
+
+    Needed for parameters converted in place (O3).
+
+    Args:
+        optimizers: Optimizers whose parameters were converted, or exchanged for masters.
+        before: Their :func:`dtypes_of` before that.
+    """
+    params: list[Tensor] = []
+    for optimizer in optimizers:
+        params += params_of(optimizer)
+    old_dtypes = dict(zip(map(id, params), before, strict=True))
+    for optimizer in optimizers:
+        for part in optimizers_in(optimizer):
+            # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
+            if getattr(part, "state_stays_fp32", False) or is_from(part, _FUSED_ADAM):
+                continue
+            for param, state in states_in(getattr(part, "state", {})):
+                _cast_state(state, old_dtypes.get(id(param), param.dtype), param.dtype)
+
+
+def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
+    if old is new:
+        return
+    # A state with codes also contains their scales, in fp32 for parameters of any dtype.
+    if any(map(dtypes.is_code, tree.tensors(state))):
+        return
+
+    def cast(value: Tensor) -> Tensor:
+        is_count = value.dim() == 0  # a step count stays exact
+        if is_count or value.dtype is not old:
+            return value
+        return value.to(new)
+
+    for name, value in state.items():
+        state[name] = tree.map_tensors(cast, value)

@@ -42,10 +42,12 @@ class DDPTracker:
     Attributes:
         wrappers: The wrappers, in the order of their first forward passes, so that all ranks
             communicate alike.
+        wrapped_first: Whether a library wraps models before amp prepares them, on all ranks alike.
     """
 
     def __init__(self) -> None:
         """Starts without wrappers."""
+        self.wrapped_first = False
         self.wrappers = weakref.WeakKeyDictionary[Wrapper, _WrapperState]()
 
     def mark_forward(self, wrapper: Wrapper, session: Session, *, traced: bool) -> None:
@@ -61,7 +63,10 @@ class DDPTracker:
                 train each rank on gradients of its own, or if ranks may run out of data.
         """
         if wrapper not in self.wrappers:
-            _match_reducer(wrapper)
+            if self.wrapped_first or ranks.world_size() == 1:
+                ddp.rebuild_reducer(wrapper)
+            else:
+                _check_order(wrapper)
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_parameters()
             sent = {id(param) for name, param in named if name not in ignored}
@@ -123,16 +128,9 @@ def _check_join(session: Session) -> None:
         )
 
 
-def _match_reducer(wrapper: Wrapper) -> None:
-    """Recreates the reducer of a wrapper that was made before its parameters were cast.
-
-    Raises RuntimeError with several ranks: the wrapper has sent weights of the other dtype.
-    """
+def _check_order(wrapper: Wrapper) -> None:
     cast = ddp.unsent_dtypes(wrapper)
     if not cast:
-        return
-    if ranks.world_size() == 1:  # nothing to average
-        ddp.rebuild_reducer(wrapper)
         return
     model_name = type(wrapper.module).__name__
     wrapper_name = type(wrapper).__name__

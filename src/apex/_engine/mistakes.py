@@ -139,8 +139,9 @@ class Mistake(enum.Enum):
     )
     LOST_WRITE = (
         "The model's 16-bit weights were written in a way that PyTorch does not count, such as "
-        "weight.data.clamp_(...), NumPy or a collective. optimizer.step() overwrites them with the "
-        "fp32 masters, so the write is lost. Write to the masters instead:\n"
+        "weight.data.clamp_(...), NumPy or an average over ranks by all_reduce(weight.data). "
+        "optimizer.step() overwrites them with the fp32 masters, so the write is lost. Write to "
+        "the masters instead:\n"
         "    for param in amp.master_params(optimizer):\n"
         "        param.data.clamp_(-c, c)"
     )
@@ -248,8 +249,7 @@ class BlockInspection:
         self._mistakes.stop_observing()
         for prepared in prepared_optimizers:
             self._mistakes.warn(_find_mistake(prepared))
-            if prepared.session is not None:
-                prepared.session.mistakes.stop_observing()
+            prepared.session.mistakes.stop_observing()
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -370,9 +370,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    session = prepared.session
-    is_wrapped = session is not None and session.ddp_tracker.wrappers
-    return ranks.world_size() > 1 and not is_wrapped
+    return ranks.world_size() > 1 and not prepared.session.ddp_tracker.wrappers
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
@@ -391,7 +389,7 @@ def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
 def inspect_step(prepared: PreparedOptimizer) -> None:
     """Warns of gradients that are not the step's, of missing ones, and of writes that are lost."""
     session = prepared.session
-    if session is None or not session.mistakes.blocks_left:
+    if not session.mistakes.blocks_left:
         return
     if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
@@ -420,7 +418,7 @@ def inspect_weights(prepared: PreparedOptimizer) -> None:
     session = prepared.session
     turn, phase = divmod(prepared.steps, _INSPECTED_BLOCKS)
     is_first = turn == 0
-    if session is None or not (prepared.pairs and (is_first or phase < 2)):
+    if not (prepared.pairs and (is_first or phase < 2)):
         return
     mistakes = session.mistakes
     watches = prepared.masters.watches
@@ -439,8 +437,6 @@ def inspect_weights(prepared: PreparedOptimizer) -> None:
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
     """Judges a GradScaler that is about to step the optimizer."""
     session = prepared.session
-    if session is None:
-        return
     if session.has_scale and session.mistakes.has_blocks:
         session.mistakes.warn(Mistake.GRAD_SCALER)
     else:

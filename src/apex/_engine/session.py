@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.op_table import AutocastSpec
-from apex._core.param_groups import is_trained
+from apex._core.param_groups import dtypes_of, is_trained, match_states
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.ambient import end_stale_casts
@@ -29,7 +29,6 @@ from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import step, subclass
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.restore import dtypes_of, match_states
 from apex._engine.scaler import Readback, ScaleUpdate, scaler_for
 from apex._torch import fsdp
 from apex._torch.modules import named_parameters
@@ -202,7 +201,7 @@ class Session:
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""
-        prepared = PreparedOptimizer(self, [], self.policy.master_weights)
+        prepared = PreparedOptimizer(self, self.policy.master_weights)
         prepared.attach(optimizer)
         prepared.create_missing_masters()
         undo.callback(prepared.close)
@@ -268,7 +267,7 @@ class Session:
 
     @property
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
-        """The states of the session's live optimizers, copies included."""
+        """The states of the session's live optimizers."""
         return [prepared for prepared in self._prepared_optimizers if prepared.is_live]
 
     @classmethod

@@ -73,13 +73,13 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
 
 
 def rebuild_reducer(model: nn.Module) -> None:
-    """Recreates the reducer of a DistributedDataParallel after its parameters' dtypes changed.
+    """Recreates the reducer of a DistributedDataParallel if its parameters' dtypes have changed.
 
-    For libraries that wrap the model before amp prepares it: the reducer's buckets have the old
-    dtype, and autograd dropped its hooks with the change. In torch, only restoring the state of a
-    pickled wrapper creates a new reducer. Other models are left alone.
+    The reducer's buckets have the old dtype, and autograd dropped its hooks with the change. In
+    torch, only restoring the state of a pickled wrapper creates a new reducer. Other models are
+    left alone.
     """
-    if isinstance(model, DistributedDataParallel) and "reducer" in vars(model):
+    if isinstance(model, DistributedDataParallel) and unsent_dtypes(model):
         wrapper: Any = model  # torch does not annotate these methods
         wrapper.__setstate__(wrapper.__getstate__())
         hooks = vars(model).get("_comm_hooks", [])

@@ -241,11 +241,12 @@ def restore(models: Any, optimizers: Any = None) -> Any:
         optimizers: Their optimizer, or a list or tuple of them; ``None`` if there are none.
 
     Returns:
-        The arguments, in the form that :func:`initialize` returns; unchanged if it was last called
-        with ``enabled=False`` and prepared none of them.
+        The arguments, in the form that :func:`initialize` returns; unchanged if all are plain, as
+        copies are.
 
     Raises:
-        ValueError: If a model or optimizer is not prepared; nothing changes in this case.
+        ValueError: If only some of them are prepared, or a model is in a wrapper; nothing changes
+            in this case.
         RuntimeError: Under ``torch.inference_mode()``, for models that were converted.
 
     Example:
@@ -258,8 +259,8 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     """
     model_list = inputs.model_list(models)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
-    prepared = any(map(is_converted, model_list)) or any(map(prepared_state, optimizer_list))
-    if prepared or _amp_state.enabled:
+    parts = [part for model in model_list for part in model.modules()]
+    if any(map(is_converted, parts)) or any(map(prepared_state, optimizer_list)):
         inputs.check_prepared(model_list, optimizer_list)
         make_plain([*filter(is_converted, model_list)], optimizer_list)
         _amp_state.end_unused()

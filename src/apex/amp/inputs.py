@@ -216,8 +216,7 @@ def _are_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module])
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises ValueError if an object is not prepared, or if a master's model is missing.
 
-    A plain model is accepted in two cases: with an unpickled optimizer, because models at O0, O1
-    and O4 are pickled plain; and after ``model.float()``, with the optimizer that has its masters.
+    A plain model is accepted after ``model.float()``, with the optimizer that has its masters.
     """
     _check_distinct(models)
     prepared_optimizers = []
@@ -231,10 +230,9 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
             )
         prepared_optimizers.append(prepared)
         mastered.update(id(pair.model) for pair in prepared.pairs)
-    unpickled = any(prepared.session is None for prepared in prepared_optimizers)
     for model in models:
         is_known = is_converted(model) or not mastered.isdisjoint(_params([model]))
-        if not (unpickled or is_known):
+        if not is_known:
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass the model that amp.initialize returned, without a wrapper."

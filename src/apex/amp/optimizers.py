@@ -100,14 +100,14 @@ def _warn_of_scaled_grads(prepared: PreparedOptimizer, consumer: str) -> None:
     ``consumer`` is the file of the code that iterates over the masters.
     """
     opened = prepared.open_pass
-    session = prepared.session
+    mistakes = prepared.session.mistakes
     # While a pass runs, hooks may ask for the masters, for instance to step them.
-    if opened is None or session is None or not opened.scaled or backward_id() != -1:
+    if opened is None or not opened.scaled or backward_id() != -1:
         return
     if opened.is_open and prepared.pairs:
-        session.mistakes.warn(Mistake.CLIPPED_INSIDE)
+        mistakes.warn(Mistake.CLIPPED_INSIDE)
     elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
-        session.mistakes.warn(Mistake.CLIPPED_DELAYED)
+        mistakes.warn(Mistake.CLIPPED_DELAYED)
 
 
 class AmpStash:

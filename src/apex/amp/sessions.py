@@ -11,6 +11,7 @@ from torch import nn
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
+from apex._engine.autocast.region import AutocastRegion
 from apex._engine.session import Session
 from apex._torch.devices import device_types, emulation
 from apex.amp import lists, report
@@ -59,6 +60,8 @@ def start_init_session(
     session = new_session(to_policy(properties), ScaleRule(max_scale=2.0**24), table=table)
     _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
     session.start()
+    if isinstance(session.region, AutocastRegion):
+        session.region.cast_all()  # it has no models, in whose forward passes torch's share casts
     _amp_state.add(session)
     return session
 

@@ -57,7 +57,7 @@ def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[Nonfi
     if model is not None:
         arguments.module("amp.debug.why_skipped", model)
         models = [model]
-    elif prepared is not None and prepared.session is not None:
+    elif prepared is not None:
         models = prepared.session.models
     return nonfinite_gradients(inner_optimizer, map(unwrapped, models))
 
@@ -223,7 +223,7 @@ class FrozenUpdates:
             return
         self._steps += 1
         prepared = prepared_state(optimizer)
-        if prepared is not None and prepared.session is not None:
+        if prepared is not None:
             self._level = prepared.session.policy.opt_level
         self._line = self._line or innermost_line()
         for param in params_of(optimizer):

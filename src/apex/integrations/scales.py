@@ -53,6 +53,4 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
 def _scalers(optimizer: Any) -> list[Scaler]:
     prepared = prepared_state(unwrap(optimizer))
-    if prepared is None or prepared.session is None:
-        return []
-    return prepared.session.scalers
+    return [] if prepared is None else prepared.session.scalers

@@ -7,7 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 import amp_C
 from apex._core.arguments import flag, in_range
-from apex._core.foreach.adagrad import adagrad_
+from apex._optimizer_rules.adagrad import adagrad_
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 

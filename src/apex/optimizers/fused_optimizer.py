@@ -15,10 +15,10 @@ from torch.optim.optimizer import ParamsT
 
 from apex._core.arguments import flag, in_range, parameters
 from apex._core.dtypes import is_low_precision
-from apex._core.foreach.adam import AdamRule
-from apex._core.foreach.scalars import Scalar, skip_flag
 from apex._core.foreach.working import math_dtype, scale_
 from apex._core.param_groups import states_in
+from apex._optimizer_rules.adam import AdamRule
+from apex._optimizer_rules.scalars import Scalar, skip_flag
 from apex._torch.copies import as_scalar, as_tensor, capturing, moved
 
 MASTER = "master_param"

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT, required
 
 import amp_C
 from apex._core.arguments import flag, in_range
-from apex._core.foreach.sgd import SGDRule, sgd_
+from apex._optimizer_rules.sgd import SGDRule, sgd_
 from apex.optimizers.fused_optimizer import Batch, FusedOptimizer
 
 BUFFER = "momentum_buffer"

@@ -101,7 +101,14 @@ class Reparameterization:
         # torch also calls this, but would ignore a NotImplementedError.
         names, _ = rule.reparameterize(own_name, weight, dim)
         rule.reparameterization_names = list(names)
-        _attach(owner, own_name, rule)
+        computed = _Computed(rule)
+        parametrize.register_parametrization(owner, own_name, computed, unsafe=True)
+        # torch has given this module a separate class, so the properties affect no other module.
+        for index, part in enumerate(names):
+            read_part = attrgetter(f"parametrizations.{own_name}.original{index}")
+            setattr(type(owner), part, property(read_part))
+        hook = partial(_rename_old, own_name, names)
+        computed.loading = owner.register_load_state_dict_pre_hook(hook)
         return rule
 
     @staticmethod
@@ -175,9 +182,8 @@ def detach(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: If the weight also has other parametrizations.
     """
-    parametrizations = _parametrizations(module, name)
-    computed = parametrizations[0] if len(parametrizations) == 1 else None
-    if not isinstance(computed, _Computed):
+    computed, *others = _parametrizations(module, name)
+    if others or not isinstance(computed, _Computed):
         raise ValueError(
             f"{name!r} of {type(module).__name__} has parametrizations other than apex's. Remove "
             "them together with torch.nn.utils.parametrize.remove_parametrizations."
@@ -185,13 +191,11 @@ def detach(module: nn.Module, name: str) -> None:
     computed.loading.remove()
     for part in computed.rule.reparameterization_names:
         delattr(type(module), part)
-    is_trainable = getattr(module, name).requires_grad
+    value = getattr(module, name)
     parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-    if not is_trainable:  # torch turns a frozen weight into a buffer
-        value = getattr(module, name)
-        frozen = nn.Parameter(value, requires_grad=False)
+    if not value.requires_grad:  # torch turns a frozen weight into a buffer
         delattr(module, name)
-        module.register_parameter(name, frozen)
+        setattr(module, name, nn.Parameter(value, requires_grad=False))
 
 
 def attached(module: nn.Module, name: str) -> Reparameterization | None:
@@ -200,19 +204,6 @@ def attached(module: nn.Module, name: str) -> Reparameterization | None:
         if isinstance(parametrization, _Computed):
             return parametrization.rule
     return None
-
-
-def _attach(module: nn.Module, name: str, rule: Reparameterization) -> None:
-    """Makes the weight ``name`` of ``module`` itself a result of ``rule``."""
-    computed = _Computed(rule)
-    parametrize.register_parametrization(module, name, computed, unsafe=True)
-    parts = tuple(rule.reparameterization_names)
-    # torch has given this module a separate class, so the properties affect no other module.
-    for index, part in enumerate(parts):
-        read_part = attrgetter(f"parametrizations.{name}.original{index}")
-        setattr(type(module), part, property(read_part))
-    hook = partial(_rename_old, name, parts)
-    computed.loading = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class _Computed(nn.Module):

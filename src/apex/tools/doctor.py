@@ -15,7 +15,14 @@ from apex._core import dtypes
 from apex._core.project import VERSION
 from apex._torch.devices import emulation
 from apex.tools.compare.table import wrapped
-from apex.tools.compare.timing import Load, Times, current_load, least_ratio, operator_seconds
+from apex.tools.compare.timing import (
+    Load,
+    Times,
+    current_load,
+    least_ratio,
+    operator_seconds,
+    suited_threads,
+)
 from apex.tools.devices import describe
 from apex.tools.migrate.definitions import ROOTS, SITE
 
@@ -84,9 +91,11 @@ def examine(device: torch.device) -> Health:
     devices = {str(device): device, "cpu": torch.device("cpu")}
     descriptions = {}
     speeds = {}
+    load = current_load()
     for name, measured in devices.items():
         descriptions[name] = describe(measured)
-        speeds[name] = _measured(measured)
+        with suited_threads(load):
+            speeds[name] = _measured(measured)
     load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
     emulated = [emulation(dtype) for dtype in (torch.float16, torch.bfloat16)]

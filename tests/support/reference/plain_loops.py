@@ -52,10 +52,6 @@ def next_scale(scale, growth_tracker, *, overflow, interval=2000, least=0.0, gre
     return scale, growth_tracker
 
 
-class Overflow(Exception):
-    """Leaves the optimizer's step when an evaluation of its closure overflowed."""
-
-
 class Loop:
     """One training by hand.
 
@@ -160,16 +156,9 @@ class Loop:
             self.round_to_model()
             self.zero_grad()
             losses.append(self.backward(x, y))
-            if self.overflow:
-                raise Overflow
             return losses[-1]
 
-        try:
-            self.optimizer.step(closure)
-        except Overflow:
-            # An overflow in the first evaluation, before the optimizer has changed anything.
-            assert len(losses) == 1
-        self.overflow = False
+        self.optimizer.step(closure)
         self.round_to_model()
         return losses[0]
 

@@ -1,4 +1,1 @@
-"""Optimizer rules and norms over lists of tensors, on torch's fused and foreach kernels.
-
-The rules update parameters and state in place; the caller owns the state.
-"""
+"""Norms and copies of lists of tensors, on torch's foreach kernels."""

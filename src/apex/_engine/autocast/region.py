@@ -136,8 +136,7 @@ class AutocastRegion(Region):
     """Runs functions with op casts on, in any thread, except in ``casts_off``.
 
     While the region is alive, its rows apply under autocast to its dtype. A weight used by several
-    operators is cast once; see Note [Shared casts]. Pickling or copying makes an independent region
-    with the same spec.
+    operators is cast once; see Note [Shared casts].
 
     Raises:
         ValueError: If a device type of the spec has no autocast.
@@ -153,9 +152,6 @@ class AutocastRegion(Region):
         """Ends the region: its rows no longer apply. Idempotent."""
         self.end.atexit = False  # the table dies with the process
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AutocastRegion, (self.spec,)
-
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         # Reading the digest makes dynamo guard it: code with other rows is compiled again.
         if not self._digest or torch.get_autocast_dtype("cpu") is OFF:
@@ -165,7 +161,7 @@ class AutocastRegion(Region):
             tensors = [value] if isinstance(value, Tensor) else tree.tensors(value)
             for tensor in tensors:
                 if tensor.dtype is torch.float64:
-                    self._accept_float64()
+                    self.cast_all()
         return self.spec.device_types, self.spec.dtype
 
     def share_casts(self, until: ExitStack, model: nn.Module) -> None:
@@ -180,10 +176,10 @@ class AutocastRegion(Region):
         shared.await_backward(output)
 
     @at_tracing
-    def _accept_float64(self) -> None:
-        """Lets float64 data meet fp32 weights also in operators that torch itself casts.
+    def cast_all(self) -> None:
+        """Casts by our kernels also where torch's own cast alike, which costs a call some 5 us.
 
-        This needs our kernels of these operators, which cost each call some 5 us.
+        Ours accept float64 data beside fp32 weights, and share casts outside of forward passes.
         """
         for device in self.spec.device_types:
             kernels.register(device, self.spec.table.rows)

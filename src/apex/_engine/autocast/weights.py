@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,19 +45,19 @@ class SharedCasts:
         # Those that torch's cache would hold.
         self._held: list[Tensor] = []
         # What torch's cache has casts for: the state of each model's weights, dtype and stream.
-        self._weights = weakref.WeakKeyDictionary[nn.Module, object]()
+        self._states = weakref.WeakKeyDictionary[nn.Module, object]()
         self._place: object = None
         # The hooks of outputs that await their backward passes; each lives as long as its graph.
         self._awaiting = weakref.WeakSet[Callable[..., None]]()
-        # The parameters of each module of a model, as a walk takes 5 us a module.
-        self._tables = weakref.WeakKeyDictionary[nn.Module, list[dict[str, Any]]]()
+        # The weights of each model, as a walk takes 5 us a module.
+        self._weights = weakref.WeakKeyDictionary[nn.Module, _Weights]()
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor in a castable dtype; an unchanged weight as it was cast before."""
         is_weight = tensor.requires_grad and tensor.is_leaf
         if not is_weight or not torch.is_grad_enabled() or is_recorded(tensor.device):
             return to_dtype(tensor, dtype)
-        state = _state([tensor])
+        state = _Weights([{"": tensor}]).state()
         if state is None:
             return to_dtype(tensor, dtype)
         key = state, dtype, current_stream(tensor.device)
@@ -78,9 +78,9 @@ class SharedCasts:
         is_training = torch.is_grad_enabled() and backward_id() == -1 and not is_recorded(device)
         if not is_training or self._place != place or not self._is_cache_valid():
             self._clear_cache()
-        if is_training and model not in self._weights:
+        if is_training and model not in self._states:
             self._place = place
-            self._weights[model] = _state(self._weights_of(model))
+            self._states[model] = self._weights_of(model).state()
 
     def end_forward(self) -> None:
         """Ends a forward pass."""
@@ -89,7 +89,7 @@ class SharedCasts:
 
     def await_backward(self, output: Any) -> None:
         """Keeps torch's cache until a backward pass reaches ``output``, or its graph is gone."""
-        if not self._weights:
+        if not self._states:
             return
 
         def end_pass(gradients: object) -> None:
@@ -110,48 +110,64 @@ class SharedCasts:
 
     def _clear_cache(self) -> None:
         self._awaiting.clear()
-        self._weights.clear()
+        self._states.clear()
         self._held.clear()
         torch.clear_autocast_cache()
 
     def _is_cache_valid(self) -> bool:
-        for model, state in [*self._weights.items()]:
-            if state is None or _state(self._weights_of(model)) != state:
+        for model, state in [*self._states.items()]:
+            if state is None or self._weights_of(model).state() != state:
                 return False
         return len(self._awaiting) > 0
 
-    def _weights_of(self, model: nn.Module) -> list[Tensor]:
-        tables = self._tables.get(model)
-        if tables is None:
+    def _weights_of(self, model: nn.Module) -> _Weights:
+        weights = self._weights.get(model)
+        if weights is None:
             tables = [module._parameters for module in model.modules() if module._parameters]
-            self._tables[model] = tables
-        weights: list[Any] = []
-        for table in tables:
-            weights += table.values()
-        return [weight for weight in weights if weight is not None]
+            weights = self._weights[model] = _Weights(tables)
+        return weights
 
 
-def _state(weights: list[Tensor]) -> tuple[object, ...] | None:
-    """Returns what changes when one of the weights is exchanged or written.
+class _Weights:
+    """Some weights, and what changes when one of them is exchanged or written."""
 
-    Not seen: writes past torch's version counter that leave the first elements as they are, or are
-    not on a CPU. Returns None if there is a subclass of tensors, or a tensor that has no state.
-    """
-    if not _PLAIN.issuperset(map(type, weights)):
-        return None
-    try:
-        addresses = [*map(Tensor.data_ptr, weights)]
-        versions = [weight._version for weight in weights]
-    except RuntimeError:  # of sparse and inference tensors
-        return None
-    samples: list[bytes] = []
-    for weight, address in zip(weights, addresses, strict=True):
-        # An address of 0 means that the memory is freed, which an offset would hide.
-        if weight.is_cpu and address != 0 and weight.storage_offset() == 0:
-            # The elements of an expanded tensor share memory.
-            size = weight.nbytes if weight.is_contiguous() else weight.element_size()
-            samples.append(ctypes.string_at(address, min(size, _SAMPLE)))
-    return *map(id, weights), *versions, *addresses, *samples
+    def __init__(self, tables: Sequence[Mapping[str, Tensor | None]]) -> None:
+        self._tables = tables
+        # Addresses, and the memory of the first elements there; one value, for several threads.
+        self._memory: tuple[list[int], list[Any]] = [], []
+
+    def state(self) -> tuple[object, ...] | None:
+        """Returns a state that equals a later one if no write is seen in between.
+
+        Not seen: writes past torch's version counter that leave the first elements as they are, or
+        are not on a CPU. Returns None with subclasses of tensors, and tensors without a state.
+        """
+        values: list[Tensor | None] = []
+        for table in self._tables:
+            values += table.values()
+        weights = [weight for weight in values if weight is not None]
+        if not _PLAIN.issuperset(map(type, weights)):
+            return None
+        try:
+            addresses = [*map(Tensor.data_ptr, weights)]
+            versions = [weight._version for weight in weights]
+        except RuntimeError:  # of sparse and inference tensors
+            return None
+        before, samples = self._memory
+        if addresses != before:
+            samples = [*map(_sample, weights, addresses)]
+            self._memory = addresses, samples
+        return *map(id, weights), *versions, *addresses, b"".join(samples)  # read in 20 ns each
+
+
+def _sample(weight: Tensor, address: int) -> Any:
+    """Returns the memory of a weight's first elements, which does not keep the weight alive."""
+    size = 0
+    # An address of 0 means that the memory is freed, which an offset would hide.
+    if weight.is_cpu and address != 0 and weight.storage_offset() == 0:
+        # The elements of an expanded tensor share memory.
+        size = weight.nbytes if weight.is_contiguous() else weight.element_size()
+    return (ctypes.c_char * min(size, _SAMPLE)).from_address(address)
 
 
 shared = SharedCasts()

@@ -11,6 +11,7 @@ from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
 from apex._core.rounding import exact_value
 from apex._core.undo import Undo
+from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import modules_in_fp32, planned_dtypes
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._torch.modules import flatten_rnns, named_tensors
@@ -34,7 +35,9 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     for module in model.modules():
         # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
         in_fp32 = outermost.get(module, False)
-        state.handles += state.link.attach(module, in_fp32=in_fp32)
+        hooks = state.link.attach(module, in_fp32=in_fp32)
+        if hooks:
+            state.handles += [*hooks, PlainCopies(module, state.link.masters, hooks)]
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
@@ -73,7 +76,7 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
     Args:
         model: A converted model.
         masters: Fp32 masters by ``id`` of their parameter, in addition to those that the model has
-            a link to (an unpickled model has none).
+            a link to.
     """
     state = state_of(model)
     if state is None:

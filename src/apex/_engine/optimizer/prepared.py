@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,9 @@ from torch.optim import Optimizer
 from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import masters
-from apex._engine.masters import MasterPair, MasterState, MasterTable
+from apex._engine.masters import MasterPair, MasterState
 from apex._engine.mistakes import Mistake
 from apex._engine.stash import Stash
-from apex._pickle import rebuild
 from apex._torch.autograd import backward_id
 from apex._torch.copies import HostCopy, capturing, moved
 from apex._torch.dynamo import untraced
@@ -104,7 +102,7 @@ class PreparedOptimizer:
 
     Attributes:
         pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
-        session: Kept alive; ``None`` in an unpickled optimizer.
+        session: Kept alive.
         masters: The table of all masters of the session.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
@@ -128,29 +126,22 @@ class PreparedOptimizer:
     """Gradients of a block that a CUDA graph has captured without the step: each replay writes them
     anew. ``None`` without such a graph."""
 
-    def __init__(
-        self, session: Session | None, pairs: list[MasterPair], master_weights: bool
-    ) -> None:
+    def __init__(self, session: Session, master_weights: bool) -> None:
         """Starts without an optimizer, which :meth:`attach` sets.
 
         Args:
-            session: The session that has the masters; ``None`` in an unpickled optimizer.
-            pairs: The pairs whose masters are already in the optimizer's groups.
+            session: The session that has the masters.
             master_weights: Whether low-precision parameters get fp32 masters.
         """
         self.session = session
-        self.pairs = pairs
+        self.masters = session.masters
+        self.pairs: list[MasterPair] = []
         self.master_weights = master_weights
         self.overflow = OverflowFlag()
         self.overflow_of_others: Tensor | None = None
         self.stash = Stash()
         self.listeners: list[Callable[[BackwardPass, PreparedOptimizer], None]] = []
-        if session is None:
-            self.masters = MasterTable()
-        else:
-            self.masters = session.masters
-            session.register(self)
-        self.masters.add(pairs, self)
+        session.register(self)
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -180,6 +171,10 @@ class PreparedOptimizer:
         """Returns the parameters that are stepped without a master."""
         with_pair = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in with_pair]
+
+    def low_params(self) -> list[nn.Parameter]:
+        """Returns the 16-bit parameters in the groups."""
+        return [param for param in self.params() if param.dtype in dtypes.LOW_PRECISION]
 
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
@@ -214,8 +209,8 @@ class PreparedOptimizer:
         state = self.optimizer.state
         created: dict[int, MasterPair] = {}
         with without_overrides():
-            for param in self.params():
-                if param.dtype in dtypes.LOW_PRECISION and (is_trained(param) or param in state):
+            for param in self.low_params():
+                if is_trained(param) or param in state:
                     created[id(param)] = self.masters.create(param, self)
         if not created:
             return False
@@ -228,8 +223,7 @@ class PreparedOptimizer:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
-        if self.session is not None:
-            self.session.mistakes.stop_observing()
+        self.session.mistakes.stop_observing()
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -276,7 +270,7 @@ class PreparedOptimizer:
             scaled: Whether the pass multiplies gradients by a loss scale.
             continues: Whether it adds to the gradients of a delayed pass.
         """
-        under_ddp = self.session is not None and self.session.ddp_tracker.wrappers
+        under_ddp = self.session.ddp_tracker.wrappers
         if continues and (scaled or under_ddp):
             return
         if scaled:
@@ -287,8 +281,7 @@ class PreparedOptimizer:
             masters.widen_nonzero_grads(self.pairs)
 
     def _put_aside(self, params: Sequence[nn.Parameter]) -> None:
-        if self.session is not None:
-            self.stash.put_aside(params, self.session.reuses_grad)
+        self.stash.put_aside(params, self.session.reuses_grad)
 
     def give_back(self) -> None:
         """Adds the gradients that were put aside."""
@@ -343,8 +336,7 @@ class PreparedOptimizer:
             return
         self.remove_grads()
         self.overflow.consume(skipped=False)
-        if self.session is not None:
-            self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)
+        self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -420,19 +412,3 @@ class PreparedOptimizer:
                 "the graph."
             )
         return self.overflow.is_raised()
-
-    # -- copies ------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedOptimizer:
-        """Copies the pairs, without gradients; the copy belongs to the same session.
-
-        An optimizer deep-copied together with its model steps the model's copy.
-        """
-        masters.update_model_from_masters(self.pairs)
-        pairs = copy.deepcopy(self.pairs, memo)
-        return PreparedOptimizer(self.session, pairs, self.master_weights)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the pairs, without gradients and what belongs to this process."""
-        masters.update_model_from_masters(self.pairs)
-        return rebuild, ("prepared", None, self.pairs, self.master_weights)

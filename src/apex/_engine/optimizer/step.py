@@ -1,21 +1,13 @@
-"""Steps of prepared optimizers, which an overflow skips, and hooks on the steps of others.
-
-Note [A step with a closure]
-    The closure computes the gradients itself, perhaps several times. If the gradients of any
-    evaluation overflow, the whole step is undone. So a copy of values and state is kept until it
-    ends.
-"""
+"""Steps of prepared optimizers, which an overflow skips, and hooks on the steps of others."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -55,11 +47,16 @@ _FUSED_CLASSES = (SGD, Adagrad, AdamW, Adam)
 def run_step(prepared: PreparedOptimizer, run: Run, closure: Closure | None) -> Any:
     """Runs the optimizer's own step ``run`` unless a gradient overflows; then updates the model.
 
-    Returns its result; ``None`` for a skipped step, or with a closure its first result. After an
-    exception, gradients and overflow are there for another try.
+    Returns its result, ``None`` for a skipped step. After an exception, gradients and overflow are
+    there for another try.
+
+    Raises:
+        RuntimeError: If there is a closure, and the loss scale is dynamic.
     """
     if closure is None:
         inspect_step(prepared)
+    else:
+        _check_closure(prepared.session)
     inspect_weights(prepared)
     prepared.begin_step(has_closure=closure is not None)
     uncast = ambient.UncastBlock()
@@ -186,66 +183,36 @@ def _starts_momentum(optimizer: Optimizer) -> bool:
 # -- with a closure ------------------------------------------------------------------------------
 
 
-class _SkipStep(BaseException):
-    """Unwinds ``optimizer.step(closure)`` when the closure's gradients overflowed.
-
-    Not an ``Exception``: an optimizer that catches exceptions from its closure would step anyway.
-    """
+@untraced
+def _check_closure(session: Session | None) -> None:
+    """Raises RuntimeError if an overflow may end an evaluation of a closure."""
+    if session is not None and session.can_skip:
+        raise RuntimeError(
+            "optimizer.step got a closure, but the loss scale is dynamic: an overflow in an "
+            "evaluation could not skip the step. Pass a static scale to amp.initialize, such as "
+            'loss_scale=128.0, or use bf16, which needs none: opt_level="O4" or "O5". If the '
+            "optimizer calls the closure once, call it before optimizer.step() instead."
+        )
 
 
 @untraced_frame
 def _run_with_closure(prepared: PreparedOptimizer, run: Run, closure: Closure) -> Any:
-    """Runs a step whose evaluations may overflow."""
-    session = prepared.session
-    undo = _undo(prepared) if session is not None and session.can_skip else None
-    losses: list[Any] = []
+    """Runs a step whose closure computes the gradients, perhaps several times."""
 
     @untraced_frame
     def evaluate() -> Any:
         masters.round_masters(prepared.pairs)
-        losses.append(closure())
+        loss = closure()
         prepared.update_masters_with_grads()
         inspect_step(prepared)
-        if undo is not None and prepared.must_skip():
-            raise _SkipStep
-        return losses[-1]
+        return loss
 
-    skipped = False
     try:
         result = run(evaluate)
-    except BaseException as error:
-        if undo is not None:
-            undo()
-        if not isinstance(error, _SkipStep):
-            raise
-        skipped = True
-        result = losses[0]
     finally:
         masters.round_masters(prepared.pairs)
-    prepared.overflow.consume(skipped)
+    prepared.overflow.consume(skipped=False)
     return result
-
-
-@untraced
-def _undo(prepared: PreparedOptimizer) -> Callable[[], None]:
-    """Returns a function that restores what the optimizer steps, its state and its options."""
-    optimizer = prepared.optimizer
-    values = [(param, param.detach().clone()) for param in prepared.params()]
-    states = {param: copy.deepcopy(kept) for param, kept in optimizer.state.items()}
-    options = [{**group} for group in optimizer.param_groups]
-
-    @untraced
-    @torch.no_grad()
-    def undo() -> None:
-        for param, value in values:
-            param.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(states)
-        for group, earlier in zip(optimizer.param_groups, options, strict=True):
-            group.clear()
-            group.update(earlier)
-
-    return undo
 
 
 # -- optimizers that amp has not prepared --------------------------------------------------------

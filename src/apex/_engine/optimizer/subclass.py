@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -11,13 +12,12 @@ from torch.optim import Optimizer
 
 from apex._core import tree
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._core.param_groups import exchange, optimizers_in
+from apex._core.param_groups import dtypes_of, match_states, optimizers_in
 from apex._engine import masters
 from apex._engine.backward import unscale_grads
 from apex._engine.mistakes import inspect_grad_scaler
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
 from apex._engine.optimizer.step import run_step
-from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 
 _SCALING = "_step_supports_amp_scaling"
@@ -45,11 +45,12 @@ class AmpOptimizer(Optimizer):
         The optimizer's own step gets the other arguments, a master in place of its parameter.
         """
         prepared = prepared_state(self)
+        run: Callable[..., Any]
         if prepared is None:  # a method that a script has kept from before amp.restore
             own_step = functools.partial(plain_class(type(self)).step, self)
             return _call(own_step, others, kwargs, closure)
         self._opt_called = True  # LR schedulers read this
-        run: Callable[..., Any] = super().step
+        run = super().step
         if prepared.inner_step is not None and prepared.optimizer is self:
             run = prepared.inner_step
         if others or kwargs:
@@ -93,8 +94,7 @@ class AmpOptimizer(Optimizer):
                 masters.mark_zeros(prepared.pairs)
             else:  # it may leave gradients for the next pass to add to
                 cleared = masters.without_grad(cleared)
-        if prepared.session is not None:
-            prepared.session.forget_cleared(cleared)
+        prepared.session.forget_cleared(cleared)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
@@ -107,8 +107,7 @@ class AmpOptimizer(Optimizer):
             super().add_param_group(param_group)
             params = self.param_groups[-1]["params"]
             prepared.check_new_params(params)
-            if prepared.session is not None:
-                prepared.session.convert_late(params)
+            prepared.session.convert_late(params)
             prepared.create_missing_masters()
         except BaseException:
             del self.param_groups[count:]
@@ -123,13 +122,22 @@ class AmpOptimizer(Optimizer):
         if self._apex_prepared.create_missing_masters():
             super().load_state_dict(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        """Returns a plain optimizer; see Note [Plain copies]."""
+        prepared = self._apex_prepared
+        for param in prepared.low_params():
+            prepared.masters.copy(param, memo)
+        return _plain_copy(self, memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the optimizer's own class, so that no generated class is named."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        function, arguments, *rest = reduced
-        own = plain_class(type(self))
-        arguments = tuple(own if item is type(self) else item for item in arguments)
-        return (rebuild, ("optimizer", function, arguments), *rest)
+        """Pickles as a plain optimizer; see Note [Plain copies]."""
+        prepared = self._apex_prepared
+        memo: dict[int, Any] = {}
+        for tensor in (*prepared.params(), *tree.tensors([*self.state.values()])):
+            memo[id(tensor)] = tensor
+        for param in prepared.low_params():
+            memo[id(param)] = prepared.masters.stand_in(param)
+        return _plain_copy(self, memo).__reduce_ex__(protocol)
 
     # -- private names of apex that scripts use ---------------------------------------------------
 
@@ -153,16 +161,6 @@ class AmpOptimizer(Optimizer):
         self._apex_prepared.give_back()
         if scaler.dynamic:
             self._apex_prepared.overflow.add(scaler._scaler.found_inf)
-
-    # -- copies ------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), PREPARED: self._apex_prepared}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._apex_prepared.attach(self)
-        exchange(self, {})
 
 
 def _call(
@@ -216,10 +214,16 @@ def unprepare_class(optimizer: Optimizer) -> None:
         optimizer.__dict__["step"] = prepared.inner_step
 
 
-def rebuild_optimizer(function: Callable[..., Any], arguments: Any) -> Any:
-    """Rebuilds a pickled prepared optimizer; its state is set afterwards."""
-    optimizer = function(*arguments)
-    # In a fresh process, the own class's step may not be wrapped with hooks yet.
-    optimizer._patch_step_function()
-    optimizer.__class__ = with_mixin(AmpOptimizer, type(optimizer))
-    return optimizer
+def _plain_copy(optimizer: AmpOptimizer, memo: dict[int, Any]) -> Optimizer:
+    """Returns a copy of the optimizer's own class, with state in the dtypes of its parameters."""
+    prepared = vars(optimizer).pop(PREPARED)
+    generated = type(optimizer)
+    old_dtypes = dtypes_of([optimizer])
+    swap_class(optimizer, plain_class(generated))
+    try:
+        copied: Optimizer = copy.deepcopy(optimizer, memo)
+    finally:
+        swap_class(optimizer, generated)
+        vars(optimizer)[PREPARED] = prepared
+    match_states([copied], old_dtypes)
+    return copied

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from apex import optimizers
-from apex._core.foreach.adam import AdamRule, corrected_rate
+from apex._optimizer_rules.adam import AdamRule, corrected_rate
 from apex.contrib.optimizers.explicit import ExplicitOptimizer
 from apex.optimizers.fused_optimizer import Batch
 

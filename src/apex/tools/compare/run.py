@@ -68,7 +68,6 @@ def compare(target: str, options: Options, stage: Tell) -> Comparison:
     Raises:
         InputError: If the target cannot be used at any level.
     """
-    threads = torch.get_num_threads()
     with open_target(target, seed=options.seed) as build:
         run = _Run(build, options, stage)
         if run.load.busy:
@@ -76,12 +75,9 @@ def compare(target: str, options: Options, stage: Tell) -> Comparison:
                 f"this machine is busy ({run.load}). Training is judged anyway, but a verdict on "
                 "speed needs an idle machine."
             )
-            torch.set_num_threads(1)  # more would mostly wait for one another
-        try:
+        with timing.suited_threads(run.load):
             run.train()
             run.time()
-        finally:
-            torch.set_num_threads(threads)
     comparison = Comparison(
         target=target,
         machine=f"{describe(options.device)}, torch {torch.__version__}",

@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -90,6 +90,18 @@ def current_load() -> Load:
     with contextlib.suppress(AttributeError, OSError):  # Windows; a container may hide it
         average = os.getloadavg()[0]
     return Load(average, os.cpu_count() or 1)
+
+
+@contextlib.contextmanager
+def suited_threads(load: Load) -> Iterator[None]:
+    """Computes in one thread on a busy machine, where several mostly wait for one another."""
+    threads = torch.get_num_threads()
+    if load.busy:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def speed_of(times: Sequence[float], base: Sequence[float]) -> Interval | None:

@@ -11,7 +11,6 @@ from typing import Any
 from apex.tools.migrate.definitions import ROOTS, is_of_apex
 from apex.tools.migrate.notes import (
     CHANGED,
-    CLIPPING,
     LOCAL_RANK,
     OPTIMIZER,
     OPTIMIZERS,
@@ -21,9 +20,6 @@ from apex.tools.migrate.notes import (
     gone,
 )
 from apex.tools.source import Imported, bound_by, of_scope
-
-MASTER_LEVELS = ("O2", "O5")
-"""Levels whose optimizer updates fp32 masters."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +54,6 @@ def names(tree: ast.Module) -> list[Name]:
     visitor = _Visitor(tree)
     visitor.visit(tree)
     uses = visitor.uses
-    if visitor.has_masters:
-        uses += visitor.clippings
     if any(use.name == "apex.optimizers.FusedAdam" for use in uses):
         uses += visitor.steps
     if not visitor.accepts_local_rank:
@@ -76,9 +70,6 @@ class _Visitor(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module) -> None:
         self.uses: list[Name] = []
-        # Calls that clip a model's gradients; they matter if the script has masters.
-        self.clippings: list[Name] = []
-        self.has_masters = False
         # Calls of ``step`` with arguments of apex's first FusedAdam.
         self.steps: list[Name] = []
         self.local_ranks: list[Name] = []
@@ -145,8 +136,6 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self._calls[node.func] = node
-        if _clips_a_model(node):
-            self.clippings.append(Name(CLIPPING, node.lineno))
         if _views_a_slice(node):
             self.uses.append(Name(VIEW, node.lineno))
         if isinstance(node.func, ast.Attribute) and node.func.attr == "step":
@@ -168,9 +157,7 @@ class _Visitor(ast.NodeVisitor):
         return self._full_name(node.func).endswith(("DataParallel", ".DistributedDataParallel"))
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        if node.value in MASTER_LEVELS:
-            self.has_masters = True
-        elif node.value == LOCAL_RANK:
+        if node.value == LOCAL_RANK:
             self.local_ranks.append(Name(LOCAL_RANK, node.lineno))
         elif node.value == "--local-rank":
             self.accepts_local_rank = True
@@ -230,15 +217,3 @@ def _views_a_slice(call: ast.Call) -> bool:
         case ast.Attribute(attr="view", value=ast.Subscript(slice=ast.Slice())):
             return [ast.unparse(argument) for argument in call.args] == ["-1"]
     return False
-
-
-def _clips_a_model(call: ast.Call) -> bool:
-    """Returns whether a call clips ``model.parameters()``, as in ``clip_grad_norm_``."""
-    if not call.args:
-        return False
-    function = ast.unparse(call.func)
-    name = function.rpartition(".")[2]
-    if not name.startswith(("clip_grad_norm", "clip_grad_value")):
-        return False
-    clipped = ast.unparse(call.args[0])
-    return clipped.endswith(".parameters()")

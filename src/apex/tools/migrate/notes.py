@@ -12,13 +12,11 @@ _DATA.read_string(resources.files("apex.tools.migrate").joinpath("notes.ini").re
 OPTIMIZER = "optimizer."
 """Prefix for the attributes that amp and apex's wrappers add to optimizers."""
 
-CLIPPING = "clip_grad_norm_(model.parameters())"
-
 NOTES = dict(_DATA["notes"])
 """Notes on names of apex."""
 
 OPTIMIZERS = dict(_DATA["optimizers"])
-"""Notes on uses of optimizers: attributes with their prefix, and ``CLIPPING``."""
+"""Notes on attributes of optimizers, with their prefix."""
 
 WRAPPED = "amp.initialize(DistributedDataParallel)"
 STEP = "FusedAdam.step(grads)"

@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from apex._core.foreach.adam import AdamRule, adam_
 from apex._core.foreach.norms import norms_of
-from apex._core.foreach.scalars import Scalar, Tensors, decayed, descend_, descend_each_
 from apex._core.foreach.working import working
+from apex._optimizer_rules.adam import AdamRule, adam_
+from apex._optimizer_rules.scalars import Scalar, Tensors, decayed, descend_, descend_each_
 
 
 def clip_divisor(norm: Tensor, max_norm: Scalar) -> Tensor:
@@ -37,7 +37,7 @@ def lamb_(
 ) -> None:
     """Takes one LAMB step in place; tensors of one device, any mix of floating dtypes.
 
-    Takes the arguments of :func:`apex._core.foreach.adam.adam_`. Divides the gradients by 0-d
+    Takes the arguments of :func:`apex._optimizer_rules.adam.adam_`. Divides the gradients by 0-d
     ``divisor``, but not in place. A tensor's rate is scaled by its trust ratio, without weight
     decay only with ``nvlamb``.
     """

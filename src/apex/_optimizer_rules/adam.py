@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apex._core.foreach.scalars import (
+from apex._core.foreach.working import working
+from apex._optimizer_rules.scalars import (
     Scalar,
     Tensors,
     bias_correction,
     decayed,
     descend_,
 )
-from apex._core.foreach.working import working
 from apex._torch import foreach
 from apex._torch.copies import as_tensor
 
