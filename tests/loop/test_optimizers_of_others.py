@@ -74,23 +74,6 @@ def test_what_a_step_takes_is_passed_on_and_a_parameter_as_its_master(level):
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] + [False] * 3
 
 
-class Counts(torch.optim.SGD):
-    """Counts its steps in the group."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("level", loops.DYNAMIC)
-def test_a_skipped_step_with_a_closure_restores_the_options(level):
-    model, optimizer = loops.prepared(level, lambda params: Counts(params, lr=0.1))
-    for x, y in loops.batches(3, overflow_at={1}):
-        loops.train_step_with_closure(model, optimizer, 0.01 * x, y)
-    assert optimizer.param_groups[0]["count"] == 2
-
-
 class InHooks(torch.optim.Optimizer):
     """Steps in hooks, without torch's constructor, as LOMO and torchao's CPUOffloadOptimizer."""
 

@@ -179,10 +179,9 @@ class PreparedOptimizer:
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         trained: list[nn.Parameter] = []
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                model = param._apex_model if type(param) is masters.Master else None
-                trained.append(param if model is None else model)
+        for param in self.params():
+            model = param._apex_model if type(param) is masters.Master else None
+            trained.append(param if model is None else model)
         return trained
 
     def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
