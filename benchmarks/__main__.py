@@ -9,13 +9,34 @@ import time
 import warnings
 from pathlib import Path
 
-from benchmarks import casts, import_time, launches, machinery, memory, models, syncs, tensors
+from benchmarks import (
+    casts,
+    import_time,
+    launches,
+    machinery,
+    memory,
+    models,
+    repeated,
+    syncs,
+    tensors,
+)
 from benchmarks.loops import device
 from benchmarks.machine import machine
 from benchmarks.measurement import table, verdict
 
 BENCHMARKS = {
-    b.NAME: b for b in (syncs, launches, memory, import_time, casts, machinery, tensors, models)
+    benchmark.NAME: benchmark
+    for benchmark in (
+        syncs,
+        launches,
+        memory,
+        import_time,
+        casts,
+        repeated,
+        machinery,
+        tensors,
+        models,
+    )
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -169,9 +169,7 @@ def _build(op: str, device: str) -> Callable[..., Any]:
         if category in (None, "refuses") and not is_number:  # a redispatch accepts no number
             # Operators inside this one still have casts.
             return operator.redispatch(keyset & below, *args, **kwargs)
-        cast_args, cast_kwargs = cast_operands(
-            op, category, args, kwargs, low, dtypes, shared.cast
-        )
+        cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, dtypes, shared.cast)
         torch.set_autocast_enabled(device, False)
         try:
             return operator(*cast_args, **cast_kwargs)
