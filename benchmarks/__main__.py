@@ -17,6 +17,7 @@ from benchmarks import (
     machinery,
     memory,
     models,
+    repeated,
     syncs,
     tensors,
 )
@@ -25,14 +26,15 @@ from benchmarks.machine import machine
 from benchmarks.measurement import table, verdict
 
 BENCHMARKS = {
-    b.NAME: b
-    for b in (
+    benchmark.NAME: benchmark
+    for benchmark in (
         syncs,
         launches,
         collectives,
         memory,
         import_time,
         casts,
+        repeated,
         machinery,
         tensors,
         models,

@@ -45,10 +45,11 @@ class SharedCasts:
         # Those that torch's cache would hold.
         self._held: list[Tensor] = []
         # What torch's cache has casts for: the state of each model's weights, dtype and stream.
-        self._states = weakref.WeakKeyDictionary[nn.Module, object]()
+        self._states: dict[_Weights, object] = {}
         self._place: object = None
         # The hooks of outputs that await their backward passes; each lives as long as its graph.
-        self._awaiting = weakref.WeakSet[Callable[..., None]]()
+        # A set of references, as a WeakSet takes 10 us a forward pass.
+        self._awaiting: set[weakref.ref[Callable[..., None]]] = set()
         # The weights of each model, as a walk takes 5 us a module.
         self._weights = weakref.WeakKeyDictionary[nn.Module, _Weights]()
 
@@ -78,9 +79,11 @@ class SharedCasts:
         is_training = torch.is_grad_enabled() and backward_id() == -1 and not is_recorded(device)
         if not is_training or self._place != place or not self._is_cache_valid():
             self._clear_cache()
-        if is_training and model not in self._states:
+        if is_training:
             self._place = place
-            self._states[model] = self._weights_of(model).state()
+            weights = self._weights_of(model)
+            if weights not in self._states:
+                self._states[weights] = weights.state()
 
     def end_forward(self) -> None:
         """Ends a forward pass."""
@@ -98,15 +101,16 @@ class SharedCasts:
         for tensor in tree.tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(end_pass)
-                self._awaiting.add(end_pass)
+                self._awaiting.add(weakref.ref(end_pass, self._awaiting.discard))
 
     def drop(self) -> None:
         """Ends all sharing with the casts of now."""
-        self._saved.clear()
+        self._saved = weakref.WeakValueDictionary()  # clear() would take 1 us a cast
         self._clear_cache()
 
     def _end_pass(self, gradients: object) -> None:
-        self.drop()
+        if self._saved:  # else the pass has come through another weight
+            self.drop()
 
     def _clear_cache(self) -> None:
         self._awaiting.clear()
@@ -115,8 +119,8 @@ class SharedCasts:
         torch.clear_autocast_cache()
 
     def _is_cache_valid(self) -> bool:
-        for model, state in [*self._states.items()]:
-            if state is None or self._weights_of(model).state() != state:
+        for weights, state in [*self._states.items()]:
+            if state is None or weights.state() != state:
                 return False
         return len(self._awaiting) > 0
 
