@@ -27,9 +27,17 @@ from apex._engine.conversion.casts import cast_parts, restore, undo_convert
 from apex._engine.conversion.copies import shallow_copy, snapshot
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
+from apex._torch import onnx
 from apex._torch.modules import named_parameters
 
 _is_compiling = torch.compiler.is_compiling
+
+_ONNX = (
+    "torch.onnx.export got a model that amp has prepared, with casts that ONNX runtimes refuse. "
+    "Export its plain copy:\n"
+    "    with amp.disable_casts():\n"
+    "        torch.onnx.export(copy.deepcopy(model), ...)"
+)
 
 _UPDATE_AVERAGE = AveragedModel.update_parameters.__code__
 """Averages in fp32 what it reads of the model, which torch's functions refuse in 16 bits."""
@@ -92,6 +100,10 @@ class Converted(nn.Module):
         """Pickles as the plain model; see Note [Plain copies]."""
         with _as_plain(self):
             return snapshot(self.__reduce_ex__(protocol), vars(self))
+
+    def __prepare_scriptable__(self: Any) -> Any:
+        """Returns what ``torch.jit.script`` compiles in place of the model: the plain model."""
+        return copy.copy(self)
 
     def __copy__(self: Any) -> Any:
         """Returns the plain model over the same fp32 weights; see Note [Plain copies]."""
@@ -170,6 +182,8 @@ class _Method:
             return functools.partial(function, model)  # dynamo cannot trace MethodType
         if _is_compiling():
             return MethodType(function, model)
+        if self._name == "save_pretrained":  # it saves the parameters' dtype, too
+            return getattr(copy.copy(model), self._name)
         link = _own_state(model).link
         link.masters.update_model(model)
         reader = sys._getframe(1)
@@ -184,6 +198,8 @@ def _casting_forward(own: Any) -> Any:
         state = state_of(self)
         if state is None:  # restored, but a script has kept this method
             return plain_class(type(self)).forward(self, *args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling() and onnx.is_exporting():
+            raise RuntimeError(_ONNX)
         run = state.inner_forward or super(Converted, self).forward
         cast = begin_call(self, state, args, kwargs)
         cast_args, cast_kwargs = cast
