@@ -27,16 +27,15 @@ MUTANTS = [
     Mutant(
         "masters from rounded weights",
         f"{ENGINE}/masters.py",
-        "make_master(exact, master_class)",
-        "make_master(param, master_class)",
+        "make_master(exact, Master)",
+        "make_master(param, Master)",
         "tests/loop/test_masters.py tests/parity",
     ),
     Mutant(
         "gradients rounded before unscaling",
-        f"{ENGINE}/backward.py",
-        "    add_grads(masters, copies)\n",
-        "    [c.copy_(c.to(torch.bfloat16)) for c in dtensor.dense_values(copies)]\n"
-        "    add_grads(masters, copies)\n",
+        f"{ENGINE}/masters.py",
+        "            pair.model.grad = wide\n",
+        "            pair.model.grad = wide.to(torch.bfloat16).float()\n",
         "tests/loop/test_gradients.py tests/parity",
     ),
     Mutant(
