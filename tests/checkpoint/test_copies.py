@@ -134,7 +134,7 @@ def test_copies_that_are_prepared_again_train_as_the_originals(level):
     scales = amp.state_dict()
     again = amp.initialize(*copy.deepcopy(pair), opt_level=level, verbosity=0)
     state = amp.state_dict()
-    amp.load_state_dict({name: scales["loss_scaler0"] for name in state})
+    amp.load_state_dict(dict.fromkeys(state, scales["loss_scaler0"]))
     for model, optimizer in (pair, again):
         optimizer.zero_grad()
         loops.scaled_backward(model(loops.batch()[0]).float().square().mean(), optimizer)

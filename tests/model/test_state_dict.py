@@ -1,7 +1,5 @@
 """The fp32 ``state_dict`` of 16-bit modules, and lossless loading."""
 
-import copy
-import pickle
 from collections import OrderedDict
 
 import pytest
