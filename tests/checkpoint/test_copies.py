@@ -1,4 +1,4 @@
-"""Prepared models, optimizers and parts of models: copied, pickled, saved. The results are plain."""
+"""Copies, pickles and files of prepared models, optimizers and parts of models are plain."""
 
 import copy
 import gc
@@ -188,7 +188,7 @@ def test_plain_copies_are_returned_by_restore_and_wrappers_refused():
     assert amp.restore(pair[0]) is pair[0]
     with pytest.raises(ValueError, match="without a wrapper"):
         amp.restore(nn.Sequential(model))
-    with pytest.raises(ValueError, match="optimizer .* not prepared"):
+    with pytest.raises(ValueError, match=r"optimizer .* not prepared"):
         amp.restore(model, pair[1])
 
 

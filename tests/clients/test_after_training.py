@@ -90,7 +90,7 @@ def test_an_onnx_export_runs_or_names_its_line(level):
     runtime = pytest.importorskip("onnxruntime")
     model, _optimizer = loops.prepared(level)
     x = loops.batch()[0]
-    with pytest.raises(RuntimeError, match="amp.disable_casts"):
+    with pytest.raises(RuntimeError, match=r"amp\.disable_casts"):
         torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False)
     file = io.BytesIO()
     with amp.disable_casts():

@@ -12,6 +12,6 @@ def is_exporting() -> bool:
     if "torch.onnx" not in sys.modules:
         return False
     try:
-        return torch.onnx.is_in_onnx_export()
+        return bool(torch.onnx.is_in_onnx_export())
     except ImportError:  # torch 2.13 asks a package that only its new exporter needs
         return False
