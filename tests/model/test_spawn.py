@@ -33,7 +33,7 @@ def test_what_is_stepped_there_is_in_the_shared_memory_of_the_plain_model_here()
 
 def send_back(rank, models, queue):
     for model in models:
-        queue.put((vars(model).keys(), [value.tolist() for value in model.state_dict().values()]))
+        queue.put(({*vars(model)}, [value.tolist() for value in model.state_dict().values()]))
 
 
 def test_a_prepared_model_is_plain_and_exact_in_a_spawned_process():
@@ -44,5 +44,5 @@ def test_a_prepared_model_is_plain_and_exact_in_a_spawned_process():
     torch.multiprocessing.spawn(send_back, (models, queue))
     for model in models:
         attributes, values = queue.get()
-        assert attributes == vars(loops.net()).keys()
+        assert attributes == {*vars(loops.net())}
         assert values == [value.tolist() for value in model.state_dict().values()]
