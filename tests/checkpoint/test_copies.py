@@ -1,4 +1,4 @@
-"""Prepared models, optimizers and parts of models, copied, pickled and saved, are plain."""
+"""Copies, pickles and files of prepared models, optimizers and parts of models are plain."""
 
 import copy
 import gc

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,12 +67,16 @@ class PlainCopies:
 
     def _deepcopy(self, memo: dict[int, Any]) -> Any:
         module: Any = self._module()
+        copied_object = sys._getframe(1).f_locals.get("x")  # of copy.deepcopy
+        if isinstance(copied_object, nn.Module) and copied_object is not module:
+            # A wrapper, such as a compiled model, whose ``__getattr__`` has found this method.
+            return deepcopy_by_class(copied_object, memo)
         for tensor in named_tensors(module).values():
             self._masters.copy(tensor, memo)
         for table, key in self._entries():
             memo[id(table[key])] = table[key]  # not copied, as the next loop drops it
         with replaced(vars(module), {}):
-            copied = copy.deepcopy(module, memo)
+            copied = deepcopy_by_class(module, memo)
         for table, key in self._entries():
             memo.get(id(table), {}).pop(key, None)
         return copied
@@ -136,6 +141,19 @@ def replaced(attributes: dict[str, Any], values: Mapping[str, Any]) -> Iterator[
         yield
     finally:
         attributes.update(before)
+
+
+def deepcopy_by_class(module: Any, memo: dict[int, Any]) -> Any:
+    """Deep-copies a module as its class does, past a ``__getattr__`` that finds a part's method."""
+    if hasattr(type(module), "__deepcopy__"):
+        return copy.deepcopy(module, memo)
+    vars(module)["__deepcopy__"] = None
+    try:
+        copied = copy.deepcopy(module, memo)
+    finally:
+        del vars(module)["__deepcopy__"]
+    vars(copied).pop("__deepcopy__", None)
+    return copied
 
 
 def snapshot(part: Any, attributes: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
-from apex._engine.conversion.copies import shallow_copy, snapshot
+from apex._engine.conversion.copies import deepcopy_by_class, shallow_copy, snapshot
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
 from apex._torch import onnx
@@ -117,7 +117,7 @@ class Converted(nn.Module):
         """Returns the plain model; see Note [Plain copies]."""
         _own_state(self).link.writes.is_copied = True
         with _as_plain(self):
-            return copy.deepcopy(self, memo)
+            return deepcopy_by_class(self, memo)
 
 
 def _own_state(model: nn.Module) -> ModelState:
