@@ -5,6 +5,8 @@ import gc
 import io
 import itertools
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -206,3 +208,22 @@ def test_a_file_of_an_earlier_release_names_what_to_do():
     file = b"capex._pickle\nrebuild\n."
     with pytest.raises(ModuleNotFoundError, match=r"state_dict"):
         pickle.load(io.BytesIO(file))
+
+
+WITHOUT_APEX = """
+import sys, torch
+sys.modules["apex"] = None  # an import of it fails
+model, optimizer = torch.load(sys.argv[1], weights_only=False)
+model(torch.randn(3, 4)).square().mean().backward()
+optimizer.step()
+assert {param.dtype for param in model.parameters()} == {torch.float32}
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_a_file_of_model_and_optimizer_trains_on_in_a_process_without_apex(level, tmp_path):
+    file = tmp_path / "pair.pt"
+    torch.save(loops.trained(level, loops.OPTIMIZERS["Adam"]), file)
+    subprocess.run([sys.executable, "-c", WITHOUT_APEX, str(file)], check=True)
+    assert torch.load(file).keys() == loops.net().state_dict().keys()
