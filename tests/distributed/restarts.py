@@ -50,8 +50,14 @@ def train(rank, folder, dies_at=None):
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     folder, attempt = Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    # In the store that torchrun keeps, gloo may find the addresses of the first attempt.
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder.resolve()}/store{attempt}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     (folder / f"attempt{attempt}").touch()
     result = train(dist.get_rank(), folder, dies_at=3 if attempt == "0" else None)
     torch.save(result, folder / f"rank{dist.get_rank()}")
