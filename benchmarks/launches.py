@@ -70,7 +70,7 @@ STEPS: Mapping[str, Cost] = {
 }
 """Each optimizer's step; LAMB and NovoGrad launch one kernel for each tensor."""
 
-WARMUP = 32
+WARMUP = 33
 """Iterations before the counted one: amp inspects the first blocks, and copies their losses."""
 
 # torch's kernels over lists, built with CUDA 13: the tensors that one launch takes, by the number

@@ -26,7 +26,7 @@ FORMS = {
 levels = pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 
 
-def prepared(level):
+def pair_at(level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     model[3].bias.requires_grad_(False)
@@ -48,7 +48,7 @@ def differences(average, expected):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @levels
 def test_an_averaged_model_of_the_prepared_model_is_exact(level, form):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     twin, update_twin = exact(model)
     average, expected = AveragedModel(model, **form), AveragedModel(twin, **form)
     for x, y in loops.batches(4):
@@ -79,7 +79,7 @@ def states(average, model):
 
 def averaged(level, update, *, of=lambda model: model):
     """Returns how far an average is from the one of a plain fp32 twin."""
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     twin, update_twin = exact(model)
     average, expected = copy.deepcopy(model), copy.deepcopy(twin)
     source = of(model)

@@ -26,7 +26,7 @@ WAYS = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": loops.saved_
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-class Net(nn.Module):
+class NestedNet(nn.Module):
     """Has a tied weight, a frozen one, buffers, and a list that holds a parameter."""
 
     def __init__(self):
@@ -43,8 +43,8 @@ class Net(nn.Module):
         return self.inner(x) + self.outer(x) * self.frozen + self.shift
 
 
-def trained(level, make_optimizer=loops.OPTIMIZERS["Adam"]):
-    model, optimizer = loops.prepared(level, make_optimizer, Net())
+def pair_trained(level, make_optimizer=loops.OPTIMIZERS["Adam"]):
+    model, optimizer = loops.prepared(level, make_optimizer, NestedNet())
     for x, _ in loops.batches(2):
         optimizer.zero_grad()
         loops.scaled_backward(model(x).float().square().mean(), optimizer)
@@ -53,10 +53,10 @@ def trained(level, make_optimizer=loops.OPTIMIZERS["Adam"]):
 
 
 def assert_plain(copied, state):
-    assert type(copied) is Net
+    assert type(copied) is NestedNet
     assert copied.listed[0] is copied.outer.weight is copied.inner[0].weight
     assert not copied.frozen.requires_grad
-    fresh = Net()
+    fresh = NestedNet()
     for module, plain in zip(copied.modules(), fresh.modules(), strict=True):
         assert vars(module).keys() == vars(plain).keys()
         assert not any(value for name, value in vars(module).items() if name.endswith("_hooks"))
@@ -68,7 +68,7 @@ def assert_plain(copied, state):
 @every_way
 @levels
 def test_a_model_becomes_its_plain_model_with_exact_values(level, way):
-    model, _optimizer = trained(level)
+    model, _optimizer = pair_trained(level)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     copied = way(model)
     assert {type(param) for param in copied.parameters()} == {nn.Parameter}
@@ -81,7 +81,7 @@ def test_a_model_becomes_its_plain_model_with_exact_values(level, way):
 
 @levels
 def test_a_shallow_copy_is_plain_and_follows_the_training(level):
-    model, optimizer = trained(level)
+    model, optimizer = pair_trained(level)
     copied = copy.copy(model)
     assert_plain(copied, dict(model.state_dict()))
     if level == "O3":  # without masters, a plain model cannot share its parameters
@@ -100,7 +100,7 @@ def test_a_shallow_copy_is_plain_and_follows_the_training(level):
 @every_way
 @pytest.mark.parametrize("level", ["O1", "O3", "O5"])
 def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order):
-    model, optimizer = trained(level)
+    model, optimizer = pair_trained(level)
     things = (model, model.inner, optimizer)
     copied = dict(zip(order, way([things[i] for i in order]), strict=True))
     twin, part, plain = (copied[i] for i in range(3))
@@ -120,7 +120,7 @@ def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order)
 @every_way
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
-    model, optimizer = trained(level)
+    model, optimizer = pair_trained(level)
     plain = way(optimizer)
     assert type(plain) is torch.optim.Adam
     expected = copy.deepcopy(optimizer.state_dict())
@@ -132,7 +132,7 @@ def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_copies_that_are_prepared_again_train_as_the_originals(level):
-    pair = trained(level, loops.sgd)
+    pair = pair_trained(level, loops.sgd)
     scales = amp.state_dict()
     again = amp.initialize(*copy.deepcopy(pair), opt_level=level, verbosity=0)
     state = amp.state_dict()
@@ -184,7 +184,7 @@ def test_a_copy_outlives_the_session_and_is_also_made_in_inference_mode(level):
 
 
 def test_plain_copies_are_returned_by_restore_and_wrappers_refused():
-    model, optimizer = trained("O5")
+    model, optimizer = pair_trained("O5")
     pair = copy.deepcopy((model, optimizer))
     assert amp.restore(*pair) == pair
     assert amp.restore(pair[0]) is pair[0]
@@ -195,7 +195,7 @@ def test_plain_copies_are_returned_by_restore_and_wrappers_refused():
 
 
 def test_attributes_of_parameters_and_shared_objects_are_in_the_pickle():
-    model, _optimizer = trained("O5")
+    model, _optimizer = pair_trained("O5")
     model.outer.bias.no_decay = True
     shared = model.settings = model.inner.settings = {"depth": 1}
     for way in (copy.deepcopy, pickled):

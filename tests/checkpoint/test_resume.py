@@ -33,8 +33,8 @@ def run(level, name, *, saved=None, order=(0, 1, 2), before=0):
     for index in order[:before]:
         parts[index].load_state_dict(saved[index])
     amp.initialize(
-        model, optimizer, opt_level=level, num_losses=2, loss_scale="dynamic", growth_interval=3,
-        verbosity=0,
+        model, optimizer, opt_level=level, num_losses=2, growth_interval=3, verbosity=0,
+        loss_scale=128.0 if name.startswith("LBFGS") else "dynamic",  # which takes a closure
     )  # fmt: skip
     for index in order[before:] if saved is not None else ():
         parts[index].load_state_dict(saved[index])
@@ -43,7 +43,9 @@ def run(level, name, *, saved=None, order=(0, 1, 2), before=0):
 
 def train_two_losses(model, optimizer, *, first):
     """Returns all that a run holds after its first four steps, or after its last three."""
-    for x, y in loops.batches(4, overflow_at={3}) if first else loops.batches(3, seed=2):
+    takes_closure = isinstance(optimizer, torch.optim.LBFGS)
+    overflows = {} if takes_closure else {3}
+    for x, y in loops.batches(4, overflow_at=overflows) if first else loops.batches(3, seed=2):
 
         def evaluate(x=x, y=y):
             optimizer.zero_grad()
@@ -52,7 +54,7 @@ def train_two_losses(model, optimizer, *, first):
                 loss = loops.backward(model, optimizer, given, y, loss_id=loss_id)
             return loss
 
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if takes_closure:
             optimizer.step(evaluate)
         else:
             evaluate()

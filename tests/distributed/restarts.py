@@ -18,7 +18,7 @@ LEVELS = ("O1", "O2", "O4", "O5")
 STEPS = 5
 
 
-def train(rank, folder, dies_at=None):
+def trained_on(rank, folder, dies_at=None):
     """Returns weights, masters and scales after all steps; resumes from the last checkpoint."""
     file = Path(folder, "checkpoint")
     jobs = [prepare(level, seed=rank) for level in LEVELS]
@@ -59,7 +59,7 @@ def main():
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     (folder / f"attempt{attempt}").touch()
-    result = train(dist.get_rank(), folder, dies_at=3 if attempt == "0" else None)
+    result = trained_on(dist.get_rank(), folder, dies_at=3 if attempt == "0" else None)
     torch.save(result, folder / f"rank{dist.get_rank()}")
     dist.destroy_process_group()
 

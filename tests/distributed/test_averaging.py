@@ -26,7 +26,7 @@ def post_local_sgd(optimizer, averager):
     return PostLocalSGDOptimizer(optimizer, averager)
 
 
-def train(rank, level, way):
+def trained_on(rank, level, way):
     """Weights as the modules hold them, and masters, right after the last average."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 2))
@@ -38,7 +38,7 @@ def train(rank, level, way):
     momentum = [torch.zeros_like(param) for param in params]
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = loops.loss_of(model, *batch(rank, step))
+        loss = loops.loss_of(model, *batch_of(rank, step))
         if level:
             loops.scaled_backward(loss, optimizer)
         else:
@@ -52,7 +52,7 @@ def train(rank, level, way):
     return weights, [param.detach().float().clone() for param in params]
 
 
-def batch(rank, step):
+def batch_of(rank, step):
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(16, 4, generator=generator)
     return x, x[:, :2] + rank
@@ -76,10 +76,10 @@ def outer_step(params, start, momentum):
 @pytest.mark.parametrize("way", ["optimizer", "averager", "DiLoCo"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_averages_are_those_of_the_masters_on_all_ranks(on_two_ranks, level, way):
-    (weights, masters), (other_weights, other_masters) = on_two_ranks(train, level, way)
+    (weights, masters), (other_weights, other_masters) = on_two_ranks(trained_on, level, way)
     assert loops.same(masters, other_masters)
     if way != "DiLoCo":  # copy_ reaches the model when it is next used
         assert loops.same(weights, other_weights)
-    _, expected = on_two_ranks(train, None, way)[0]
+    _, expected = on_two_ranks(trained_on, None, way)[0]
     tolerance = 32 * EPS[level]
     torch.testing.assert_close(masters, expected, rtol=tolerance, atol=tolerance)

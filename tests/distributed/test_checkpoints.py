@@ -32,7 +32,7 @@ OPTIONS = {"growth_interval": 3, "max_loss_scale": START_SCALE}
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def prepared(level, seed=0):
+def pair_at(level, seed=0):
     """The wrapped model, and its optimizer: FSDP2 at O0, else DistributedDataParallel."""
     model = sharding.net(seed)
     if level == "O0":
@@ -46,7 +46,7 @@ def prepared(level, seed=0):
     return (model if level == "O0" else DistributedDataParallel(model)), optimizer
 
 
-def train(rank, model, optimizer, steps):
+def trained_on(rank, model, optimizer, steps):
     loops.train(model, optimizer, data=(rank_batch(rank, step) for step in steps))
     return full(model, optimizer)
 
@@ -78,14 +78,14 @@ def load(model, optimizer, folder, *, has_scale=True):
 
 
 def saved(rank, level, folder):
-    model, optimizer = prepared(level, seed=rank)
-    found = train(rank, model, optimizer, range(2))
+    model, optimizer = pair_at(level, seed=rank)
+    found = trained_on(rank, model, optimizer, range(2))
     dcp.save(states(model, optimizer), checkpoint_id=folder)
     return found
 
 
 def loaded(rank, level, folder, has_scale):
-    model, optimizer = prepared(level, seed=7)
+    model, optimizer = pair_at(level, seed=7)
     load(model, optimizer, folder, has_scale=has_scale)
     return full(model, optimizer)
 
@@ -95,7 +95,7 @@ def loaded(rank, level, folder, has_scale):
 
 def by_name(rank, level, flattens):
     """What torch's functions return, and what the objects themselves hold."""
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     loops.train(model, optimizer, data=(rank_batch(rank, step) for step in range(2)))
     options = StateDictOptions(flatten_optimizer_state_dict=flattens)
     weights = get_model_state_dict(model, options=options)
@@ -144,21 +144,21 @@ def test_a_checkpoint_loads_at_another_level_on_another_number_of_ranks(
 
 def goes_on(rank, level, folder, is_async):
     """Whether a run that goes on from a checkpoint is the run that never stopped."""
-    model, optimizer = prepared(level, seed=rank)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = pair_at(level, seed=rank)
+    trained_on(rank, model, optimizer, range(2))
     if is_async:  # while training goes on
         group = dist.new_group()
         saving = dcp.async_save(states(model, optimizer), checkpoint_id=folder, process_group=group)
     else:
         dcp.save(states(model, optimizer), checkpoint_id=folder)
-    expected = train(rank, model, optimizer, range(2, 5)), amp.state_dict()
+    expected = trained_on(rank, model, optimizer, range(2, 5)), amp.state_dict()
     if is_async:
         saving.result()
     del model, optimizer
     gc.collect()  # the session ends, and with it its scale in amp.state_dict()
-    model, optimizer = prepared(level, seed=9)
+    model, optimizer = pair_at(level, seed=9)
     load(model, optimizer, folder)
-    return loops.same((train(rank, model, optimizer, range(2, 5)), amp.state_dict()), expected)
+    return loops.same((trained_on(rank, model, optimizer, range(2, 5)), amp.state_dict()), expected)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -42,7 +42,7 @@ def _split(model, over):
 PARALLEL = {"HSDP": hsdp, "TP": tensor_parallel, "TP + FSDP2": both}
 
 
-def train(rank, parallel, level, amps):
+def trained_on(rank, parallel, level, amps):
     """Whole weights after some steps at a level, or without amp under ``torch.autocast``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -71,8 +71,8 @@ def train(rank, parallel, level, amps):
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_every_mesh_trains_as_without_amp(on_ranks, parallel, level):
-    expected = on_ranks(4, train, parallel, level, False)
-    found = on_ranks(4, train, parallel, level, True)
+    expected = on_ranks(4, trained_on, parallel, level, False)
+    found = on_ranks(4, trained_on, parallel, level, True)
     if level == "O0":
         assert same(found, expected)
     for ours, theirs in zip(found, expected, strict=True):

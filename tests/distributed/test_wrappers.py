@@ -65,12 +65,14 @@ def test_no_sync_of_compiled_models_is_that_of_eager_ones(on_two_ranks, where):
 
 
 def accumulate_in_copies(rank, level):
-    model, optimizer = copy.deepcopy(prepare(level, seed=rank))
+    model, optimizer = initialized(level, *copy.deepcopy(prepare(level, seed=rank)))
     return accumulate(rank, DistributedDataParallel(model), optimizer, model)
 
 
 @pytest.mark.parametrize("level", ENTRIES)
-def test_copies_under_a_wrapper_of_their_own_train_as_the_original(on_two_ranks, level):
+def test_copies_that_are_prepared_train_under_a_wrapper_of_their_own_as_the_original(
+    on_two_ranks, level
+):
     first, second = on_two_ranks(accumulate_in_copies, level)
     assert first == second == on_two_ranks(accumulate_eager, level)[0]
 

@@ -37,7 +37,7 @@ def initialized(opt_level, models, optimizers, **options):
     return amp.initialize(models, optimizers, opt_level=opt_level, **options)
 
 
-def prepared(opt_level, make_optimizer=adamw, model=None, **options):
+def pair_at(opt_level, make_optimizer=adamw, model=None, **options):
     model = net() if model is None else model
     return initialized(opt_level, model, make_optimizer(model), **options)
 
@@ -64,22 +64,22 @@ def fit(model, optimizer, after=lambda: None, steps=STEPS):
 
 
 def warm_up(level, rate=1e-8):
-    model, optimizer = prepared(level, lambda model: adamw(model, rate))
+    model, optimizer = pair_at(level, lambda model: adamw(model, rate))
     fit(model, optimizer, lr_scheduler.LambdaLR(optimizer, lambda step: 1 + step).step, 20)
 
 
 def warm_up_of_sgd(level):
-    model, optimizer = prepared(level, lambda model: torch.optim.SGD(model.parameters(), lr=1e-7))
+    model, optimizer = pair_at(level, lambda model: torch.optim.SGD(model.parameters(), lr=1e-7))
     fit(model, optimizer, lr_scheduler.LinearLR(optimizer, 1e-3).step, 20)
 
 
 def one_cycle(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     fit(model, optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1).step)
 
 
 def a_step_that_silences_the_scheduler(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     optimizer.zero_grad()
     optimizer.step()
     fit(model, optimizer, lr_scheduler.StepLR(optimizer, 1).step)
@@ -89,7 +89,7 @@ def a_step_that_silences_the_scheduler(level):
 
 
 def accumulated_and_clipped(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     for _ in range(STEPS):
         optimizer.zero_grad()
         for x in X.split(2):
@@ -99,7 +99,7 @@ def accumulated_and_clipped(level):
 
 
 def two_losses(level):
-    model, optimizer = prepared(level, num_losses=2)
+    model, optimizer = pair_at(level, num_losses=2)
     for _ in range(STEPS):
         optimizer.zero_grad()
         out = model(X).float()
@@ -109,7 +109,7 @@ def two_losses(level):
 
 
 def a_closure(level):
-    model, optimizer = prepared(level, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1))
+    model, optimizer = pair_at(level, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1))
 
     def closure():
         optimizer.zero_grad()
@@ -122,14 +122,14 @@ def a_closure(level):
 
 
 def first_overflow(level):
-    model, optimizer = prepared(level, loss_scale="dynamic" if level == "O2" else None)
+    model, optimizer = pair_at(level, loss_scale="dynamic" if level == "O2" else None)
     fit(model, optimizer)
     descend(loss_of(model) * 2.0**10, optimizer)
 
 
 def truncated_backpropagation(level):
     model = nn.RNN(8, 8, batch_first=True)
-    model, optimizer = prepared(level, model=model)
+    model, optimizer = pair_at(level, model=model)
     state = torch.zeros(1, 4, 8)
     for _ in range(STEPS):
         out, state = model(X[:, None], state.detach().to(model.weight_hh_l0.dtype))
@@ -142,7 +142,7 @@ def truncated_backpropagation(level):
 def average_made_before(level):
     model = net()
     average = copy.deepcopy(model).requires_grad_(False)
-    model, optimizer = prepared(level, model=model)
+    model, optimizer = pair_at(level, model=model)
 
     def update():
         for old, new in zip(average.parameters(), model.parameters(), strict=True):
@@ -152,7 +152,7 @@ def average_made_before(level):
 
 
 def average_of_state_dicts(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     average = {name: value.clone() for name, value in model.state_dict().items()}
 
     def update():
@@ -164,7 +164,7 @@ def average_of_state_dicts(level):
 
 def average_by_shadows(level):
     """As in many scripts: with a swap by ``data`` for evaluation, and back."""
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     shadow = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     for _ in range(STEPS):
         descend(loss_of(model), optimizer)
@@ -180,7 +180,7 @@ def average_by_shadows(level):
 
 
 def average_of_masters(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     average = [param.detach().clone() for param in amp.master_params(optimizer)]
     fit(
         model,
@@ -190,7 +190,7 @@ def average_of_masters(level):
 
 
 def stochastic_weight_averaging(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     average = AveragedModel(amp.restore(copy.deepcopy(model)))
     fit(model, optimizer, lambda: average.update_parameters(amp.restore(copy.deepcopy(model))))
 
@@ -198,7 +198,7 @@ def stochastic_weight_averaging(level):
 def deep_q_learning(level, soft=False):
     model = net()
     target = copy.deepcopy(model)
-    model, optimizer = prepared(level, model=model)
+    model, optimizer = pair_at(level, model=model)
     for step in range(STEPS):
         with torch.no_grad():
             wanted = target(X).amax(1)
@@ -219,7 +219,7 @@ def teacher_and_student(level):
     """DINO, BYOL, MoCo: the teacher stays in fp32."""
     student = net()
     teacher = copy.deepcopy(student).requires_grad_(False)
-    student, optimizer = prepared(level, model=student)
+    student, optimizer = pair_at(level, model=student)
     queue = F.normalize(torch.ones(4, 8), dim=0)
     for _ in range(STEPS):
         keys = teacher(X).softmax(1)
@@ -263,7 +263,7 @@ def wasserstein_adversary(level):
 
 
 def gradient_penalty(level):
-    critic, optimizer = prepared(
+    critic, optimizer = pair_at(
         level, model=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     )
     for _ in range(STEPS):
@@ -277,7 +277,7 @@ def proximal_policy_optimization(level):
     body, policy, value = net(8), nn.Linear(8, 4), nn.Linear(8, 1)
     model = nn.ModuleDict({"body": body, "policy": policy, "value": value})
     model.forward = lambda x: (model["policy"](model["body"](x)), model["value"](model["body"](x)))
-    model, optimizer = prepared(level, model=model)
+    model, optimizer = pair_at(level, model=model)
     with torch.no_grad():
         logits, values = model(X)
         old = logits.float().log_softmax(1).gather(1, Y[:, None])
@@ -341,7 +341,7 @@ def low_rank_adaptation(level):
         def forward(self, x):
             return self.base(x) + self.up(self.down(x))
 
-    fit(*prepared(level, model=Adapted()))
+    fit(*pair_at(level, model=Adapted()))
 
 
 def prompt_tuning(level):
@@ -354,20 +354,20 @@ def prompt_tuning(level):
         def forward(self, x):
             return self.body(x + self.prompt)
 
-    fit(*prepared(level, model=Prompted()))
+    fit(*pair_at(level, model=Prompted()))
 
 
 def unfrozen_later(level):
     model = net()
     model[0].requires_grad_(False)
-    model, optimizer = prepared(level, model=model)
+    model, optimizer = pair_at(level, model=model)
     fit(model, optimizer)
     optimizer.add_param_group({"params": model[0].requires_grad_(True).parameters()})
     fit(model, optimizer)
 
 
 def best_weights_are_kept(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     kept = copy.deepcopy(model.state_dict())
     for _ in range(2):
         fit(model, optimizer)
@@ -381,7 +381,7 @@ def best_weights_are_kept(level):
 
 def adversarial_weights(level):
     """FGM, AWP: weights of the model itself are moved, and put back before the step."""
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     for _ in range(STEPS):
         optimizer.zero_grad()
         loops.scaled_backward(loss_of(model), optimizer)
@@ -395,7 +395,7 @@ def adversarial_weights(level):
 
 
 def sharpness_aware_minimization(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     for _ in range(STEPS):
         optimizer.zero_grad()
         loops.scaled_backward(loss_of(model), optimizer)
@@ -411,7 +411,7 @@ def sharpness_aware_minimization(level):
 
 
 def lookahead(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     slow = [param.detach().clone() for param in amp.master_params(optimizer)]
 
     def update():
@@ -423,7 +423,7 @@ def lookahead(level):
 
 
 def decay_by_hand(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
 
     def update():
         for param in amp.master_params(optimizer):
@@ -434,7 +434,7 @@ def decay_by_hand(level):
 
 
 def reptile(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     for _ in range(2):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         fit(model, optimizer, steps=2)
@@ -443,7 +443,7 @@ def reptile(level):
 
 
 def meta_learning(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     for _ in range(STEPS):
         weights = dict(model.named_parameters())
         inner = F.cross_entropy(torch.func.functional_call(model, weights, (X,)).float(), Y)
@@ -454,7 +454,7 @@ def meta_learning(level):
 
 
 def evolution_strategies(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     for _ in range(STEPS):
         optimizer.zero_grad()
         noise = [torch.randn_like(param) for param in model.parameters()]
@@ -470,7 +470,7 @@ def evolution_strategies(level):
 
 
 def forward_gradients(level):
-    model, optimizer = prepared(level)
+    model, optimizer = pair_at(level)
     for _ in range(STEPS):
         weights = dict(model.named_parameters())
         noise = {name: torch.randn_like(param) for name, param in weights.items()}
@@ -487,7 +487,7 @@ def forward_gradients(level):
 
 
 def variational_autoencoder(level):
-    model, optimizer = prepared(level, model=net(16))
+    model, optimizer = pair_at(level, model=net(16))
     for _ in range(STEPS):
         mean, log_variance = model(X).float().chunk(2, 1)
         drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
@@ -507,7 +507,7 @@ def vector_quantization(level):
             code = self.codes(nearest)
             return hidden + (code - hidden).detach(), F.mse_loss(code, hidden.detach())
 
-    model, optimizer = prepared(level, model=Quantizer())
+    model, optimizer = pair_at(level, model=Quantizer())
     for _ in range(STEPS):
         out, commitment = model(X)
         descend(out.float().square().mean() + commitment.float(), optimizer)
@@ -525,7 +525,7 @@ def diffusion(level):
             embedded = torch.cat([angles.sin(), angles.cos()], 1)
             return self.body(x + self.time(embedded.to(x.dtype)))
 
-    model, optimizer = prepared(level, model=Denoiser())
+    model, optimizer = pair_at(level, model=Denoiser())
     for _ in range(STEPS):
         noise, step = torch.randn(4, 8), torch.randint(0, 1000, (4,))
         share = (step / 1000)[:, None]
@@ -544,14 +544,14 @@ def language_model_with_tied_embeddings(level):
         def forward(self, tokens):
             return self.head(self.body(self.embedding(tokens)))
 
-    model, optimizer = prepared(level, model=Language())
+    model, optimizer = pair_at(level, model=Language())
     for _ in range(STEPS):
         descend(F.cross_entropy(model(Y[None]).float()[0], Y.roll(1)), optimizer)
 
 
 def convolutions_with_batch_norm_and_mixup(level):
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 4))
-    model, optimizer = prepared(level, model=model)
+    model, optimizer = pair_at(level, model=model)
     for _ in range(STEPS):
         mixed = 0.3 * X[:, None] + 0.7 * X.flip(0)[:, None]
         out = model(mixed).float()
@@ -563,7 +563,7 @@ def convolutions_with_batch_norm_and_mixup(level):
 
 def spectral_norm_of_a_critic(level):
     parametrize = nn.utils.parametrizations.spectral_norm
-    fit(*prepared(level, model=nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Linear(8, 4))))
+    fit(*pair_at(level, model=nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Linear(8, 4))))
 
 
 def graph_network(level):
@@ -577,7 +577,7 @@ def graph_network(level):
             spread = torch.sparse.mm(self.edges.float(), self.first(x).float())
             return self.last(spread.to(x.dtype))
 
-    fit(*prepared(level, model=Graph()))
+    fit(*pair_at(level, model=Graph()))
 
 
 def is_recipe(value):

@@ -232,12 +232,11 @@ def test_float_between_backward_and_step_changes_no_step(level):
     assert loops.same(loops.masters(optimizer), loops.masters(expected[1]))
 
 
-@pytest.mark.parametrize(("part", "dtype"), [("", torch.float16), ("2", torch.float64)])
-def test_an_error_names_parameters_that_were_cast_later(part, dtype):
+def test_an_error_names_parameters_that_were_cast_later():
     """At O1 and O4 operators cast them, as soon as one has met float64 beside fp32."""
     model, _ = prepare("O0")
-    model.get_submodule(part).to(dtype)
-    with pytest.raises(RuntimeError, match=f"{dtype}"[6:] + r"\).*cast, added or assigned later"):
+    model[2].to(torch.float64)
+    with pytest.raises(RuntimeError, match=r"float64\).*cast, added or assigned later"):
         model(loops.batch()[0])
     model.float()
     model(loops.batch()[0])

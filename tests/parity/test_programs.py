@@ -53,7 +53,10 @@ class ByAmp:
     def go_on(self, way):
         """Goes on with other objects, which ``way`` makes of these."""
         if way == "deepcopy":
+            scales = amp.state_dict()
             self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+            self.prepare()
+            amp.load_state_dict(scales)
             return
         parts = (self.model, self.optimizer, amp)
         saved = [pickle.loads(pickle.dumps(part.state_dict())) for part in parts]

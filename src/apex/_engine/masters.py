@@ -402,7 +402,8 @@ def shown(pairs: Sequence[MasterPair]) -> Iterator[None]:
     values.
     """
     for pair in pairs:
-        set_grad(pair.master, pair.model.grad)
+        if pair.model.device == pair.master.device:  # else the model has moved
+            set_grad(pair.master, pair.model.grad)
     try:
         yield
     finally:

@@ -360,7 +360,8 @@ def _has_hook(param: Tensor) -> bool:
         return False
     for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
         for hook in (hooks or {}).values():
-            module = str(getattr(hook, "__module__", ""))
+            function = getattr(hook, "func", hook)  # of a partial one
+            module = str(getattr(function, "__module__", ""))
             if not module.startswith(("apex.", "torch.")):
                 return True
     return False

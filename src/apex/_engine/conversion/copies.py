@@ -62,6 +62,8 @@ class PlainCopies:
     def remove(self) -> None:
         """Removes the methods."""
         module = self._module()
+        if module is None:  # replaced by another one
+            return
         for name in _METHODS:
             vars(module).pop(name, None)
 

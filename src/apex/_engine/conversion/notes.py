@@ -260,7 +260,7 @@ class Writes:
     def _compare(self, key: tuple[str, Any], tensor: Tensor) -> None:
         """Compares a sample of a weight with the last pass's, for :meth:`_moved_again`."""
         now = sample(tensor.detach()).clone()
-        is_changed = torch.zeros(1, device=now.device)
+        is_changed = torch.zeros(1, dtype=torch.float32, device=now.device)
         if self._sample is not None and self._sample[0] == key:
             before = self._sample[1]
             is_changed = ((now != before) & (before == before)).any().float().reshape(1)

@@ -99,7 +99,7 @@ def _check_optimizer(definition: Definition, values: Mapping[str, Any]) -> None:
     torch = importlib.import_module("torch")
     constructor = getattr(importlib.import_module(definition.module), definition.name, None)
     if isinstance(constructor, type) and issubclass(constructor, torch.optim.Optimizer):
-        param = torch.zeros(1, requires_grad=True)
+        param = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
         constructor([param], **{"lr": 0.1, **values})
 
 
