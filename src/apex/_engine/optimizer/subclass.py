@@ -15,7 +15,6 @@ from apex._engine import masters
 from apex._engine.backward import unscale_grads
 from apex._engine.mistakes import inspect_grad_scaler
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
-from apex._engine.optimizer.step import run_step
 from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 
@@ -52,7 +51,7 @@ class AmpOptimizer(Optimizer):
             run = functools.partial(run, **kwargs)
         if prepared.stepping:  # an optimizer inside another: the step has begun
             return run(*arguments)
-        return run_step(prepared, run, closure)
+        return prepared.step(run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]
