@@ -10,6 +10,9 @@ PIP := $(RUN) -m pip install --disable-pip-version-check -qq --no-compile
 # Also where the environment says not to: each process would compile torch anew, in ten seconds.
 export PYTHONDONTWRITEBYTECODE :=
 NOX := $(RUN) -m nox --stop-on-first-error
+# PyTorch's builds for the CPU have 0.2 GB. On Linux, PyPI's bring several GB of CUDA libraries.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/", timeout=3)
 BENCH_JSON ?= benchmarks.json
 
 .DEFAULT_GOAL := help
@@ -21,7 +24,7 @@ help: ## Show this list
 dev: $(VENV)/.dev ## Install torch, the package (editable) and all tools into .venv
 
 demo: $(VENV)/.demo ## Train on handwritten digits at every level; print the table, write report.html
-	$(RUN) -m apex compare examples/digits/experiment.py --steps 138
+	$(RUN) -m apex compare examples/digits/experiment.py --steps 46
 
 test: $(VENV)/.dev ## The whole check: lint, types, docs, then every test on the installed wheel
 	@$(MAKE) --no-print-directory -j 2 types docs lint wheel
@@ -64,9 +67,13 @@ gpu: ## On a machine with a GPU: tests, graphs, speed, memory, NCCL; ten minutes
 # alone, by its pin, so that nothing after it can choose another build.
 $(VENV)/.torch: $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
-	@echo "Installing torch into $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -r $(CONSTRAINTS)
+	@if test "$$(uname)" = Linux && ! test -e /proc/driver/nvidia && ! command -v nvidia-smi >/dev/null \
+	  && timeout 5 $(PYTHON) -c '$(ANSWERS)' 2>/dev/null; then \
+	  echo "Installing torch for the CPU into $(VENV), 0.2 GB ..."; more="--extra-index-url $(CPU_INDEX)"; \
+	else \
+	  echo "Installing torch into $(VENV); PyPI's build for Linux brings several GB of CUDA libraries ..."; \
+	fi; $(PIP) $$more -r $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.%: $(VENV)/.torch pyproject.toml

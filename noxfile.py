@@ -73,7 +73,7 @@ def tests(session):
     # CI reads the last line of the output as pytest's closing line: nox says nothing after it.
     logging.getLogger("nox").setLevel(logging.CRITICAL)
     session.run(
-        "python", "-m", "pytest", "-n", "2", "--dist", "loadfile",
+        "python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not clients",
         *(session.posargs or ["tests", "README.md", "docs", "--pyargs", "apex"]),
         env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -9,13 +9,36 @@ import time
 import warnings
 from pathlib import Path
 
-from benchmarks import casts, import_time, launches, machinery, memory, models, syncs, tensors
+from benchmarks import (
+    casts,
+    collectives,
+    import_time,
+    launches,
+    machinery,
+    memory,
+    models,
+    repeated,
+    syncs,
+    tensors,
+)
 from benchmarks.loops import device
 from benchmarks.machine import machine
 from benchmarks.measurement import table, verdict
 
 BENCHMARKS = {
-    b.NAME: b for b in (syncs, launches, memory, import_time, casts, machinery, tensors, models)
+    benchmark.NAME: benchmark
+    for benchmark in (
+        syncs,
+        launches,
+        collectives,
+        memory,
+        import_time,
+        casts,
+        repeated,
+        machinery,
+        tensors,
+        models,
+    )
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -41,7 +64,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Runs the benchmarks, prints the table and writes the JSON file."""
     args = parse_args()
-    warnings.filterwarnings("ignore", message="fp16 is emulated")
+    warnings.filterwarnings("ignore", message=".* is emulated on this CPU")
 
     about = machine()
     start = time.perf_counter()

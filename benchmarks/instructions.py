@@ -160,7 +160,7 @@ def main(levels: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", message="fp16 is emulated")
+    warnings.filterwarnings("ignore", message=".* is emulated on this CPU")
     if sys.argv[1:2] == ["--run"]:
         run(sys.argv[2:])
     else:

@@ -328,6 +328,6 @@ def _counted_elsewhere(*, quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", message="fp16 is emulated")
+    warnings.filterwarnings("ignore", message=".* is emulated on this CPU")
     for counted_row in rows(quick="--quick" in sys.argv):
         print(json.dumps(asdict(counted_row)), flush=True)

@@ -152,7 +152,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _quiet(task: Task, level: str, *, max_norm: float | None = None) -> Work:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fp16 is emulated")
+        warnings.filterwarnings("ignore", message=".* is emulated on this CPU")
         return with_amp(task, level, max_norm=max_norm)
 
 

@@ -1,8 +1,9 @@
-"""ResNet-50 and BERT-base, written out: what people measure mixed precision with.
+"""ResNet-50, BERT and GPT-2, written out: what people measure mixed precision with.
 
 He et al., "Deep Residual Learning for Image Recognition", 2016, with the stride in the 3x3
 convolution; Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2019, with a
-classifier of the first token.
+classifier of the first token; Radford et al., "Language Models are Unsupervised Multitask
+Learners", 2019. Without dropout.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _Bottleneck(nn.Module):
 
 
 class Bert(nn.Module):
-    """An encoder of tokens with a classifier; by default BERT-base. Without dropout."""
+    """An encoder of tokens with a classifier; by default BERT-base."""
 
     def __init__(
         self,
@@ -87,6 +88,8 @@ class Bert(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(positions, width)
+        self.order: Tensor
+        self.register_buffer("order", torch.arange(positions), persistent=False)
         self.norm = nn.LayerNorm(width)
         self.layers = nn.ModuleList(_Layer(width, heads) for _ in range(layers))
         self.pooler = nn.Linear(width, width)
@@ -97,7 +100,7 @@ class Bert(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns logits ``[N, classes]`` of ``tokens`` ``[N, length]``."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = self.order[: tokens.shape[1]]
         x = self.norm(self.tokens(tokens) + self.positions(positions))
         for layer in self.layers:
             x = layer(x)
@@ -105,23 +108,87 @@ class Bert(nn.Module):
         return logits
 
 
-class _Layer(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+class Gpt(nn.Module):
+    """A decoder of tokens that predicts the next ones; by default GPT-2 medium."""
+
+    def __init__(
+        self,
+        layers: int = 24,
+        width: int = 1024,
+        heads: int = 16,
+        vocabulary: int = 50257,
+        positions: int = 1024,
+    ) -> None:
+        """Makes ``layers`` layers of ``width`` features; the first and last weights are one."""
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(positions, width)
+        self.order: Tensor
+        self.register_buffer("order", torch.arange(positions), persistent=False)
+        self.layers = nn.ModuleList(_CausalLayer(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+        self.classifier = nn.Linear(width, vocabulary, bias=False)
+        self.classifier.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns logits ``[N * length, vocabulary]`` of ``tokens`` ``[N, length]``."""
+        positions = self.order[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions(positions)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.classifier(self.norm(x).flatten(0, 1))
+        return logits
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.heads = heads
+        self.causal = causal
         self.inputs = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-        self.last_norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         count, length, width = x.shape
         split = self.inputs(x).view(count, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        joined = mixed.transpose(1, 2).reshape(count, length, width)
-        x = self.norm(x + self.output(joined))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        joined: Tensor = self.output(mixed.transpose(1, 2).reshape(count, length, width))
+        return joined
+
+
+class _Layer(nn.Module):
+    """A layer that normalizes each sum: BERT's."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = _Attention(width, heads, causal=False)
+        self.norm = nn.LayerNorm(width)
+        self.feed_forward = _feed_forward(width)
+        self.last_norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + self.attention(x))
         return self.last_norm(x + self.feed_forward(x))
+
+
+class _CausalLayer(nn.Module):
+    """A layer that normalizes each input: GPT-2's."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = _Attention(width, heads, causal=True)
+        self.last_norm = nn.LayerNorm(width)
+        self.feed_forward = _feed_forward(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.feed_forward(self.last_norm(x))
+
+
+def _feed_forward(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))

@@ -108,7 +108,7 @@ class _Lane:
 
 
 def _serve(pipe: Connection, build: Builder, warmup: int, threads: int) -> None:
-    warnings.filterwarnings("ignore", message="fp16 is emulated")
+    warnings.filterwarnings("ignore", message=".* is emulated on this CPU")
     if threads:
         torch.set_num_threads(threads)
     work = build()

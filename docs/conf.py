@@ -1,14 +1,14 @@
 """Sphinx configuration: MyST pages and the API from its docstrings, built without a network."""
 
 import argparse
-import json
 import os
+import re
 from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
 
-from apex._core.project import VERSION
+from apex._core.project import ADDRESS, VERSION
 from apex.cli import build_parser
 
 project = "apex-amp"
@@ -38,7 +38,11 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 
-RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu.json"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+RELATIVE = re.compile(r"\]\(((?!https?:)[^)\s#]+\.md)(#[^)\s]*)?\)")
+PICTURE = re.compile(r"^!\[.*\]\((.+\.(svg|png))\)$", re.MULTILINE)
 
 # The colours of docs/figures, by theme.
 html_theme_options = {
@@ -75,56 +79,41 @@ class CommandHelp(Directive):
         return [nodes.literal_block(text, text, language="text", classes=["command-help"])]
 
 
-class Measured(Directive):
-    """Inserts figures of benchmarks/results/cpu.json as a table.
-
-    Each line of its content is ``benchmark: case = what the figure means``. A case that the file
-    lacks fails the build.
-    """
-
-    has_content = True
-
-    def run(self):
-        measured = json.loads(RESULTS.read_text("utf-8"))
-        figures = {f"{each['benchmark']}: {each['case']}": each for each in measured["figures"]}
-        lines = [line.split(" = ", 1) for line in self.content]
-        missing = [key for key, _ in lines if key not in figures]
-        if missing:
-            raise self.error(f"{RESULTS.name} has no figure {missing}")
-        rows = [(meaning, *cells(figures[key])) for key, meaning in lines]
-        machine = measured["machine"]
-        made_by = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
-        text = [
-            "| measured | value | quartiles |",
-            "|---|---|---|",
-            *(f"| {' | '.join(row)} |" for row in rows),
-            "",
-            f"*{made_by}; by `python -m benchmarks`.*",
-        ]
-        return self.state.nested_parse(text, 0, box := nodes.container()) or [box]
-
-
-def cells(figure):
-    """Returns a figure of a benchmark and its quartiles, as text."""
-    value, low, high = (
-        None if figure[key] is None else f"{figure[key]:.{figure['digits']}f}"
-        for key in ("value", "low", "high")
-    )
-    spread = "" if low is None or low == high else f"{low} to {high}"
-    return f"{value}{'' if figure['unit'] == 'x' else ' '}{figure['unit']}", spread
-
-
 def subparsers(parser):
     (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return action.choices
 
 
-def end_blocks(app, name, source):
-    """Removes the blank line at the end of a block, which only the page's doctest needs."""
-    source[0] = source[0].replace("\n\n```\n", "\n```\n")
+def read(app, name, source):
+    """Adds what only the site has; the pages themselves are plain Markdown."""
+    text = source[0].replace("\n\n```\n", "\n```\n")  # only the page's doctest needs it
+    text = PICTURE.sub(framed, text)
+    if name == "index":
+        text += "\n" + Path(__file__).with_name("contents.txt").read_text("utf-8")
+    folder = (DOCS / name).parent
+    if name == "changelog":
+        folder = ROOT
+        text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    source[0] = RELATIVE.sub(lambda match: on_the_site(match, folder), text)
+
+
+def on_the_site(match, folder):
+    """Returns a link of a page in a folder; files outside of docs/ are the repository's."""
+    path, anchor = match.groups("")
+    file = (folder / path).resolve()
+    if file.is_relative_to(DOCS):
+        return f"](/{file.relative_to(DOCS)}{anchor})"
+    return f"]({ADDRESS}/blob/main/{file.relative_to(ROOT)}{anchor})"
+
+
+def framed(match):
+    """Returns a picture in a frame that scrolls; a drawing inline, in the colours of the theme."""
+    picture, (path, suffix) = match[0], match.groups()
+    if suffix == "svg":
+        picture = f"```{{raw}} html\n:file: {path}\n```"
+    return f":::{{container}} drawing-frame\n{picture}\n:::"
 
 
 def setup(app):
-    app.connect("source-read", end_blocks)
+    app.connect("source-read", read)
     app.add_directive("command-help", CommandHelp)
-    app.add_directive("measured", Measured)

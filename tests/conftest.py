@@ -6,6 +6,7 @@ import gc
 import pytest
 
 from apex.amp import _amp_state
+from tests.support.emulation import emulate
 from tests.support.ranks import Ranks
 
 
@@ -29,7 +30,7 @@ def _forget():
 def ideal_machine():
     """Lets ``apex compare`` train and time all levels without 16-bit units and when busy, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apex.tools.compare.run.slowdown", lambda dtype, device: 1.0)
+        emulate(patch)  # no dtype
         patch.setattr("apex.tools.compare.timing.Load.busy", False)
         yield
 
@@ -45,3 +46,18 @@ def two_processes():
 def on_two_ranks(two_processes, tmp_path):
     """Calls ``fn(rank, *args)`` in two processes joined by gloo; returns both results."""
     return functools.partial(two_processes.run, tmp_path / "store")
+
+
+@pytest.fixture(scope="session")
+def pools(two_processes):
+    """Processes by their number."""
+    pools = {1: Ranks(1), 2: two_processes, 4: Ranks(4)}
+    yield pools
+    pools[1].stop()
+    pools[4].stop()
+
+
+@pytest.fixture
+def on_ranks(pools, tmp_path):
+    """Calls ``fn(rank, *args)`` in one, two or four processes; returns their results."""
+    return lambda count, fn, *args: pools[count].run(tmp_path / f"store{count}", fn, *args)

@@ -4,7 +4,7 @@ python -m benchmarks.gpu    (or: make gpu)
 
 Each part runs in its own process, so a crash or a hang loses one check only. Each result is
 written at once, as a line of RESULTS/DEVICE.jsonl. A call takes at most ten minutes, and the next
-call continues there; all of them take forty minutes. The last call writes RESULTS/DEVICE.md.
+call continues there. Each call ends with the page of all results, RESULTS/DEVICE.md.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import sys
 import time
 import traceback
 import warnings
+from datetime import date
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu import page
 from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.records import Records
+from benchmarks.gpu.records import MACHINE, Records
 from benchmarks.machine import machine
 from tests.support.emulated_cuda import device
 
@@ -40,7 +41,7 @@ MORE = 75
 def run_checks(part: Part, records: Records, *, tiny: bool) -> int:
     """Runs the checks of a part that are due, in this process; returns its exit code."""
     due = []
-    for check, function in part.checks(tiny):
+    for check, function in part.checks(tiny, records):
         if records.is_due(part.name, check):
             due.append((check, function))
     for index, (check, function) in enumerate(due):
@@ -67,23 +68,24 @@ def described(error: Exception) -> str:
 
 def run_part(part: Part, records: Records, end: float, *, tiny: bool) -> bool:
     """Runs processes of a part until the part or the call ends; returns whether the part has."""
+    today = date.today().isoformat()
     while True:
         seconds_left = part.seconds - records.seconds(part.name)
         if seconds_left <= 0:
-            records.write(part=part.name, over=f"its {part.seconds:.0f} s are over")
+            records.write(part=part.name, over=f"its {part.seconds:.0f} s are over, {today}")
             return True
         now = time.monotonic()
         if now >= end:
             return False
         code = run_process(part, records, min(end, now + seconds_left), tiny=tiny)
         if code == 0:
-            records.write(part=part.name, over="all checks have ended")
+            records.write(part=part.name, over=f"all checks have ended, {today}")
             return True
         if code is None or code == MORE:
             continue
         check = records.running(part.name)
         if check is None:
-            records.write(part=part.name, over=f"its process did not begin: {code}")
+            records.write(part=part.name, over=f"its process did not begin: {code}, {today}")
             return True
         records.write(part=part.name, check=check, error=code)
 
@@ -139,13 +141,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny networks: a rehearsal")
     parser.add_argument("--seconds", type=float, default=570.0, help="of this call")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for both files")
+    parser.add_argument(
+        "--adopt",
+        type=Path,
+        metavar="JSONL",
+        help="take over another run's parts into RESULTS and write the page; needs no GPU",
+    )
     parser.add_argument("--process-of", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Runs what is left of the parts, and writes the page when none is."""
+    """Runs what is left of the parts, and writes the page."""
     args = parse_args()
+    if args.adopt:
+        records = Records(args.results / args.adopt.name)
+        records.adopt(Records(args.adopt))
+        write_page(records)
+        return
     if not torch.cuda.is_available():
         sys.exit(
             f"make gpu needs a GPU and a torch built for it; torch {torch.__version__} of "
@@ -154,26 +167,31 @@ def main() -> None:
             "`python -m tests.support.emulated_cuda benchmarks.gpu --tiny`."
         )
     if args.process_of:
-        warnings.filterwarnings("ignore", message="fp16 is emulated")
+        warnings.filterwarnings("ignore", message=".* is emulated on this CPU")
         sys.exit(run_checks(PARTS[args.process_of], Records(args.results), tiny=args.tiny))
     end = time.monotonic() + args.seconds
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     args.results.mkdir(parents=True, exist_ok=True)
     records = Records(args.results / f"{name}.jsonl")
     if not records.lines():
-        records.write(part="machine", result=machine(), check="machine")
+        records.write(part=MACHINE, result=machine(), check=MACHINE)
     if args.parts:
         parts = [PARTS[part] for part in args.parts]
     else:
         parts = [part for part in PARTS.values() if args.tiny or not part.only_rehearsed]
     for part in parts:
-        if not records.is_over(part.name):
+        if records.reason(part.name) is None:
             print(f"{part.name} ...", file=sys.stderr, flush=True)
             run_part(part, records, end, tiny=args.tiny)
-    unfinished = [part.name for part in parts if not records.is_over(part.name)]
+    write_page(records)
+    unfinished = [part.name for part in parts if records.reason(part.name) is None]
     if unfinished:
         sys.exit(f"Unfinished: {', '.join(unfinished)}. Run the same command again to continue.")
-    text = page.markdown(records, parts)
+
+
+def write_page(records: Records) -> None:
+    """Writes the results as a page, and prints it."""
+    text = page.markdown(records)
     records.path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
     print(f"Written to {records.path} and .md.")

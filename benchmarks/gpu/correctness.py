@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from apex import amp, parallel
 from apex._torch import foreach
 from benchmarks.counting import refused_syncs
+from benchmarks.gpu.records import Records
 from benchmarks.gpu.timing import timed
 from benchmarks.graphs import CAPTURED, difference_of_replays
 from benchmarks.loops import Task, fused_adamw, with_amp
@@ -35,7 +36,7 @@ Checks = Iterator[tuple[str, Callable[[], object]]]
 # -- facts of the machine ----------------------------------------------------------------------
 
 
-def facts(tiny: bool) -> Checks:
+def facts(tiny: bool, records: Records) -> Checks:
     """Yields what torch's kernels do on this card where its releases differ."""
     yield "fused kernels", fused_kernels
     yield "_foreach_copy_ into fp16 and fp32 (wrong before torch 2.11)", mixed_copy
@@ -98,34 +99,51 @@ def dtype_in_backward() -> str:
 # -- tests -------------------------------------------------------------------------------------
 
 
-def tests(tiny: bool) -> Checks:
-    """Yields the files with tests for a GPU."""
-    if importlib.util.find_spec("pytest") is None:
+def tests(tiny: bool, records: Records) -> Checks:
+    """Yields one run of all files with tests for a GPU; its output lies beside the records."""
+    if not _has("pytest"):
         return
+    files = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         is_marked = "mark.gpu" in path.read_text(encoding="utf-8")
         is_wanted = not tiny or path.name == "test_copies.py"
         if is_marked and is_wanted:
-            yield str(path.relative_to(ROOT)), partial(run_tests, path)
+            files.append(str(path.relative_to(ROOT)))
+    output = records.path.with_name(f"{records.path.stem}-tests.txt")
+    yield f"{len(files)} files", partial(run_tests, files, output)
 
 
-def run_tests(path: Path) -> str:
-    """Returns pytest's closing line; raises with the tests that failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    command += ["--tb=line", str(path)]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
-    summary = lines[-1]
+def run_tests(files: list[str], output: Path) -> str:
+    """Returns pytest's closing line; raises with the tests that failed.
+
+    Where pytest-xdist is installed, half of the cores run tests.
+    """
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--tb=short", "--durations=10"]
+    command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+    if _has("xdist"):
+        command += ["-n", str(max(1, min(8, (os.cpu_count() or 2) // 2)))]
+    if _has("pytest_timeout"):
+        command.append("--timeout=100")
+    with output.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            [*command, *files], check=False, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+        )
+    lines = output.read_text(encoding="utf-8").strip().splitlines() or ["pytest wrote nothing"]
+    summary = lines[-1].strip("= ")
     if done.returncode:
         failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         raise RuntimeError("; ".join([summary, *failures]))
     return summary
 
 
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 # -- loops -------------------------------------------------------------------------------------
 
 
-def waits(tiny: bool) -> Checks:
+def waits(tiny: bool, records: Records) -> Checks:
     """Yields each level."""
     for level in LEVELS:
         yield level, partial(loop_without_waits, level)
@@ -142,7 +160,7 @@ def loop_without_waits(level: str) -> str:
     return "no host sync"
 
 
-def moved(tiny: bool) -> Checks:
+def moved(tiny: bool, records: Records) -> Checks:
     """Yields levels, each with the model moved before and after ``initialize``."""
     width = 64 if tiny else 2048
     for level in LEVELS:
@@ -172,7 +190,7 @@ def move(level: str, first: str, width: int) -> dict[str, object]:
     return {**times, "stepped on": sorted(devices)}
 
 
-def graphs(tiny: bool) -> Checks:
+def graphs(tiny: bool, records: Records) -> Checks:
     """Yields levels and what is captured."""
     for level in LEVELS:
         for captured in CAPTURED:
@@ -195,7 +213,7 @@ WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def nccl(tiny: bool) -> Checks:
+def nccl(tiny: bool, records: Records) -> Checks:
     """Yields levels, on one rank and, on a machine with two GPUs, on two."""
     for ranks in range(1, min(torch.cuda.device_count(), 2) + 1):
         for level in LEVELS:
@@ -252,7 +270,7 @@ def _sum_of_weights(level: str, wrap: Callable[[nn.Module], nn.Module]) -> float
 # -- compilers ---------------------------------------------------------------------------------
 
 
-def compiled(tiny: bool) -> Checks:
+def compiled(tiny: bool, records: Records) -> Checks:
     """Yields levels and modes of ``torch.compile``."""
     for level in LEVELS:
         for mode in ("eager", "default", "reduce-overhead"):
@@ -302,7 +320,7 @@ def _sentences() -> tuple[Tensor, Tensor]:
 # -- memory errors -----------------------------------------------------------------------------
 
 
-def sanitizer(tiny: bool) -> Checks:
+def sanitizer(tiny: bool, records: Records) -> Checks:
     """Yields one run under memcheck."""
     yield "two iterations at every level, blocks of odd sizes", sanitize
 
@@ -343,7 +361,7 @@ def odd_blocks() -> None:
 # -- rehearsals only --------------------------------------------------------------------------
 
 
-def faults(tiny: bool) -> Checks:
+def faults(tiny: bool, records: Records) -> Checks:
     """Yields checks that crash and hang, between two that end well."""
     yield "before", lambda: "ends"
     yield "crashes", lambda: os._exit(3)

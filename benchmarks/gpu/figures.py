@@ -1,4 +1,4 @@
-"""Parts that measure: launches, block sizes, memory, networks."""
+"""Parts that measure: launches, block sizes, memory."""
 
 from __future__ import annotations
 
@@ -6,30 +6,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from apex import amp
+from apex import amp, optimizers
 from benchmarks import launches
 from benchmarks.allocation import growth
-from benchmarks.counting import refused_syncs
-from benchmarks.gpu.timing import timed
-from benchmarks.loops import Batch, MakeOptimizer, Task, fused_adamw, native, plain, with_amp
+from benchmarks.gpu.records import Records
+from benchmarks.gpu.training import capturable_adamw, captured, event_times, side_stream
+from benchmarks.loops import Batch, MakeOptimizer, Task, fused_adamw, native, with_amp
 from benchmarks.networks import Bert, ResNet
 from benchmarks.race import Work
 
-LEVELS = ("O1", "O2", "O4", "O5")
-LOSSES = (1, 5, 10, 20)
-"""Iterations whose loss is shown."""
-ROOMY = 20 * 2**30
-"""Bytes of memory above which the batches are larger."""
 Checks = Iterator[tuple[str, Callable[[], object]]]
 
 
 # -- launches: by the profiler, and by count ---------------------------------------------------
 
 
-def launch_checks(tiny: bool) -> Checks:
+def launch_checks(tiny: bool, records: Records) -> Checks:
     """Yields ways to train and optimizers; torch's autocast with AdamW only."""
     names = ["AdamW"] if tiny else launches.OPTIMIZERS
     for name in names:
@@ -76,40 +71,36 @@ def _kernels(work: Work) -> tuple[int, float]:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "8 M": lambda: nn.Sequential(*[nn.Linear(590, 590) for _ in range(24)]),
-    "ResNet-50": ResNet,
+    "ResNet-50 NCHW": ResNet,
+    "ResNet-50 NHWC": lambda: ResNet().to(memory_format=torch.channels_last),
     "BERT-base": Bert,
     "BERT-large": partial(Bert, layers=24, width=1024, heads=16),
+}
+STEPS: dict[str, MakeOptimizer] = {
+    "AdamW": capturable_adamw,
+    "FusedAdam": partial(optimizers.FusedAdam, capturable=True),
 }
 EXPONENTS = (22, 24, 25, 26, 40)
 """Powers of 2 of a block's elements; with the last, the whole step is one block."""
 
 
-def sizes(model: str) -> list[int]:
-    """Returns the elements of a model's parameters."""
-    with torch.device("meta"):
-        params = MODELS[model]().parameters()
-    return [param.numel() for param in params]
-
-
-def blocks(tiny: bool) -> Checks:
+def blocks(tiny: bool, records: Records) -> Checks:
     """Yields models and optimizers."""
-    models = ["8 M"] if tiny else MODELS
-    names = ["AdamW"] if tiny else ["AdamW", "FusedAdam"]
-    for model in models:
-        for name in names:
-            yield f"{model}, {name}", partial(swept, model, launches.OPTIMIZERS[name])
+    models = {"tiny": partial(square_layers, 16, 4)} if tiny else MODELS
+    for model, make in models.items():
+        for name, optimizer in STEPS.items():
+            yield f"{model}, {name}", partial(swept, make, optimizer)
 
 
-def swept(model: str, make_optimizer: MakeOptimizer) -> dict[str, str]:
+def swept(make_model: Callable[[], nn.Module], make_optimizer: MakeOptimizer) -> dict[str, str]:
     """Returns the time of a step and its extra bytes per parameter, by a block's elements."""
     from apex._engine.optimizer import block_step
 
-    weights = [nn.Parameter(torch.zeros(size, device="cuda")) for size in sizes(model)]
-    net: nn.Module = nn.Module()
-    net.weights = nn.ParameterList(weights)
+    with torch.device("cuda"):
+        net = make_model()
     optimizer = make_optimizer(list(net.parameters()))
     net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
-    grads = [torch.full_like(param, 1e-3) for param in net.parameters()]
+    grads = [torch.randn_like(param) for param in net.parameters()]
     params = sum(grad.numel() for grad in grads)
 
     def step() -> None:
@@ -121,16 +112,18 @@ def swept(model: str, make_optimizer: MakeOptimizer) -> dict[str, str]:
     for exponent in EXPONENTS:
         block_step.device_elements = 2**exponent
         block_step._cuts.cache_clear()
-        milliseconds = timed(step)["ms"]
-        extra = growth(step, torch.device("cuda")) or 0
-        findings[f"2^{exponent}"] = f"{milliseconds} ms, {extra / params:.2f} bytes"
+        with side_stream() as stream:
+            step()
+            extra = growth(step, torch.device("cuda")) or 0
+            milliseconds = event_times(captured(step, stream))
+        findings[f"2^{exponent}"] = f"{milliseconds:.3f} ms, {extra / params:.2f} bytes"
     return findings
 
 
 # -- memory ------------------------------------------------------------------------------------
 
 
-def memory(tiny: bool) -> Checks:
+def memory(tiny: bool, records: Records) -> Checks:
     """Yields ways to train a model that needs memory mostly for its parameters."""
     width, layers = (256, 4) if tiny else (8192, 15)
     for mode in ("bf16", "O2", "O5"):
@@ -162,104 +155,3 @@ def square_layers(width: int, layers: int) -> nn.Module:
 def features(width: int) -> Batch:
     """Returns a batch of four."""
     return torch.randn(4, width), torch.randint(0, width, (4,))
-
-
-# -- networks ----------------------------------------------------------------------------------
-
-
-def networks(tiny: bool) -> Checks:
-    """Yields networks, memory formats and ways to train, torch's own first."""
-    modes = ("fp32", "fp16", "bf16", *LEVELS)
-    for mode in modes:
-        yield f"BERT-base, {mode}", partial(train_bert, mode, tiny=tiny)
-    for layout in ("channels_last", "contiguous_format"):
-        for mode in modes:
-            yield f"ResNet-50, {layout}, {mode}", partial(train_resnet, mode, layout, tiny=tiny)
-
-
-def train_resnet(mode: str, layout: str, *, tiny: bool) -> dict[str, object]:
-    """Trains ResNet-50 in a memory format."""
-    task, items = resnet(tiny)
-    in_layout = Task(
-        partial(laid_out, task.model, layout), partial(_laid_out, task, layout), task.optimizer
-    )
-    return measured(in_layout, items, mode)
-
-
-def train_bert(mode: str, *, tiny: bool) -> dict[str, object]:
-    """Trains BERT-base."""
-    task, items = bert(tiny)
-    return measured(task, items, mode)
-
-
-def measured(task: Task, items: int, mode: str) -> dict[str, object]:
-    """Trains for LOSSES, then measures; at amp's levels, a host sync is an error."""
-    torch.backends.cudnn.benchmark = True
-    if mode == "fp32":
-        work = plain(task)
-    elif mode == "fp16":
-        work = native(task, torch.float16)
-    elif mode == "bf16":
-        work = native(task, torch.bfloat16)
-    else:
-        work = with_amp(task, mode)
-    losses = [work() for _ in range(max(LOSSES))]
-    torch.cuda.reset_peak_memory_stats()
-    if mode in LEVELS:
-        with refused_syncs():
-            work()
-    times = timed(work, 20 if items > 2 else 3)
-    shown = [losses[number - 1] for number in LOSSES]
-    return {
-        "items/s": round(items / times["ms"] * 1e3, 1),
-        **times,
-        "peak MiB": torch.cuda.max_memory_allocated() >> 20,
-        "losses": [round(loss.item(), 4) for loss in shown if isinstance(loss, Tensor)],
-    }
-
-
-def laid_out(model: Callable[[], nn.Module], layout: str) -> nn.Module:
-    """Returns a model with weights in a memory format."""
-    return model().to(memory_format=getattr(torch, layout))
-
-
-def _laid_out(task: Task, layout: str) -> Batch:
-    inputs, labels = task.batch()
-    return inputs.to(memory_format=getattr(torch, layout)), labels
-
-
-def resnet(tiny: bool) -> tuple[Task, int]:
-    """Returns ResNet-50 with its data, and the images in a batch."""
-    if tiny:
-        small = partial(ResNet, depths=(1, 1), width=4, classes=10)
-        return Task(small, partial(images, 2, 32, 10), sgd), 2
-    count = 128 if _is_roomy() else 32
-    return Task(ResNet, partial(images, count, 224, 1000), sgd), count
-
-
-def bert(tiny: bool) -> tuple[Task, int]:
-    """Returns BERT-base with its data, and the sequences in a batch."""
-    if tiny:
-        small = partial(Bert, layers=1, width=16, heads=2, vocabulary=50, positions=8)
-        return Task(small, partial(sentences, 2, 8, 50), fused_adamw), 2
-    count = 64 if _is_roomy() else 16
-    return Task(Bert, partial(sentences, count, 128, 30522), fused_adamw), count
-
-
-def _is_roomy() -> bool:
-    return bool(torch.cuda.get_device_properties(0).total_memory > ROOMY)
-
-
-def images(count: int, size: int, classes: int) -> Batch:
-    """Returns random images and labels."""
-    return torch.randn(count, 3, size, size), torch.randint(classes, (count,))
-
-
-def sentences(count: int, length: int, vocabulary: int) -> Batch:
-    """Returns random tokens and one of two labels."""
-    return torch.randint(vocabulary, (count, length)), torch.randint(2, (count,))
-
-
-def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns ResNet's optimizer."""
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9, fused=True)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+MACHINE = "machine"
+"""The part and the check of the line that describes the machine."""
 ATTEMPTS = 2
 """How often a check is started that has neither a result nor an error."""
 
@@ -61,6 +63,23 @@ class Records:
         """Returns how long a part has run, in all calls together."""
         return sum(line.get("seconds", 0.0) for line in self.of(part))
 
-    def is_over(self, part: str) -> bool:
-        """Returns whether a part has ended."""
-        return any(line.get("over") for line in self.of(part))
+    def reason(self, part: str) -> str | None:
+        """Returns why and when a part ended; None if it has not."""
+        reason = None
+        for line in self.of(part):
+            reason = line.get("over", reason)
+        return reason
+
+    def machine(self) -> dict[str, Any]:
+        """Returns the machine of the run."""
+        machine: dict[str, Any] = self.results(MACHINE)[MACHINE]["result"]
+        return machine
+
+    def adopt(self, other: Records) -> None:
+        """Replaces the parts that another file has results of, and the machine, by its own."""
+        adopted = [line for line in other.lines() if other.results(line["part"])]
+        parts = {line["part"] for line in adopted}
+        lines = [line for line in self.lines() if line["part"] not in parts]
+        lines += [line for line in adopted if line.keys() & {"result", "error", "over"}]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        self.path.write_text(text, encoding="utf-8")

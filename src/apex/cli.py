@@ -8,6 +8,7 @@ import functools
 import inspect
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="apex", description=_QUESTIONS, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"apex-amp {VERSION}")
-    subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
+    subparsers = parser.add_subparsers(title="commands", dest="command")
     _add_trace(subparsers)
     _add_compare(subparsers)
     _add_migrate(subparsers)
@@ -53,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; ``None`` for the arguments of the process.
     """
-    args, unknown = build_parser().parse_known_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return OK
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -178,7 +183,8 @@ target:
 
 levels:
   O0 to O5, autocast-fp16, autocast-bf16, and bf16 (bf16 throughout, without fp32 masters). O0
-  always runs, as the baseline. Levels with a dtype that this machine emulates are skipped.
+  always runs, as the baseline. Levels whose dtype this CPU emulates are trained and not timed.
+  Unless --levels names them, those that would train for more than a minute are skipped.
 
 columns:
 """
@@ -207,16 +213,18 @@ def _compare(args: argparse.Namespace) -> int:
     """
     from apex.tools.compare.report import report
     from apex.tools.compare.results import parse_levels, to_json
-    from apex.tools.compare.run import Options, compare
+    from apex.tools.compare.run import PATIENCE, Options, compare
     from apex.tools.compare.table import comparison_text
     from apex.tools.devices import parse_device
 
+    patience = PATIENCE if args.levels is None else math.inf
     options = Options(
         levels=parse_levels(args.levels),
         steps=args.steps,
         rounds=args.rounds,
         seed=args.seed,
         device=parse_device(args.device),
+        patience=patience,
     )
     check_file(args.output)
     check_json(args.json)

@@ -68,6 +68,29 @@ def test_casts_that_ended_elsewhere_go_at_the_next_call_of_any_model(level, ende
     assert product() is torch.float32
 
 
+@pytest.mark.parametrize("level", LOW)
+def test_casts_end_with_the_last_model_whose_optimizer_trains_on(level):
+    model, optimizer = session(level, nn.Linear(2, 2))
+    amp.restore(model)
+    output = model(torch.ones(1, 2))
+    assert output.dtype is product() is torch.float32
+    with amp.scale_loss(output.sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(model.bias.grad, torch.ones(2))
+
+
+def test_casts_end_with_a_restored_model_that_hooks_keep_alive():
+    model = nn.Linear(2, 2)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    amp.initialize(model, [*optimizers.values()], opt_level="O4", verbosity=0)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+    model(torch.ones(1, 2)).sum().backward()
+    amp.restore(model)
+    del model
+    assert product() is torch.float32
+
+
 def test_casts_end_beside_a_dtype_that_the_script_set():
     before = torch.get_autocast_dtype("cuda")
     held = [*session("O4")]

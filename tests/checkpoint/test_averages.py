@@ -1,67 +1,113 @@
-"""Averages of a prepared model's weights (``torch.optim.swa_utils``): the supported way.
-
-An average in 16 bits stands still where updates are small, so at O2, O3 and O5 it is made of a
-plain fp32 twin that takes the model's ``state_dict``, which holds the masters' values.
-"""
+"""Averages of a prepared model's weights, which copy it, are fp32 averages of its masters."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
 
 from apex import amp
 from tests.support import loops
 
-DECAY = 0.75
+FORMS = {
+    "default": {},
+    "swa": {"avg_fn": swa_utils.get_swa_avg_fn()},
+    "ema": {"avg_fn": swa_utils.get_ema_avg_fn(0.75)},
+    "multi ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.75)},
+    "multi ema, buffers": {
+        "multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.75),
+        "use_buffers": True,
+    },
+    "multi swa": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
+}
+
+levels = pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 
 
-def net():
+def prepared(level):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def exact(model, optimizer):
-    """Parameters and buffers in fp32, parameters by their masters where there are any."""
-    stepped = [param.detach().float().clone() for param in amp.master_params(optimizer)]
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    return stepped + [b.float() if b.is_floating_point() else b for b in buffers]
-
-
-def twin_before(model, optimizer, level):
-    twin = copy.deepcopy(model)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return twin
-
-
-def twin_after(model, optimizer, level):
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return amp.restore(copy.deepcopy(model))
-
-
-def averaged_run(level, make_twin):
-    """Trains and averages; returns the average and what it was made of, step by step."""
-    model = net()
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    model[3].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    twin = make_twin(model, optimizer, level)
-    average = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
-    history = []
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def exact(model):
+    """Returns a plain model that takes the values of ``state_dict``, and a function for that."""
+    twin = copy.deepcopy(model)
+    return twin, lambda: twin.load_state_dict(model.state_dict())
+
+
+def differences(average, expected):
+    pairs = zip(average.state_dict().values(), expected.state_dict().values(), strict=True)
+    return max((a.float() - b.float()).abs().max() for a, b in pairs)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@levels
+def test_an_averaged_model_of_the_prepared_model_is_exact(level, form):
+    model, optimizer = prepared(level)
+    twin, update_twin = exact(model)
+    average, expected = AveragedModel(model, **form), AveragedModel(twin, **form)
     for x, y in loops.batches(4):
         loops.train_step(model, optimizer, x, y)
-        twin.load_state_dict(model.state_dict())
-        average.update_parameters(twin)
-        history.append(exact(model, optimizer))
-    return average, history
+        update_twin()
+        average.update_parameters(model)
+        expected.update_parameters(twin)
+    assert differences(average, expected) == 0
+    assert {param.dtype for param in average.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("make_twin", [twin_before, twin_after])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_the_average_of_a_twin_is_the_fp32_average_of_the_masters(level, make_twin):
-    average, history = averaged_run(level, make_twin)
-    expected, average_step = history[0], get_ema_multi_avg_fn(DECAY)
-    for values in history[1:]:
-        for old, new in zip(expected, values, strict=True):
-            average_step([old], [new], None)
-    found = [*average.module.parameters(), *average.module.buffers()]
-    assert loops.same(expected, [tensor.detach() for tensor in found])
+def lerp(average, model):
+    for old, new in zip(average.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, 0.25)
+
+
+def add(average, model):
+    for old, new in zip(average.parameters(), model.parameters(), strict=True):
+        old.mul_(0.75).add_(new, alpha=0.25)
+
+
+def states(average, model):
+    entries = model.state_dict()
+    for name, old in average.state_dict().items():
+        if old.is_floating_point():
+            old.lerp_(entries[name], 0.25)
+
+
+def averaged(level, update, *, of=lambda model: model):
+    """Returns how far an average is from the one of a plain fp32 twin."""
+    model, optimizer = prepared(level)
+    twin, update_twin = exact(model)
+    average, expected = copy.deepcopy(model), copy.deepcopy(twin)
+    source = of(model)
+    for x, y in loops.batches(4):
+        loops.train_step(model, optimizer, x, y)
+        update_twin()
+        with torch.no_grad():
+            update(average, source)
+            update(expected, twin)
+    return differences(average, expected)
+
+
+@pytest.mark.parametrize("update", [lerp, add, states])
+@levels
+def test_an_average_of_the_shallow_copy_is_exact(level, update):
+    if level != "O3" or update is states:
+        assert averaged(level, update, of=copy.copy if update is not states else nn.Identity()) == 0
+
+
+@levels
+def test_an_average_of_16_bit_parameters_is_rounded_or_named(level, caplog):
+    eps = {"O1": 0.0, "O2": torch.finfo(torch.float16).eps}.get(level, 2**-7)
+    if level == "O1":
+        assert averaged(level, lerp) == 0
+    else:
+        with pytest.raises(RuntimeError, match="dtype"):
+            averaged(level, lerp)
+        assert "Average plain = copy.copy(model)" in caplog.text
+    caplog.clear()
+    assert averaged(level, add) <= eps
+    assert not caplog.records

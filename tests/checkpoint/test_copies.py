@@ -1,8 +1,12 @@
-"""Prepared models and optimizers copied, pickled, or saved as whole objects."""
+"""Copies, pickles and files of prepared models, optimizers and parts of models are plain."""
 
 import copy
 import gc
+import io
+import itertools
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,60 +15,153 @@ from torch import nn
 from apex import amp
 from tests.support import loops
 
-levels = pytest.mark.parametrize("level", loops.LEVELS_SHORT)
-masters = pytest.mark.parametrize("level", loops.WITH_MASTERS)
+levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 
 
 def pickled(thing):
     return pickle.loads(pickle.dumps(thing))
 
 
-def everything(model, optimizer):
-    state = copy.deepcopy(optimizer.state_dict()["state"])
-    return loops.values(model.parameters()), loops.masters(optimizer), state
+WAYS = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": loops.saved_and_loaded}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-# -- copies ----------------------------------------------------------------------------------
+class Net(nn.Module):
+    """Has a tied weight, a frozen one, buffers, and a list that holds a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.outer = nn.Linear(4, 8)
+        self.outer.weight = self.inner[0].weight
+        self.frozen = nn.Parameter(torch.rand(8), requires_grad=False)
+        self.register_buffer("shift", torch.rand(8))
+        self.listed = [self.inner[0].weight]
+
+    def forward(self, x):
+        return self.inner(x) + self.outer(x) * self.frozen + self.shift
+
+
+def trained(level, make_optimizer=loops.OPTIMIZERS["Adam"]):
+    model, optimizer = loops.prepared(level, make_optimizer, Net())
+    for x, _ in loops.batches(2):
+        optimizer.zero_grad()
+        loops.scaled_backward(model(x).float().square().mean(), optimizer)
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_plain(copied, state):
+    assert type(copied) is Net
+    assert copied.listed[0] is copied.outer.weight is copied.inner[0].weight
+    assert not copied.frozen.requires_grad
+    fresh = Net()
+    for module, plain in zip(copied.modules(), fresh.modules(), strict=True):
+        assert vars(module).keys() == vars(plain).keys()
+        assert not any(value for name, value in vars(module).items() if name.endswith("_hooks"))
+    assert loops.same(dict(copied.state_dict()), state)
+    tensors = [*copied.parameters(), *copied.buffers()]
+    assert {t.dtype for t in tensors if t.is_floating_point()} == {torch.float32}
+
+
+@every_way
+@levels
+def test_a_model_becomes_its_plain_model_with_exact_values(level, way):
+    model, _optimizer = trained(level)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    copied = way(model)
+    assert {type(param) for param in copied.parameters()} == {nn.Parameter}
+    assert_plain(copied, state)
+    with torch.no_grad():
+        for tensor in [*copied.parameters(), *copied.buffers()]:
+            tensor.zero_()
+    assert loops.same(dict(model.state_dict()), state)
 
 
 @levels
-def test_a_deep_copy_shares_nothing_with_the_original(level):
-    original = loops.trained(level, loops.fused_adamw_of)
-    loops.backward(*original, *loops.batch())
-    before, grads = everything(*original), loops.grads(amp.master_params(original[1]))
-    model, optimizer = copied = copy.deepcopy(original)
-    model.zero_grad()
-    assert all(param.grad is None for param in amp.master_params(optimizer))
-    loops.train(*copied, 2)
-    assert not loops.same(before[:2], everything(*copied)[:2])
-    state = loops.net(seed=4).state_dict()
-    model.load_state_dict(state)
-    assert loops.same(list(state.values()), loops.masters(optimizer))
-    amp.restore(*copied)
-    assert loops.same(list(state.values()), loops.values(model.parameters()))
-    assert loops.same(before, everything(*original))
-    assert loops.same(grads, loops.grads(amp.master_params(original[1])))
+def test_a_shallow_copy_is_plain_and_follows_the_training(level):
+    model, optimizer = trained(level)
+    copied = copy.copy(model)
+    assert_plain(copied, dict(model.state_dict()))
+    if level == "O3":  # without masters, a plain model cannot share its parameters
+        return
+    optimizer.zero_grad()
+    loops.scaled_backward(model(loops.batch()[0]).float().sum(), optimizer)
+    optimizer.step()
+    with torch.no_grad():
+        copied.outer.bias.fill_(0.3)
+    state = model.state_dict()
+    assert torch.equal(state["outer.bias"], torch.full((8,), 0.3))
+    assert loops.same(copied.outer.weight.detach(), state["outer.weight"])
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+@every_way
+@pytest.mark.parametrize("level", ["O1", "O3", "O5"])
+def test_model_part_and_optimizer_stay_connected_in_any_order(level, way, order):
+    model, optimizer = trained(level)
+    things = (model, model.inner, optimizer)
+    copied = dict(zip(order, way([things[i] for i in order]), strict=True))
+    twin, part, plain = (copied[i] for i in range(3))
+    assert_plain(twin, dict(model.state_dict()))
+    assert twin.inner is part
+    assert type(plain) is torch.optim.Adam
+    stepped = plain.param_groups[0]["params"]
+    assert [id(p) for p in stepped] == [id(p) for p in twin.parameters()]
+    for param, state in plain.state.items():
+        assert state["exp_avg"].dtype is param.dtype is torch.float32
+    before = twin.outer.bias.detach().clone()
+    twin(loops.batch()[0]).sum().backward()
+    plain.step()
+    assert not torch.equal(twin.outer.bias, before)
+
+
+@every_way
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_optimizer_alone_is_plain_and_its_state_loads_back(level, way):
+    model, optimizer = trained(level)
+    plain = way(optimizer)
+    assert type(plain) is torch.optim.Adam
+    expected = copy.deepcopy(optimizer.state_dict())
+    assert loops.same(plain.state_dict(), expected)
+    optimizer.load_state_dict(plain.state_dict())
+    assert loops.same(optimizer.state_dict(), expected)
+    del model
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_copies_that_are_prepared_again_train_as_the_originals(level):
+    pair = trained(level, loops.sgd)
+    scales = amp.state_dict()
+    again = amp.initialize(*copy.deepcopy(pair), opt_level=level, verbosity=0)
+    state = amp.state_dict()
+    amp.load_state_dict(dict.fromkeys(state, scales["loss_scaler0"]))
+    for model, optimizer in (pair, again):
+        optimizer.zero_grad()
+        loops.scaled_backward(model(loops.batch()[0]).float().square().mean(), optimizer)
+        optimizer.step()
+    assert loops.same(dict(pair[0].state_dict()), dict(again[0].state_dict()))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
-def test_a_copy_has_the_weights_that_were_written_since_the_last_step(copied_by, elsewhere):
+@every_way
+def test_a_copy_has_the_weights_that_were_written_since_the_last_step(way, elsewhere):
     model, optimizer = loops.trained("O5")
     expected = loops.masters(optimizer)
     with torch.no_grad():
         model[0].weight.view(-1)[1:] = expected[0].view(-1)[1:] = 0.25
         if elsewhere:
             model[0].weight.data = model[0].weight.detach().clone()
-    copied, copied_optimizer = copied_by((model, optimizer))
-    assert loops.same(loops.masters(copied_optimizer), expected)
-    assert loops.same(loops.values(copied.parameters()), loops.values(model.parameters()))
+    assert loops.same(expected, loops.values(way(model).parameters()))
 
 
-def test_a_copy_made_while_weights_are_swapped_leaves_the_masters():
+@every_way
+def test_a_copy_made_while_weights_are_swapped_leaves_the_masters(way):
     model, optimizer = loops.trained("O5")
     own, expected = loops.values(model.parameters()), loops.masters(optimizer)
     loops.change(model.parameters(), map(torch.zeros_like, own), "copy_")
-    copy.deepcopy((model, optimizer))
+    way((model, optimizer))
     loops.change(model.parameters(), own, "copy_")
     optimizer.zero_grad()
     loops.loss_of(model, *loops.batch()).mul(0).backward()
@@ -72,87 +169,61 @@ def test_a_copy_made_while_weights_are_swapped_leaves_the_masters():
     assert loops.same(loops.masters(optimizer), expected)
 
 
-@masters
-def test_in_inference_mode_a_model_is_copied_and_masters_are_not(level):
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_copy_outlives_the_session_and_is_also_made_in_inference_mode(level):
     model, optimizer = loops.trained(level)
-    saved = model.state_dict()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.inference_mode():
-        copied = copy.deepcopy(model)
-        copied.load_state_dict(saved)
-        found = dict(copied.state_dict())
-        with pytest.raises(RuntimeError, match=r"version counter"):
-            copy.deepcopy((model, optimizer))
-    low = loops.LEVELS[level].stored
-    assert loops.same(found, {name: value.to(low).float() for name, value in saved.items()})
-    loops.train(model, optimizer, 2)
-
-
-@masters
-def test_a_model_copied_alone_has_rounded_weights_and_outlives_the_session(level):
-    model, optimizer = loops.trained(level)
-    rounded = [param.detach().float() for param in model.parameters()]
-    copied = copy.deepcopy(model)
+        copies = [copy.deepcopy(model), copy.deepcopy((model, optimizer))[0]]
+    copies.append(copy.deepcopy(model))
     del model, optimizer
     gc.collect()
     assert amp.state_dict() == {}
-    assert loops.same(rounded, list(copied.state_dict().values()))
+    for copied in copies:
+        assert loops.same(state, dict(copied.state_dict()))
 
 
-# -- whole objects in files ------------------------------------------------------------------
+def test_plain_copies_are_returned_by_restore_and_wrappers_refused():
+    model, optimizer = trained("O5")
+    pair = copy.deepcopy((model, optimizer))
+    assert amp.restore(*pair) == pair
+    assert amp.restore(pair[0]) is pair[0]
+    with pytest.raises(ValueError, match="without a wrapper"):
+        amp.restore(nn.Sequential(model))
+    with pytest.raises(ValueError, match=r"optimizer .* not prepared"):
+        amp.restore(model, pair[1])
 
 
-@levels
-def test_a_model_saved_whole_computes_and_saves_what_the_original_does(level):
-    model, _optimizer = loops.trained(level)
-    loaded = loops.saved_and_loaded(model)
-    x, _ = loops.batch()
-    assert loops.same(model(x), loaded(x))
-    # The masters stay with the optimizer: what was saved whole is the rounded weights.
-    rounded = {
-        name: value.to(loaded.get_parameter(name).dtype).float()
-        for name, value in model.state_dict().items()
-    }
-    assert loops.same(rounded, dict(loaded.state_dict()))
+def test_attributes_of_parameters_and_shared_objects_are_in_the_pickle():
+    model, _optimizer = trained("O5")
+    model.outer.bias.no_decay = True
+    shared = model.settings = model.inner.settings = {"depth": 1}
+    for way in (copy.deepcopy, pickled):
+        copied, settings = way((model, shared))
+        assert copied.settings is copied.inner.settings is settings
+    assert vars(copied.outer.bias) == {"no_decay": True}
 
 
-@levels
-def test_a_model_saved_whole_is_trained_on_after_restore_with_its_masters_loaded(level):
-    model, optimizer = loops.trained(level)
-    loaded = loops.saved_and_loaded(model)
-    if level != "O1":  # a model that casts no parameters is saved as plain
-        amp.restore(loaded)
-    loaded.load_state_dict(model.state_dict())
-    resumed = loops.prepared(level, model=loaded)
-    for pair in ((model, optimizer), resumed):
-        loops.train(*pair, 2, seed=2)
-    assert loops.same(dict(model.state_dict()), dict(loaded.state_dict()))
+def test_a_file_of_an_earlier_release_names_what_to_do():
+    file = b"capex._pickle\nrebuild\n."
+    with pytest.raises(ModuleNotFoundError, match=r"state_dict"):
+        pickle.load(io.BytesIO(file))
 
 
-@levels
-def test_an_unpickled_pair_keeps_classes_state_and_masters_and_is_restored(level):
-    original = loops.trained(level, loops.OPTIMIZERS["Adam"])
-    model, optimizer = pickled(original)
-    assert type(optimizer) is type(original[1])
-    assert loops.same(everything(*original), everything(model, optimizer))
-    expected = loops.masters(optimizer)
-    amp.restore(model, optimizer)
-    assert (type(model), type(optimizer)) == (nn.Sequential, torch.optim.Adam)
-    assert loops.same(expected, loops.values(model.parameters()))
-    params = optimizer.param_groups[0]["params"]
-    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+WITHOUT_APEX = """
+import sys, torch
+sys.modules["apex"] = None  # an import of it fails
+model, optimizer = torch.load(sys.argv[1], weights_only=False)
+model(torch.randn(3, 4)).square().mean().backward()
+optimizer.step()
+assert {param.dtype for param in model.parameters()} == {torch.float32}
+torch.save(model.state_dict(), sys.argv[1])
+"""
 
 
-@pytest.mark.parametrize("level", ["O0", "O5"])
-def test_an_unpickled_pair_trains_on_with_a_plain_backward(level):
-    original = loops.trained(level, loops.OPTIMIZERS["Adam"])
-    model, optimizer = pickled(original)
-    loops.plain_step(model, optimizer, *loops.batch(2))
-    loops.train_step(*original, *loops.batch(2))
-    assert loops.same(everything(*original), everything(model, optimizer))
-
-
-def test_an_unpickled_optimizer_is_refused_by_scale_loss():
-    alive = loops.prepared("O1")
-    model, optimizer = pickled(alive)
-    with pytest.raises(RuntimeError, match="unpickled"):
-        loops.backward(model, optimizer, *loops.batch())
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_a_file_of_model_and_optimizer_trains_on_in_a_process_without_apex(level, tmp_path):
+    file = tmp_path / "pair.pt"
+    torch.save(loops.trained(level, loops.OPTIMIZERS["Adam"]), file)
+    subprocess.run([sys.executable, "-c", WITHOUT_APEX, str(file)], check=True)
+    assert torch.load(file).keys() == loops.net().state_dict().keys()

@@ -23,7 +23,7 @@ if pytorch_lightning.__version__.startswith("1."):
 
 from apex.integrations.lightning import ApexPrecision  # noqa: E402 - after the checks
 
-pytestmark = [*of_its_time, pytest.mark.filterwarnings("ignore:fp16 is emulated")]
+pytestmark = [*of_its_time, pytest.mark.filterwarnings("ignore:.* is emulated on this CPU")]
 
 LEVELS = ("O1", "O2", "O5")
 OPTIONS = {

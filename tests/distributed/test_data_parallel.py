@@ -152,6 +152,51 @@ def test_an_inf_without_sync_skips_the_update_on_all(on_two_ranks, level):
     assert first["scales"]["loss_scaler0"] == {"loss_scale": cases.START_SCALE / 2, "unskipped": 1}
 
 
+def train_without_blocks(rank, wrapper, reads):
+    """Plain passes, two an update; gradients are cleared after the forward pass."""
+    model, optimizer = cases.prepare("O5", seed=rank)
+    parallel = WRAPPERS[wrapper](model)
+    for update in range(3):
+        for part in range(2):
+            with parallel.no_sync() if part == 0 else contextlib.nullcontext():
+                loss = loops.loss_of(parallel, *cases.rank_batch(rank, 2 * update + part)) / 2
+                if part == 0:
+                    optimizer.zero_grad()
+                loss.backward()
+                if reads == "every pass":
+                    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
+        if reads:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
+        optimizer.step()
+    return cases.state(parallel, optimizer)
+
+
+@pytest.mark.parametrize("reads", [None, "the last pass"])
+def test_passes_without_blocks_train_as_one_process(on_two_ranks, reads):
+    """A step leaves fp32 gradients, to which DDP adds nothing, until they are cleared."""
+    first, second = on_two_ranks(train_without_blocks, "torch", reads)
+    assert first == second
+    model, optimizer = cases.prepare("O5", seed=0)
+    for update in range(3):
+        for part in range(2):
+            for rank in range(2):
+                batch = cases.rank_batch(rank, 2 * update + part)
+                cases.backward(model, optimizer, *batch, 1 / 4)
+        optimizer.step()
+        optimizer.zero_grad()
+    cases.assert_trained_alike(first, optimizer, "O5")
+
+
+def refused_pass(rank):
+    with pytest.raises(RuntimeError, match=r"cannot add the 16-bit(?s:.*)zero_grad"):
+        train_without_blocks(rank, "torch", "every pass")
+    return True
+
+
+def test_a_plain_pass_onto_fp32_gradients_is_refused_before_it_begins(on_two_ranks):
+    assert on_two_ranks(refused_pass) == [True, True]
+
+
 def drop_a_poisoned_part(rank, level):
     model, optimizer = cases.prepare(level, seed=rank)
     parallel = DistributedDataParallel(model)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from apex import amp
 from tests.distributed.cases import rank_batch
 from tests.support.features import shards_on_cpu
-from tests.support.loops import loss_of, scaled_backward
+from tests.support.loops import loss_of, same, scaled_backward, train_step
 
 pytestmark = [pytest.mark.distributed, shards_on_cpu]
 
@@ -76,6 +76,88 @@ def outcome(rank, level, policy, options=None, overflow_at=None):
     model, optimizer = prepare_sharded(level, policy, **(options or {}))
     weights = train_sharded(model, optimizer, rank, range(STEPS), overflow_at)
     return weights, dict(amp.state_dict()["loss_scaler0"])
+
+
+class Stem(nn.Module):
+    """A root that owns a layer for its input, as a ViT or a CNN does."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.block, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x, scale=None):
+        if scale is not None:
+            x = (x * scale["by"] + 1.001).tanh()
+        return self.head(self.block(self.stem(x)).relu())
+
+
+BF16 = {"param_dtype": torch.bfloat16}
+ROOTS = {  # the policy of the root and its block, and whether the root computes on its inputs
+    "owns a layer": (BF16, False),
+    "computes on its inputs": (BF16, True),
+    "casts its outputs": ({**BF16, "output_dtype": torch.float32}, False),
+    "leaves its inputs": ({**BF16, "cast_forward_inputs": False}, True),
+    "is not sharded": ({**BF16, "output_dtype": torch.float32}, True),
+}
+
+
+def train_root(rank, root, level):
+    torch.manual_seed(0)
+    options, computes = ROOTS[root]
+    model = Stem()
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    is_sharded = root != "is not sharded"
+    if is_sharded:
+        fully_shard(model.block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**BF16))
+    outermost = model if is_sharded else model.block
+    fully_shard(outermost, mesh=mesh, mp_policy=MixedPrecisionPolicy(**options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if level:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    dtype = torch.float32 if options.get("cast_forward_inputs", True) else torch.bfloat16
+    outputs = []
+    for step in range(3):
+        x, y = rank_batch(rank, step)
+        scale = {"scale": {"by": torch.tensor(1.3, dtype=dtype)}} if computes else {}
+        output = model(x.to(dtype), **scale)
+        outputs.append(output.detach())
+        (output - y.to(output.dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs, [
+        getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_arguments_and_outputs_of_every_root_are_fsdp2_s_own_at_o0(on_two_ranks, root):
+    expected = on_two_ranks(train_root, root, None)
+    assert same(on_two_ranks(train_root, root, "O0"), expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_sharding_after_initialize_is_refused_before_the_first_step(on_two_ranks, level):
+    for errors in on_two_ranks(shard_late, level):
+        assert len(errors) == 4
+        assert all("Call fully_shard first" in told for told in errors)
+
+
+def shard_late(rank, level):
+    errors = []
+    mesh = init_device_mesh("cpu", (2,))
+    for parts in (["block"], ["block", ""]):
+        for policy in ("fp32", "bf16"):
+            model = Stem()
+            model, optimizer = amp.initialize(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
+            )
+            for part in parts:
+                options = MixedPrecisionPolicy(**POLICIES[policy])
+                fully_shard(model.get_submodule(part), mesh=mesh, mp_policy=options)
+            with pytest.raises(RuntimeError) as raised:
+                train_step(model, optimizer, *rank_batch(rank, 0))
+            errors.append(str(raised.value))
+    return errors
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, summed in fp32"])

@@ -11,7 +11,7 @@ from tests.support.loops import prepared
 
 pytestmark = pytest.mark.distributed
 
-LEVELS = ("O0", "O4", "O5")
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
 STEPS = 6
 
 
@@ -33,7 +33,9 @@ def loss_of(output, labels):
 def train_stage(rank, level):
     """Returns this rank's weights after training its stage."""
     model = stage(rank)
-    model, optimizer = prepared(level, lambda p: torch.optim.AdamW(p, lr=1e-2), model)
+    model, optimizer = prepared(
+        level, lambda p: torch.optim.AdamW(p, lr=1e-2), model, loss_scale=1.0
+    )
     own = PipelineStage(model, rank, 2, torch.device("cpu"))
     run = ScheduleGPipe(own, n_microbatches=4, loss_fn=loss_of)
     x, labels = rows_and_labels()

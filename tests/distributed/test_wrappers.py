@@ -2,13 +2,18 @@
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex import amp
 from apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
+from apex.parallel import reduce_in_fp32
 from tests.distributed.cases import backward, initialized, net, prepare, rank_batch, state
 from tests.support import loops
 
@@ -94,6 +99,47 @@ def test_masters_of_several_wrappers_are_sent_in_one_order(on_two_ranks, level):
     assert first == second
 
 
+class Sent(TorchDispatchMode):
+    """Counts collectives."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def first_blocks(rank, level):
+    """Collectives of a block that is not entered, and of the start of the first two that are."""
+    with torch.random.fork_rng():
+        torch.manual_seed(rank)
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = initialized(level, model, optimizer)
+    parallel = DistributedDataParallel(model)
+    counts = []
+    for enters in (False, True, True):
+        loss = loops.loss_of(parallel, rank_batch(rank, 0)[0], torch.zeros(3, 4))
+        with Sent() as sent:
+            block = amp.scale_loss(loss, optimizer)
+            scaled_loss = block.__enter__() if enters else loss
+        counts.append(sent.count)
+        scaled_loss.backward()
+        if enters:
+            block.__exit__(None, None, None)
+    optimizer.zero_grad()
+    return counts, [master.tolist() for master in loops.masters(optimizer)]
+
+
+@pytest.mark.parametrize(("level", "broadcasts"), [("O1", 0), ("O2", 1), ("O4", 0), ("O5", 1)])
+def test_masters_are_sent_in_one_broadcast_by_the_first_block_that_is_entered(
+    on_two_ranks, level, broadcasts
+):
+    first, second = on_two_ranks(first_blocks, level)
+    assert first == second
+    assert first[0] == [0, broadcasts, 0]
+
+
 def zero_in_place(rank, level, views):
     model, optimizer = prepare(level, seed=rank)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=views)
@@ -108,6 +154,34 @@ def zero_in_place(rank, level, views):
 def test_gradients_in_buckets_can_be_zeroed_in_place(on_two_ranks, level):
     first, second = on_two_ranks(zero_in_place, level, True)
     assert first == second == on_two_ranks(zero_in_place, level, False)[0]
+
+
+HOOKS = {
+    "fp16": lambda wrapper: wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "fp32": reduce_in_fp32,
+}
+
+
+def overflow_under_a_hook(rank, level, hook):
+    model, optimizer = prepare(level, seed=rank)
+    parallel = DistributedDataParallel(model)
+    HOOKS[hook](parallel)
+    skipped = []
+    for step in range(4):
+        x, y = rank_batch(rank, step)
+        if (rank, step) == (1, 1):
+            x[0, 0] = torch.inf
+        loops.train_step(parallel, optimizer, x, y)
+        skipped.append(bool(amp.step_was_skipped(optimizer)))
+    return skipped, state(model, optimizer)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("level", loops.DYNAMIC)
+def test_under_a_hook_that_compresses_training_goes_on_after_an_inf(on_two_ranks, level, hook):
+    first, second = on_two_ranks(overflow_under_a_hook, level, hook)
+    assert first == second
+    assert first[0] == [False, True, False, False]
 
 
 # -- a join ----------------------------------------------------------------------------------
@@ -174,6 +248,51 @@ def test_a_wrapper_made_before_its_parameters_are_cast_is_told_the_order(
     for told in on_two_ranks(wrapped_first, level, wrap, compiled):
         assert "before its parameters were cast" in told
         assert "Call amp.initialize first" in told
+        assert "Lightning 1.x" in told
+
+
+def wrapped_by_a_library(rank, level, first):
+    """As ``ApexPrecision`` does in Fabric, which wraps before the plugin sees an optimizer."""
+    model = net(rank)
+    parallel = DistributedDataParallel(model) if first else None
+    model, optimizer = initialized(level, model)
+    amp._amp_state.sessions()[-1].ddp_tracker.wrapped_first = first
+    parallel = parallel or DistributedDataParallel(model)
+    loops.train(parallel, optimizer, data=(rank_batch(rank, step) for step in range(3)))
+    return state(model, optimizer)
+
+
+@pytest.mark.parametrize("level", loops.WITH_MASTERS)
+def test_a_library_may_wrap_before_amp_prepares_the_model(on_two_ranks, level):
+    first, second = on_two_ranks(wrapped_by_a_library, level, True)
+    assert first == second
+    assert on_two_ranks(wrapped_by_a_library, level, False) == [first, second]
+
+
+def train_alone(level, first, **options):
+    """Masters that a single rank trains, wrapped before or after ``initialize``."""
+    torch.manual_seed(0)
+    model = loops.Net()
+    parallel = DistributedDataParallel(model, **options) if first else None
+    model, optimizer = loops.prepared(level, model=model)
+    parallel = parallel or DistributedDataParallel(model, **options)
+    with torch.no_grad():
+        parallel(rank_batch(0, 9)[0])
+    loops.train(parallel, optimizer)
+    return loops.masters(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view"])
+def test_a_single_rank_may_wrap_before_or_after_initialize(level, option):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        before, after = (train_alone(level, first, **{option: True}) for first in (True, False))
+        assert loops.same(before, after)
+    finally:
+        gc.collect()
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_an_unprepared_optimizer_is_refused():
     _, prepared = loops.prepared("O5")
     with pytest.raises(RuntimeError, match=r"amp.clip_grad_norm_ got no optimizer that amp has"):
         amp.clip_grad_norm_(loops.sgd(loops.net().parameters()), 1.0)
-    with pytest.raises(RuntimeError, match=r"amp.clip_grad_norm_ got an unpickled optimizer"):
+    with pytest.raises(RuntimeError, match=r"got no optimizer that amp has .* Copies are plain"):
         amp.clip_grad_norm_(pickle.loads(pickle.dumps(prepared)), 1.0)
     with pytest.raises(TypeError, match="instead of an optimizer"):
         amp.clip_grad_norm_(loops.net().parameters(), 1.0)

@@ -351,6 +351,29 @@ def test_an_overflow_that_no_prepared_optimizer_steps_reaches_no_weight(level):
 
 
 @levels
+def test_what_two_others_share_is_unscaled_once(level):
+    model = loops.Weights("abc")
+    optimizers = [loops.sgd([model.a]), loops.sgd([model.b, model.c]), loops.sgd([model.c])]
+    options = OPTIONS[level] | {"verbosity": 0, "opt_level": level[:2]}
+    amp.initialize(model, optimizers, **options)
+    for count in (1.0, 2.0):
+        loops.scaled_backward(model(a=1.0, b=2.0, c=4.0), optimizers[0])
+        assert [p.grad[0].item() for p in model.parameters()] == [count, 2 * count, 4 * count]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_cannot_begin_leaves_all_gradients(level):
+    training = Training(level, optimizers=2)
+    training.block(*ONE)
+    training.block(*ONE, delay_unscale=True, of=training.optimizers[0])
+    mask(training.model["f"].parameters())  # said, here as an error, when the next block begins
+    before = training.grads("model")
+    with pytest.raises(UserWarning, match="delay_unscale"):
+        training.block(*ONE, of=training.optimizers[0])
+    assert training.grads("model") == before
+
+
+@levels
 def test_blocks_may_be_nested(level):
     training = Training(level, optimizers=2)
     first, second = training.optimizers

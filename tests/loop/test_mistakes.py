@@ -520,19 +520,50 @@ def test_optimizers_of_other_weights_or_of_gradients_alone_are_no_mistake(level,
     optimizer.step()
 
 
+WRITES = {
+    "clip": lambda w: w.clamp_(-0.01, 0.01),  # old scripts of Wasserstein GANs
+    "decay": lambda w: w.mul_(0.99),
+    "norm": lambda w: w.renorm_(2, 0, 0.1),
+    "noise": lambda w: w.add_(torch.randn_like(w), alpha=1e-3),
+    "new": nn.init.normal_,
+    "a row": lambda w: w[1].zero_(),
+}
+
+
+@pytest.mark.parametrize("before_step", [False, True])
+@pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)
-def test_a_write_to_the_model_that_torch_does_not_count_is_warned_of_once(level):
-    """As old scripts of Wasserstein GANs clip weights; before the first step it is not lost."""
+def test_a_write_to_the_model_that_torch_does_not_count_is_warned_of_once(level, name, before_step):
     model, optimizer = loops.prepared(level)
 
     def train():
-        for x, y in loops.batches(4):
-            for param in model.parameters():
-                param.data.clamp_(-0.01, 0.01)
-            loops.train_step(model, optimizer, x, y)
+        for x, y in loops.batches(6):
+            loops.backward(model, optimizer, x, y)
+            if before_step:
+                WRITES[name](model[0].weight.data)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not before_step:
+                WRITES[name](model[0].weight.data)
 
     (message,) = messages(train)
     assert re.search(r"the write is lost(?s:.*)amp\.master_params\(optimizer\)", message)
+
+
+@pytest.mark.parametrize("first_write", [0, 40])
+def test_it_is_found_in_large_weights_of_a_deep_model_and_late(first_write):
+    model = nn.Sequential(*[nn.Linear(150, 150) for _ in range(6)])
+    model, optimizer = loops.prepared("O5", lambda params: loops.sgd(params, lr=1e-6), model)
+
+    def train():
+        for step in range(first_write + 36):
+            if step > first_write:
+                model[5].weight.data[7] *= 0.99
+            optimizer.zero_grad()
+            model(torch.ones(1, 150)).float().mean().backward()
+            optimizer.step()
+
+    assert len(messages(train)) == 1
 
 
 @pytest.mark.parametrize("level", loops.WITH_MASTERS)

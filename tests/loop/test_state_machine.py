@@ -112,7 +112,8 @@ class Program:
         if overflows:
             factors[self.choose.choice(list(factors))] = torch.inf
         delays = self.choose.random() < 0.3 and not overflows
-        loss = self.model(**factors)
+        lent = self.lent_factors(names)
+        loss = self.model(**factors, **lent)
         if self.master_written:
             self.forward()
         scale = loss_id, self.updates[loss_id] if self.dynamic else 0
@@ -131,8 +132,9 @@ class Program:
         except KeyError:
             if not continues and self.scales:
                 return
+            lent = {} if self.scales else lent
             fails = continues
-        for name, factor in factors.items():
+        for name, factor in (factors | lent).items():
             self.grads[name] = self.grads.get(name, 0.0) + factor
         if delays or fails:
             scale = loss_id, self.updates[loss_id] if self.dynamic else 0
@@ -142,6 +144,53 @@ class Program:
                 self.delayed.pop(other, None)
                 self.flags[other] |= overflows
             self.updates[loss_id] += 1
+
+    def lent_factors(self, own):
+        """Factors of weights of other optimizers, which the pass reaches, too."""
+        lent = {}
+        if self.choose.random() < 0.3:
+            for index, names in enumerate(self.names):
+                if index not in self.delayed and names.isdisjoint(own):
+                    lent.update(dict.fromkeys(sorted(names), 1.0))
+        return lent
+
+    def plain(self):
+        """A pass without a block."""
+        if self.delayed and self.scales:
+            return
+        factors = {name: float(self.choose.randint(1, 2)) for name in self.params}
+        loss = self.model(**factors)
+        if self.master_written:
+            self.forward()
+        loss.backward()
+        for name, factor in factors.items():
+            self.grads[name] = self.grads.get(name, 0.0) + factor
+
+    def edit(self):
+        """Writes or replaces gradients, of the model or of what is stepped."""
+        if self.delayed and self.scales:
+            return
+        for name in self.names[self.index()]:
+            param = self.choose.choice([getattr(self.model, name), self.params[name]])
+            if name not in self.grads or param.grad is None:
+                continue
+            factor = self.choose.choice([-1.0, -1.0, 0.0])
+            way = self.choose.choice(["in place", "data", "assigned"])
+            if way == "in place":
+                param.grad.mul_(factor)
+            elif way == "data":
+                param.grad.data.mul_(factor)
+            else:
+                param.grad = param.grad * factor
+            self.grads[name] *= factor
+
+    def clear_by_hand(self):
+        if self.delayed:
+            return
+        index = self.index()
+        for name in self.names[index]:
+            self.choose.choice([getattr(self.model, name), self.params[name]]).grad = None
+        self.forget(self.names[index])
 
     def fail(self):
         self.block(fails=True)
@@ -242,11 +291,22 @@ class Program:
 
 
 CALLS = ["block"] * 6 + ["step"] * 4 + ["clear", "write_masters", "write_weights", "swap", "save"]
-CALLS += ["fail", "discard", "discard", "add_group"]
+CALLS += [
+    "fail",
+    "discard",
+    "discard",
+    "add_group",
+    "plain",
+    "plain",
+    "edit",
+    "edit",
+    "clear_by_hand",
+]
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.step.. was called before any backward pass")
 @pytest.mark.filterwarnings("ignore:An exception ended an amp.scale_loss block")
+@pytest.mark.filterwarnings("ignore:optimizer.step.. got gradients that no amp.scale_loss block")
 @pytest.mark.parametrize("level", LEVELS)
 def test_random_programs_follow_the_rules(level):
     for seed in SEEDS:

@@ -1,6 +1,5 @@
 """DataParallel: the wrapper itself, and its replicas in threads."""
 
-import copy
 import threading
 
 import pytest
@@ -69,7 +68,7 @@ def test_replicas_in_threads_give_what_the_model_gives_and_train_it(level):
     output = wrapped(x)
     assert output.dtype is model(x).dtype
     assert torch.equal(output, torch.cat([model(half) for half in x.chunk(2)]))
-    expected = copy.deepcopy((model, optimizer))
+    expected = prepare(level)
     for x, y in loops.batches(3):
         loops.train_step(wrapped, optimizer, x, y)
         loops.train_step(*expected, x, y)

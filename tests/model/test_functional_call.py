@@ -86,8 +86,9 @@ def test_gradients_per_sample_are_those_of_explicit_casts(level):
 @every_level
 def test_an_ensemble_by_vmap_gives_what_its_models_give(level):
     models = amp.initialize([loops.net(seed) for seed in range(3)], opt_level=level, verbosity=0)
-    params, buffers = stack_module_state(models)
-    base = copy.deepcopy(models[0]).to("meta")
+    plain = copy.deepcopy(models)
+    params, buffers = stack_module_state(plain)
+    base = copy.deepcopy(plain[0]).to("meta")
     x = loops.batch()[0]
     together = vmap(lambda p, b: functional_call(base, (p, b), (x,)))(params, buffers)
     alone = torch.stack([model(x) for model in models])

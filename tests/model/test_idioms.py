@@ -134,8 +134,8 @@ USES = {
     "function": lambda model, z: torch.func.functional_call(
         model, {k: p.detach().clone() for k, p in model.named_parameters()}, (z,)
     ),
-    "deep copy": lambda model, z: copy.deepcopy(model)(z),
-    "saved": lambda model, z: saved_and_loaded(model)(z),
+    "deep copy": lambda model, z: copy.deepcopy(model)(z.float()),
+    "saved": lambda model, z: saved_and_loaded(model)(z.float()),
     "state_dict": lambda model, z: nn.functional.linear(z.float(), *model.state_dict().values()),
     "restored": lambda model, z: amp.restore(model)(z.float()),
 }

@@ -209,21 +209,27 @@ class Program:
             model.to("cpu")
             model.cpu()
 
-    def save(self):
+    def save(self, model=None):
         expected = self.plain.state_dict()
-        found = self.model.state_dict()
+        found = (model or self.model).state_dict()
         assert [*found] == [*expected]
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
 
     def duplicate(self):
-        copies = [copy.copy, copy.deepcopy, saved_and_loaded, replicate]
+        copies = [copy.copy, copy.deepcopy, saved_and_loaded]
         copies.append(lambda model: pickle.loads(pickle.dumps(model)))
+        twin = self.choose.choice(copies)(self.model)
+        assert type(twin) is self.cls
+        assert {param.dtype for _, param in twin.named_parameters()} == {torch.float32}
+        self.save(twin)
+
+    def replicate(self):
         use = lambda model, x: model(x)  # noqa: E731
         x, _, expected = self.by_hand(use)
-        twin = self.choose.choice(copies)(self.model)
+        twin = replicate(self.model)
         assert twin.__class__ is self.cls
-        assert torch.equal(twin(x).float(), expected.float()) or type(twin) is self.cls
+        assert torch.equal(twin(x).float(), expected.float())
 
     def reinitialize(self):
         amp.restore(self.model, self.optimizer)
@@ -236,7 +242,7 @@ class Program:
 
     ACTIONS = (
         *(call, call, call_method, step, step, load, init, write_masters),
-        *(move, save, save, duplicate, reinitialize),
+        *(move, save, save, duplicate, duplicate, replicate, reinitialize),
     )
 
     def run(self):

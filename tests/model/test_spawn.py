@@ -17,7 +17,7 @@ LEVELS = ("O5", "O1")  # O1 casts what the thread runs after it
 
 def train_there(rank, models):
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "fp16 is emulated on this CPU")
+    warnings.filterwarnings("ignore", ".* is emulated on this CPU")
     for level, model in zip(LEVELS, models, strict=True):
         loops.train(*prepare(level, model))
 
@@ -29,3 +29,20 @@ def test_what_is_stepped_there_is_in_the_shared_memory_of_the_plain_model_here()
         own, optimizer = prepare(level)
         loops.train(own, optimizer)
         assert loops.same(loops.values(model.parameters()), loops.masters(optimizer)), level
+
+
+def send_back(rank, models, queue):
+    for model in models:
+        queue.put(({*vars(model)}, [value.tolist() for value in model.state_dict().values()]))
+
+
+def test_a_prepared_model_is_plain_and_exact_in_a_spawned_process():
+    pairs = [prepare(level) for level in LEVELS]
+    pairs[0][0][2].requires_grad_(False)
+    models = [model for model, _ in pairs]
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(send_back, (models, queue))
+    for model in models:
+        attributes, values = queue.get()
+        assert attributes == {*vars(loops.net())}
+        assert values == [value.tolist() for value in model.state_dict().values()]

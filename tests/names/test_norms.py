@@ -22,6 +22,12 @@ AFFINE = {
     "fused_rms_norm_affine": ("FusedRMSNormAffine", True, False),
     "mixed_dtype_fused_rms_norm_affine": ("FusedRMSNormAffineMixedDtypes", True, True),
 }
+FUNCTIONS = [
+    fused.FusedLayerNormAffineFunction,
+    fused.FusedLayerNormFunction,
+    fused.FusedRMSNormAffineFunction,
+    fused.FusedRMSNormFunction,
+]
 MODULES = [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm]
 MIXES = [(x, w) for x in (FULL, BF16, HALF) for w in (FULL, BF16, HALF)] + [(DOUBLE, FULL)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -147,6 +153,10 @@ def test_norms_compile_whole_under_autocast(kind):
     torch.compiler.reset()
     assert graph.dtype is BF16
     torch.testing.assert_close(graph, forward(x))
+
+
+def test_functions_are_autograd_functions_which_public_code_derives_from():
+    assert all(issubclass(function, torch.autograd.Function) for function in FUNCTIONS)
 
 
 # -- modules -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex._torch.devices import emulates_fp16
+from tests.support.emulation import emulate
 from tests.support.loops import LEVELS, Net, overflow, prepared, scaled_backward, small_loss
 from tests.support.ranks import fake_group
 
@@ -90,29 +90,40 @@ def test_50_skips_in_a_row_give_one_warning_that_names_a_gradient_and_the_comman
     assert torch.__version__ < "2.8" or caught[0].filename == __file__
 
 
-# -- emulated fp16 ---------------------------------------------------------------------------
+# -- emulated dtypes -------------------------------------------------------------------------
 
-WORDS = r"fp16 is emulated on this CPU.*Use bf16 here.*'O4' instead of 'O1', or 'O5'"
-emulated = pytest.mark.skipif(not emulates_fp16(), reason="this CPU may compute in fp16")
+SAID = r"{} is emulated on this CPU: matrix products are far slower than in fp32\. "
+BF16 = r"Use bf16 here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'\."
+FP32 = r"Train with opt_level 'O0' here, and use 16-bit levels to test a script for a GPU\."
+HALF = {"O1": {}, "O2": {}, "O5": {"cast_model_type": torch.float16}}
+BRAIN = {"O4": {}, "O5": {}, "O1": {"patch_torch_functions_type": torch.bfloat16}}
 
 
-@emulated
-def test_an_fp16_level_warns_once_at_the_callers_line():
-    for level, options in (("O1", {}), ("O2", {}), ("O5", {"cast_model_type": torch.float16})):
-        with pytest.warns(UserWarning, match=WORDS) as caught:
+@pytest.mark.parametrize(
+    ("names", "levels", "words"),
+    [
+        (("fp16",), HALF, SAID.format("fp16") + BF16),
+        (("fp16", "bf16"), HALF, SAID.format("fp16") + FP32),
+        (("fp16", "bf16"), BRAIN, SAID.format("bf16") + FP32),
+    ],
+)
+def test_an_emulated_level_warns_once_at_the_callers_line(monkeypatch, names, levels, words):
+    emulate(monkeypatch, *names)
+    for level, options in levels.items():
+        with pytest.warns(UserWarning, match=words) as caught:
             keep = amp.initialize([Net(), Net()], opt_level=level, verbosity=0, **options)
         assert [warning.filename for warning in caught] == [__file__]
         del keep
-    with pytest.warns(UserWarning, match=WORDS):
+    with pytest.warns(UserWarning, match=SAID.format("fp16")):
         amp.init()
 
 
-@emulated
-def test_levels_without_fp16_do_not_warn_and_an_error_changes_nothing():
+def test_levels_that_the_cpu_computes_do_not_warn_and_an_error_changes_nothing(monkeypatch):
+    emulate(monkeypatch, "fp16")
     model = Net()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match=WORDS):
+        with pytest.raises(UserWarning, match=SAID.format("fp16")):
             amp.initialize(model, opt_level="O2")
         assert (type(model), amp.state_dict()) == (Net, {})
         for level in ("O0", "O4", "O5"):

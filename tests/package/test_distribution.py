@@ -46,15 +46,21 @@ def test_a_missing_or_old_torch_is_one_error_with_the_command(tmp_path, name, ve
     assert "During handling" not in done.stderr
 
 
-def test_links_of_the_readme_hold_outside_the_repository():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = re.findall(r"\]\(([^)]+)\)|^\[.+\]: (.+)$", text, re.MULTILINE)
-    targets = [inline or listed for inline, listed in targets]
-    assert len(targets) > 5
-    for target in targets:
-        match = re.fullmatch(rf"{re.escape(ADDRESS)}/(?:blob|tree|raw)/main/([^#]+)(#.*)?", target)
-        assert match is not None, target
-        assert (ROOT / match[1]).exists(), target
+def test_links_of_the_readme_are_relative_and_absolute_in_the_wheel(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        described = archive.read(f"apex_amp-{VERSION}.dist-info/METADATA").decode()
+    text = (ROOT / "README.md").read_text("utf-8")
+    links = r"\]\(([^)]+)\)|^\[.+\]: (.+)$"
+    relative, absolute = (
+        [inline or listed for inline, listed in re.findall(links, page, re.MULTILINE)]
+        for page in (text, described)
+    )
+    assert len(relative) > 5
+    assert absolute == [
+        f"{ADDRESS}/{'raw' if path.endswith(('.png', '.svg')) else 'blob'}/main/{path}"
+        for path in relative
+    ]
+    assert "Description-Content-Type: text/markdown" in described
 
 
 def test_the_wheel_puts_everything_where_no_other_apex_lies(wheel):

@@ -222,7 +222,7 @@ def loss_scale(loss_id=0):
 
 
 def scale(index=0):
-    """The scale of a loss, counted over all live sessions."""
+    """The scale of a loss of the newest session."""
     return amp.state_dict()[f"loss_scaler{index}"]["loss_scale"]
 
 

@@ -97,7 +97,7 @@ def serve(rank, world_size, backend, pipe):
     if backend == "nccl":
         torch.cuda.set_device(rank)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "fp16 is emulated on this CPU")
+    warnings.filterwarnings("ignore", ".* is emulated on this CPU")
     warnings.filterwarnings("ignore", module="torch")  # each release has some of its own
     import apex.amp  # noqa: F401 - for the freeze
 

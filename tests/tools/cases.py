@@ -1,5 +1,6 @@
 """Targets and results for the tests of ``apex compare``."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -40,10 +41,10 @@ def written(folder, text=TARGET, name="target.py"):
     return str(path)
 
 
-def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, stages=None):
+def compared(target, levels="O0,O4", *, steps=4, rounds=2, seed=0, stages=None, patience=math.inf):
     """Compares on the CPU; notes each stage."""
     given = parse_levels(levels)
-    options = Options(given, steps, rounds, seed, torch.device("cpu"))
+    options = Options(given, steps, rounds, seed, torch.device("cpu"), patience)
     return compare(target, options, ([] if stages is None else stages).append)
 
 

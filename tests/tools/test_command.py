@@ -59,6 +59,10 @@ def test_the_help_leads_from_a_question_to_a_command():
     assert len(text.splitlines()) < 25
 
 
+def test_the_bare_command_prints_the_help(apex):
+    assert apex() == (OK, build_parser().format_help(), "")
+
+
 # -- exit codes ------------------------------------------------------------------------------
 
 
@@ -128,7 +132,6 @@ def test_a_reader_that_is_gone_costs_no_report_and_is_exit_code_3(apex, tmp_path
         (["trace", "lab.ipynb"], "lab.ipynb is a notebook. Convert it to a script first: jup"),
         (["compare", "old.py"], "line 1. This is Python 2. Convert it first: 2to3 -w FILE"),
         (["no-such-command"], "invalid choice"),
-        ([], "usage: apex [-h] [--version] {trace,compare,migrate,doctor}"),
     ],
 )
 def test_bad_usage_is_exit_code_2_and_says_what_is_wrong(apex, tmp_path, arguments, message):

@@ -1,17 +1,19 @@
 """A whole comparison: levels train as they would alone, and what fails does not stop the rest."""
 
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
 
 from apex import amp
+from apex.cli import OK, main
 from apex.tools.compare import run
 from apex.tools.compare.results import LEVELS, to_json
+from apex.tools.compare.table import comparison_text
 from apex.tools.compare.target import open_target
 from apex.tools.errors import InputError
+from tests.support.emulation import emulate
 from tests.support.loops import scaled_backward
 from tests.tools.cases import FAILS_IN_BF16, TARGET, by_name, compared, written
 
@@ -106,22 +108,49 @@ def test_bytes_per_param_are_those_of_the_level(every, levels, expected):
         assert found.memory == found.training.stored.bytes + found.training.saved_bytes
 
 
-@pytest.mark.parametrize(
-    ("ratio", "why"),
-    [
-        (79.0, "bf16 is emulated on this machine"),
-        (math.inf, "bf16 is not supported by this machine"),
-    ],
-)
-def test_levels_whose_dtype_is_emulated_or_missing_are_skipped(tmp_path, monkeypatch, ratio, why):
-    monkeypatch.setattr(run, "slowdown", lambda dtype, _: 1.0 if dtype.itemsize == 4 else ratio)
-    comparison = compared(written(tmp_path), "O0,O4", steps=2, rounds=1)
-    skipped = by_name(comparison)["O4"]
-    assert (skipped.skipped, skipped.training, skipped.times) == (why, None, ())
+def test_an_emulated_level_is_trained_and_judged_and_not_timed(tmp_path, monkeypatch):
+    emulate(monkeypatch, "bf16", "fp16")
+    levels = "O0,O1,O4,O5,autocast-bf16"
+    comparison = compared(written(tmp_path), levels, steps=20, rounds=1)
+    assert not comparison.failed
+    *others, last = levels.split(",")[1:]
+    found = comparison.recommendation
+    assert found.level == "O0"
+    assert found.text.startswith("Stay in fp32 here: this CPU emulates the other levels")
+    assert found.quality == f"Training: as good as in fp32 at {', '.join([*others, last])}."
+    for verdict in found.verdicts[1:]:
+        dtype = "fp16" if verdict.level == "O1" else "bf16"
+        assert verdict.word == "usable"
+        assert verdict.why == f"trains as well as fp32; {dtype} is emulated on this CPU"
+        assert by_name(comparison)[verdict.level].times == ()
+    assert comparison_text(comparison).count(" emulated  ") == 4  # instead of a time
+
+
+def test_levels_that_the_cpu_computes_are_timed_beside_emulated_ones(tmp_path, monkeypatch):
+    emulate(monkeypatch, "fp16")
+    found = by_name(compared(written(tmp_path), "O1,O4", steps=2, rounds=1))
+    assert [len(found[name].times) for name in ("O0", "O1", "O4")] == [1, 0, 1]
+
+
+def test_a_long_training_at_an_emulated_level_is_skipped_unless_it_is_named(tmp_path, monkeypatch):
+    emulate(monkeypatch, "bf16")
+    comparison = compared(written(tmp_path), "O0,O4", steps=2, patience=0.0)
     assert not comparison.failed
     verdict = comparison.recommendation.verdicts[1]
-    assert (verdict.word, verdict.why) == ("skipped", why)
-    assert comparison.speed(skipped) is None
+    assert verdict.word == "skipped"
+    assert re.fullmatch(
+        r"bf16 is emulated on this CPU: --levels O4 trains it, in about \d+ s", verdict.why
+    )
+    assert by_name(comparison)["O4"].training is None
+    assert comparison.speed(by_name(comparison)["O4"]) is None
+    monkeypatch.setattr(run, "PATIENCE", 0.0)
+    arguments = ["compare", comparison.target, "--output", str(tmp_path / "report.html")]
+    for more, trained in (([], False), (["--levels", "O4"], True)):
+        figures = tmp_path / "figures.json"
+        assert main([*arguments, "--steps", "2", "--json", str(figures), *more]) == OK
+        levels = json.loads(figures.read_text())["levels"]
+        (level,) = [level for level in levels if level["level"] == "O4"]
+        assert bool(level["training"]) == trained
 
 
 def test_the_target_of_the_how_to_trains(tmp_path):

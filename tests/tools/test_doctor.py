@@ -9,6 +9,7 @@ import torch
 from apex.cli import OK, main
 from apex.tools import doctor
 from apex.tools.compare.timing import Load
+from tests.support.emulation import emulate
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,19 @@ def test_a_busy_machine_gets_no_level():
     found, text = doctor.advise(speeds_of(8.0, 8.0), "gpu", Load(17.0, 2))
     assert found is None
     assert text.startswith("No level suggested: this machine is busy (load 17 on 2 cores).")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_cpu_that_emulates_both_dtypes_is_told_so_however_busy_it_is(monkeypatch, busy):
+    monkeypatch.setattr(Load, "busy", busy)
+    monkeypatch.setattr(doctor, "operator_seconds", lambda dtype, device: {"matmul": QUIET})
+    emulate(monkeypatch, "fp16", "bf16")
+    health = doctor.examine(CPU)
+    assert health.opt_level == "O0"
+    said = "Start with O0: fp16 is emulated on this CPU and bf16 is emulated on this CPU, tens of"
+    assert health.advice.startswith(said)
+    emulate(monkeypatch, "fp16")
+    assert doctor.examine(CPU).opt_level == (None if busy else "O4")
 
 
 QUIET = [(1.0, 0.5)] * 8

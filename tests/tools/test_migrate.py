@@ -97,24 +97,6 @@ def test_attributes_of_optimizers_are_found_without_an_import():
     assert found(program) == [(1, "optimizer._amp_stash"), (2, "optimizer.clip_master_grads")]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_clipping_a_models_gradients_is_noted_where_the_optimizer_has_masters(level):
-    program = f"""
-    import torch, apex
-    model, optimizer = apex.amp.initialize(model, optimizer, opt_level="{level}")
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    torch.nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), 1.0)
-    """
-    notes = [
-        use for use in names(ast.parse(textwrap.dedent(program))) if use.name.startswith("clip")
-    ]
-    assert [use.line for use in notes] == ([4] if level != "O1" else [])
-    for use in notes:
-        kind, text = verdict_of(use)
-        assert kind == "note"
-        assert "clip_grad_norm_(amp.master_params(optimizer), max_norm)" in text
-
-
 # -- verdicts ----------------------------------------------------------------------------------
 
 
@@ -195,6 +177,67 @@ def test_an_argument_that_is_not_taken_or_has_no_effect_is_told(name, argument, 
     kind, text = verdict_of(Name(name, 1, (argument,)))
     assert kind == ("note" if "effect" in verdict else "not supported")
     assert text.endswith(verdict)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("FusedAdam(params, amsgrad=True)", "FusedAdam does not support the AMSGrad variant."),
+        ("FusedLAMB(params, lr=args.lr, amsgrad=True)", "FusedLAMB does not support the AMSGrad"),
+        ("FusedSGD(params, lr=-1.0)", "lr is -1.0; it must be "),
+        ("FusedAdam(params, master_weights=True)", "master_weights=True only with capturable"),
+        ("FusedAdam(params, master_weights=True, capturable=args.capturable)", ""),
+        ("FusedAdam(params, lr=args.lr, betas=(0.9, 0.99))", ""),
+        ("amp.initialize(m, o, opt_level='O6')", "Unexpected optimization level 'O6'."),
+        ("amp.initialize(m, o, opt_level='O1', master_weights=True)", "has no meaning at O1"),
+        ("amp.initialize(m, o, keep_batchnorm_fp32=True)", "keep_batchnorm_fp32=True has no mean"),
+        ("amp.initialize(m, o, opt_level='O2', loss_scale=-1)", "loss_scale is -1"),
+        ("amp.initialize(m, o, opt_level=args.level, master_weights=True)", ""),
+        ("amp.initialize(m, o, master_weights=True, **options)", ""),
+        ("amp.initialize(m, o, opt_level='O6', enabled=False)", ""),
+        ("amp.initialize(m, o, opt_level='O2', master_weights=True, loss_scale='dynamic')", ""),
+        ("amp.initialize(DDP(m), o)", "pass the model itself, and wrap it after amp.initialize"),
+        ("m = DDP(m)\namp.initialize(m, o)", "pass the model itself"),
+        ("m = amp.initialize(m)\nm = DDP(m)", ""),
+        ("def f():\n    m = DDP(m)\ndef g():\n    amp.initialize(m, o)", ""),
+        ("FusedAdam(params).step(grads=[])", "call step() without arguments"),
+    ],
+)
+def test_a_call_that_always_raises_is_not_supported_and_no_other(call, message):
+    imports = """
+from apex import amp
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
+    verdicts = map(verdict_of, names(ast.parse(imports + call)))
+    raising = [text for kind, text in verdicts if kind == "not supported"]
+    assert len(raising) == bool(message)
+    assert all(text.startswith("Raises an error: ") and message in text for text in raising)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "kind"),
+    [
+        ("from torch._six import inf", "torch._six.inf", "not supported"),
+        ("from collections import Iterable", "collections.Iterable", "not supported"),
+        ("import collections\ncollections.Mapping", "collections.Mapping", "not supported"),
+        ("import numpy as np\nnp.float(1)", "numpy.float", "not supported"),
+        ("import torch\ntorch.load(path)", "torch.load", "note"),
+        ("parser.add_argument('--local_rank', type=int)", "--local_rank", "note"),
+        ("correct[:k].view(-1).float()", "x[:k].view(-1)", "note"),
+        ("import torch\ntorch.load(path, weights_only=True)", "", ""),
+        ("parser.add_argument('--local_rank', '--local-rank')", "", ""),
+        ("import numpy as np\nnp.float32(1)", "", ""),
+        ("from collections.abc import Iterable\nfrom collections import OrderedDict", "", ""),
+    ],
+)
+def test_what_old_scripts_use_beside_apex_is_named(line, name, kind):
+    uses = names(ast.parse(line))
+    assert [use.name for use in uses] == [name] * bool(name)
+    for use in uses:
+        found, text = verdict_of(use)
+        assert found == kind
+        assert text
 
 
 # -- the report --------------------------------------------------------------------------------

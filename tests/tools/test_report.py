@@ -106,7 +106,7 @@ def test_a_busy_machine_shows_no_speed_and_notes_stand_below():
 
 
 def test_skipped_levels_have_no_row():
-    skipped = Result(LEVELS["O1"], skipped="fp16 is emulated on this machine")
+    skipped = Result(LEVELS["O1"], skipped="fp16 is emulated on this CPU")
     text = texts(comparison_of(result_of(), skipped, result_of("O2")))
     assert "O2" in text
     assert "O1" not in text

@@ -237,6 +237,44 @@ def test_a_clean_trace_points_to_the_options_that_name_what_stands_still(trace):
     assert "Updates arrive: 0 % of the weights that 3 steps" in out
 
 
+def test_gradients_that_are_all_0_are_no_all_clear(trace):
+    body = """
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).bfloat16()
+        nn.init.constant_(net[0].bias, -100.0)
+        train(net, [torch.ones(2, 2, dtype=torch.bfloat16)] * 3)
+    """
+    for option in ("--digits", "--updates"):
+        code, out, _ = trace(body, options=[option])
+        assert code == cli.NOT_FINITE
+        assert "No weight got a gradient: " in out
+        assert ("aten.threshold_backward in 1 returned zeros" in out) == (option == "--digits")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("1 / (1 + d**2)", cli.OK, "made inf, which reached no gradient, loss or weight."),
+        ("(d * d).clamp(max=9.0)", cli.OK, "made inf, which reached no gradient, loss or weight."),
+        ("d / d.pow(2).sum().sqrt()", cli.NOT_FINITE, "made inf, after 0 optimizer steps."),
+    ],
+)
+def test_an_overflow_that_an_operator_limits_is_no_fault_but_a_norm_that_makes_0_is(
+    trace, line, code, said
+):
+    ended, out, _ = trace(f"""
+        net = nn.Linear(2, 2).half()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            d = torch.full((2, 2), 1000.0, dtype=torch.float16)
+            (net(d / 1000) + {line}).float().mean().backward()
+            optimizer.step()
+    """)
+    assert ended == code
+    assert said in out
+    assert "First overflow: aten." in out
+
+
 # -- the script runs as under python -----------------------------------------------------------
 
 SEES = """\

@@ -38,6 +38,14 @@ def test_the_fastest_sound_level_is_advised():
     assert words(found) == {"O0": "baseline", "O4": "usable", "O5": "use"}
 
 
+def test_levels_that_train_as_well_as_fp32_are_named_and_those_that_do_not():
+    results = result_of("O0"), result_of("O4"), result_of("bf16", losses=SLOW_LOSSES)
+    said = "Training: as good as in fp32 at O4; worse at bf16."
+    for load in (IDLE, Load(8.0, 2)):
+        assert comparison_of(*results, load=load).recommendation.quality == said
+    assert comparison_of(*results, steps=5).recommendation.quality == ""
+
+
 def test_no_gain_means_stay_in_fp32_and_says_why():
     found = advised(result_of("O4", milliseconds=9.9))
     assert found.level == "O0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ def cast_operands(
     kwargs: Kwargs,
     low: torch.dtype,
     dtypes: frozenset[torch.dtype],
+    cast: Callable[[Tensor, torch.dtype], Tensor],
 ) -> tuple[Iterable[Any], Kwargs]:
     """Returns the arguments of one call, cast by a category.
 
@@ -40,6 +41,7 @@ def cast_operands(
         kwargs: The keyword arguments.
         low: The region's low precision.
         dtypes: The arguments' dtypes, as in :func:`floating_dtypes`.
+        cast: Casts one tensor, as :func:`to_dtype`.
     """
     dtype: torch.dtype | None = None
     match category:
@@ -68,8 +70,8 @@ def cast_operands(
             raise RuntimeError(f"{op} is unsafe to autocast. Call {op}_with_logits.")
     if dtype not in CASTABLE or dtypes in ({dtype}, {torch.float64}):
         return args, kwargs
-    cast_kwargs = {key: _cast(value, dtype) for key, value in kwargs.items()}
-    return _cast(args, dtype), cast_kwargs
+    cast_kwargs = {key: _cast(value, dtype, cast) for key, value in kwargs.items()}
+    return _cast(args, dtype, cast), cast_kwargs
 
 
 def _refuse_fp16(op: str, dtypes: frozenset[torch.dtype]) -> None:
@@ -118,12 +120,17 @@ _TO = {
 """Methods that cast to a dtype, 1 us faster than ``Tensor.to``."""
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``tensor`` in a castable dtype."""
+    return _TO[dtype](tensor)
+
+
+def _cast(value: Any, dtype: torch.dtype, cast: Callable[[Tensor, torch.dtype], Tensor]) -> Any:
     """Returns ``value`` with castable tensors, lists included, in ``dtype``."""
     if isinstance(value, Tensor):
         if value.dtype is dtype or value.dtype not in CASTABLE:
             return value
-        return _TO[dtype](value)
+        return cast(value, dtype)
     if isinstance(value, (list, tuple)):
-        return [_cast(item, dtype) for item in value]
+        return [_cast(item, dtype, cast) for item in value]
     return value

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex._core import tree
+from apex._core import dtypes, tree
+
+_FUSED_ADAM = "apex.optimizers.fused_adam"
 
 
 def is_trained(param: nn.Parameter) -> bool:
@@ -18,9 +22,9 @@ def is_trained(param: nn.Parameter) -> bool:
 
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Returns the parameters of all groups, in order."""
+    """Returns the parameters of all groups, in order; none of an optimizer without groups."""
     params: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
+    for group in getattr(optimizer, "param_groups", ()):
         params += group["params"]
     return params
 
@@ -41,18 +45,73 @@ def is_from(optimizer: Any, module: str) -> bool:
 
 
 def exchange(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
-    """Replaces the parameters with these ids, also in optimizers that the optimizer contains.
+    """Replaces the parameters with these ids, and the ids, wherever the optimizer holds them.
 
-    Groups, their lists and the state keep their identity.
+    Searches its attributes, containers and objects of its own package. Containers keep their
+    identity, and are filled anew if their keys are parameters: a master's hash follows its pair.
     """
-    for holder in optimizers_in(optimizer):
-        for group in holder.param_groups:
-            params = group["params"]
-            params[:] = [new.get(id(param), param) for param in params]
-        for param in list(holder.state):
-            replacement = new.get(id(param))
-            if replacement is not None:
-                holder.state[replacement] = holder.state.pop(param)
+    _Exchange(optimizer, new).in_attributes(optimizer)
+
+
+class _Exchange:
+    """Exchanges parameters, and their ids, in what belongs to an optimizer."""
+
+    def __init__(self, optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+        self._new = new
+        self._package = _package_of(optimizer)
+        self._seen: set[int] = set()
+
+    def in_attributes(self, holder: object) -> None:
+        """Exchanges in the attributes of an object."""
+        attributes = vars(holder)
+        for name, value in list(attributes.items()):
+            attributes[name] = self._of(value)
+
+    def _of(self, value: Any) -> Any:
+        """Returns what takes the place of a value: itself, but for parameters, ids and tuples."""
+        if isinstance(value, Tensor):
+            return self._new.get(id(value), value)
+        if type(value) is int:
+            return id(self._new[value]) if value in self._new else value
+        if type(value) is tuple:
+            items = tuple(map(self._of, value))
+            return value if _are_same(items, value) else items
+        if id(value) in self._seen:
+            return value
+        self._seen.add(id(value))
+        if isinstance(value, MutableMapping):
+            self._in_container(value, [*value.items()], value.update)
+        elif isinstance(value, list | deque):
+            self._in_container(value, [*value], value.extend)
+        elif isinstance(value, set):
+            self._in_container(value, [*value], value.update)
+        elif isinstance(value, Optimizer) or self._is_own(value):
+            self.in_attributes(value)
+        return value
+
+    def _in_container(
+        self, container: Any, items: list[Any], refill: Callable[[list[Any]], None]
+    ) -> None:
+        changed = [*map(self._of, items)]
+        is_same = _are_same(changed, items)
+        if isinstance(container, list):
+            if not is_same:
+                container[:] = changed
+        elif not is_same or any(isinstance(key, Tensor) for key in container):
+            container.clear()
+            refill(changed)
+
+    def _is_own(self, value: object) -> bool:
+        is_object = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module)
+        return is_object and _package_of(value) == self._package != "torch"
+
+
+def _package_of(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _are_same(first: Iterable[object], second: Iterable[object]) -> bool:
+    return all(map(operator.is_, first, second))
 
 
 def move_state(optimizer: Optimizer) -> None:
@@ -82,3 +141,47 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
                 if isinstance(held, Optimizer) and held not in optimizers:
                     optimizers.append(held)
     return optimizers
+
+
+def dtypes_of(optimizers: Iterable[Optimizer]) -> list[torch.dtype]:
+    """Returns the dtypes of all parameters that the optimizers step, in order."""
+    return [param.dtype for optimizer in optimizers for param in params_of(optimizer)]
+
+
+def match_states(optimizers: Sequence[Optimizer], before: Iterable[torch.dtype]) -> None:
+    """Casts optimizer state to the new dtype of its parameter, as torch's kernels require.
+
+    Needed for parameters converted in place (O3).
+
+    Args:
+        optimizers: Optimizers whose parameters were converted, or exchanged for masters.
+        before: Their :func:`dtypes_of` before that.
+    """
+    params: list[Tensor] = []
+    for optimizer in optimizers:
+        params += params_of(optimizer)
+    old_dtypes = dict(zip(map(id, params), before, strict=True))
+    for optimizer in optimizers:
+        for part in optimizers_in(optimizer):
+            # apex.optimizers keep fp32 state for 16-bit parameters. Ours declare it, NVIDIA's not.
+            if getattr(part, "state_stays_fp32", False) or is_from(part, _FUSED_ADAM):
+                continue
+            for param, state in states_in(getattr(part, "state", {})):
+                _cast_state(state, old_dtypes.get(id(param), param.dtype), param.dtype)
+
+
+def _cast_state(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
+    if old is new:
+        return
+    # A state with codes also contains their scales, in fp32 for parameters of any dtype.
+    if any(map(dtypes.is_code, tree.tensors(state))):
+        return
+
+    def cast(value: Tensor) -> Tensor:
+        is_count = value.dim() == 0  # a step count stays exact
+        if is_count or value.dtype is not old:
+            return value
+        return value.to(new)
+
+    for name, value in state.items():
+        state[name] = tree.map_tensors(cast, value)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.autograd import Function
 
 
-class PlainFunction:
-    """A function with the interface of an autograd function, for scripts that call ``apply``."""
+class PlainFunction(Function):
+    """An autograd function to scripts, which import it, derive from it or call ``apply``."""
 
     forward: ClassVar[Callable[..., Tensor]]
 

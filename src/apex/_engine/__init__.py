@@ -6,13 +6,11 @@ Note [Glossary]
     master: The fp32 parameter that an optimizer steps in place of a 16-bit parameter of a model.
     pair: A model parameter and its master. The master table holds all pairs of a session.
     synced: The model's parameter is the rounded master. Until one is written, the pair stays so.
-    lazy: Without a loss scale. The model's 16-bit gradient is then the master's.
-    pending gradient: A lazy pair's gradient that is still on the model.
-    scratch: The model's 16-bit gradient in a session with a loss scale, read by a block only.
     scaler: One loss's scale, static or dynamic, with its overflow flag ``found_inf``.
     pass: One backward pass in a ``scale_loss`` block.
     delayed pass: One that leaves its gradients scaled, for the next pass to add to and unscale.
-    stashed gradient: One from before a pass with a loss scale, added when the pass is unscaled.
+    stash: An optimizer's gradients from before a pass, added when the pass is unscaled.
+    lender: An optimizer that a block was not given, and that lends its gradients to the block.
     overflow flag: A prepared optimizer's own flag, raised until a step consumes it.
     region: Code that runs under the op casts of a session.
     conversion: The change of a model's class, tensors and hooks by a plan.

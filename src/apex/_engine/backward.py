@@ -15,7 +15,7 @@ Note [What a pass reaches]
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -103,12 +103,7 @@ class BackwardPass:
         # The casts of Python code in the pass that mixes dtypes, if a session has some.
         self._spec: AutocastSpec | None = session.spec
         for prepared in self.prepared_optimizers:
-            if prepared.session is not None:
-                self._spec = self._spec or prepared.session.spec
-                # Ask every session, as ranks may communicate here. Gradients that they do not yet
-                # share stay scaled, because later passes add scaled ones.
-                if not prepared.session.shares_grads(prepared):
-                    self._delay_unscale = True
+            self._spec = self._spec or prepared.session.spec
         self._autocast = ExitStack()
         self._state = _State.NEW
         # The delayed pass whose gradients this one adds to.
@@ -136,20 +131,31 @@ class BackwardPass:
         with without_overrides():
             for prepared in self.prepared_optimizers:
                 prepared.create_missing_masters()
+                session = prepared.session
+                if session.shares_grads(prepared):
+                    session.ddp_tracker.share_masters(prepared)
+                else:
+                    # Gradients that ranks do not yet share stay scaled: later passes add to them.
+                    self._delay_unscale = True
             scaled_loss, self._scale = self.scaler.scale(self.loss)
         self._scale_version = self.scaler.version
+        lenders: list[PreparedOptimizer] = []
+        unowned: list[nn.Parameter] = []
+        if self.scaled and self.prepared_optimizers:  # else the loss is only scaled
+            lenders, unowned = self.session.others(self.prepared_optimizers)
+        if self.session.mistakes.blocks_left:
+            self.session.mistakes.blocks_left -= 1
+            if self.scaled:
+                borrowed = [*unowned]
+                for lender in lenders:
+                    borrowed += lender.trained_params()
+                self._inspection = BlockInspection(
+                    self.session, self.prepared_optimizers, borrowed, scaled_loss
+                )
         self._state = _State.OPEN
         try:
-            if self.scaled and self.prepared_optimizers:  # else the loss is only scaled
-                self._lenders, self._unowned = self.session.others(self.prepared_optimizers)
-            if self.session.mistakes.blocks_left:
-                self.session.mistakes.blocks_left -= 1
-                if self.scaled:
-                    self._inspection = BlockInspection(
-                        self.session, self.prepared_optimizers, self._borrowed(), scaled_loss
-                    )
             with without_overrides():
-                self._make_room()
+                self._make_room(lenders, unowned)
             if self._spec is not None:
                 self._autocast.enter_context(BackwardAutocast(self._spec))
         except BaseException as error:
@@ -183,40 +189,39 @@ class BackwardPass:
             else:
                 delayed.finish()
 
-    def _make_room(self) -> None:
+    def _make_room(self, lenders: Iterable[PreparedOptimizer], unowned: list[nn.Parameter]) -> None:
         """Makes room for the gradients of all that the pass may reach."""
         for prepared in self.prepared_optimizers:
             prepared.settle_overflow(takes=True)
             prepared.make_room(scaled=self.scaled, continues=self._continued is not None)
             prepared.open_pass = self
             prepared.had_block = True
-        for lender in self._lenders:
+        for lender in lenders:
             lender.settle_overflow(takes=False)
             lender.make_room(scaled=True)
             lender.open_pass = self
-        self._stash.put_aside(self._unowned, self.session.reuses_grad)
-
-    def _borrowed(self) -> list[nn.Parameter]:
-        """Returns the parameters whose gradients were lent."""
-        borrowed = [*self._unowned]
-        for lender in self._lenders:
-            borrowed += lender.trained_params()
-        return borrowed
+            self._lenders.append(lender)
+        self._stash.put_aside(unowned, self.session.reuses_grad)
+        self._unowned = unowned
 
     @untraced
     def give_back(self, lender: PreparedOptimizer) -> None:
-        """Unscales what the pass has put into a lender's gradients, and adds the earlier ones."""
-        self._lenders.remove(lender)
-        lender.open_pass = None
-        with without_overrides():
-            widen_grads(lender.pairs)
-            params = lender.trained_params()
-            overflow = self._unscale_borrowed(params)
-            if overflow is not None:
-                lender.add_overflow_of_others(overflow)
-            lender.stash.give_back(lender.masters.pair_of)
+        """Unscales what the pass has put into a lender's gradients, and adds the earlier ones.
 
-    def _unscale_borrowed(self, params: Sequence[nn.Parameter]) -> Tensor | None:
+        The same for lenders that share parameters with it.
+        """
+        sharing = self.session.with_sharers([lender])
+        lenders = [prepared for prepared in sharing if prepared in self._lenders]
+        with without_overrides():
+            overflow = self._unscale_borrowed(_grads_of(lenders))
+            for prepared in lenders:
+                self._lenders.remove(prepared)
+                prepared.open_pass = None
+                prepared.give_back()
+                if overflow is not None:
+                    prepared.add_overflow_of_others(overflow)
+
+    def _unscale_borrowed(self, params: Collection[nn.Parameter]) -> Tensor | None:
         """Unscales gradients that were lent; returns whether they overflow, if that is checked."""
         values = dtensor.values_of(params)
         if not values:
@@ -231,7 +236,9 @@ class BackwardPass:
     def _end_loans(self, *, failed: bool = False) -> None:
         """Gives back all gradients that were lent; without the pass's own if it ``failed``."""
         if failed:
-            _remove_grads(self._borrowed())
+            _remove_grads(self._unowned)
+            for lender in self._lenders:
+                lender.remove_grads()
         while self._lenders:
             self.give_back(self._lenders[-1])
         if not self._unowned:
@@ -355,8 +362,8 @@ class BackwardPass:
     def _restore_grads(self) -> None:
         """Drops the gradients of a pass that failed, and returns those from before."""
         for prepared in self.prepared_optimizers:
-            if self.scaled:
-                _remove_grads(prepared.trained_params())
+            if self.scaled and prepared.open_pass is self:  # else it has not lost its own
+                prepared.remove_grads()
             prepared.stash.remove_new()
         for prepared in self.prepared_optimizers:
             prepared.give_back()
@@ -378,14 +385,20 @@ def unscale_grads(
     prepared_optimizers: Sequence[PreparedOptimizer], scaler: Scaler, scale: Tensor | float
 ) -> None:
     """Unscales the gradients of a pass; those of parameters with a master become fp32."""
+    params = _grads_of(prepared_optimizers)
+    scaler.unscale_(dtensor.values_of(params), scale)
+    if scaler.dynamic:  # all ranks that hold shards must step or skip together
+        dtensor.share_flag_(scaler.found_inf, params)
+
+
+def _grads_of(prepared_optimizers: Sequence[PreparedOptimizer]) -> Collection[nn.Parameter]:
+    """Returns the parameters that optimizers train; those with a master get fp32 gradients."""
     params: dict[int, nn.Parameter] = {}  # each once, as optimizers may share some
     for prepared in prepared_optimizers:
         widen_grads(prepared.pairs)
         for param in prepared.trained_params():
             params[id(param)] = param
-    scaler.unscale_(dtensor.values_of(params.values()), scale)
-    if scaler.dynamic:  # all ranks that hold shards must step or skip together
-        dtensor.share_flag_(scaler.found_inf, params.values())
+    return params.values()
 
 
 def _remove_grads(params: Iterable[nn.Parameter]) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from apex._core import dtypes
-from apex._engine.masters import MasterState, MasterTable
+from apex._engine.masters import MasterState
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._torch import ddp
+from apex._torch import ddp, parameters, ranks
 
 if TYPE_CHECKING:
     from apex._engine.session import Session
@@ -42,10 +42,12 @@ class DDPTracker:
     Attributes:
         wrappers: The wrappers, in the order of their first forward passes, so that all ranks
             communicate alike.
+        wrapped_first: Whether a library wraps models before amp prepares them, on all ranks alike.
     """
 
     def __init__(self) -> None:
         """Starts without wrappers."""
+        self.wrapped_first = False
         self.wrappers = weakref.WeakKeyDictionary[Wrapper, _WrapperState]()
 
     def mark_forward(self, wrapper: Wrapper, session: Session, *, traced: bool) -> None:
@@ -61,7 +63,10 @@ class DDPTracker:
                 train each rank on gradients of its own, or if ranks may run out of data.
         """
         if wrapper not in self.wrappers:
-            _check_order(wrapper)
+            if self.wrapped_first or ranks.world_size() == 1:
+                ddp.rebuild_reducer(wrapper)
+            else:
+                _check_order(wrapper)
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_parameters()
             sent = {id(param) for name, param in named if name not in ignored}
@@ -85,38 +90,30 @@ class DDPTracker:
         return False
 
     def sends(self, prepared: PreparedOptimizer) -> bool:
-        """Returns whether ranks share the gradients of a pass that begins now, or need not.
-
-        The first pass that sends makes the masters equal on all ranks: other passes, a single rank
-        may run.
-        """
+        """Returns whether ranks share the gradients of a pass that begins now, or need not."""
         trained = {*map(id, prepared.trained_params())}
-        unshared: list[Wrapper] = []
         for wrapper, state in self.wrappers.items():
             if trained.isdisjoint(state.sent):
                 continue
             # A compiled forward pass records nothing: use the state at the backward pass.
             if not (ddp.sends(wrapper) if state.traced else state.sends):
                 return False
-            if not state.shared:
-                unshared.append(wrapper)
-        for wrapper in unshared:
-            self._share_masters(wrapper, prepared.masters)
         return True
 
-    def _share_masters(self, wrapper: Wrapper, masters: MasterTable) -> None:
-        """Broadcasts exact values of a wrapper's masters from the first rank of its group.
+    def share_masters(self, prepared: PreparedOptimizer) -> None:
+        """Makes masters equal on all ranks, once for each wrapper of an optimizer's parameters.
 
-        The wrapper broadcasts rounded weights only, which masters follow at the step. All ranks are
-        about to send gradients in one order, so this cannot deadlock, as in ``initialize``.
+        The wrapper broadcasts rounded weights only. This communicates: call it before a pass that
+        sends gradients, which all ranks run in one order.
         """
-        state = self.wrappers[wrapper]
-        state.shared = True
-        group = wrapper.process_group
-        source = distributed.get_global_rank(group, 0)
-        for pair in masters.pairs():
-            if id(pair.model) in state.sent:
-                distributed.broadcast(pair.master.detach(), source, group=group)
+        for wrapper, state in self.wrappers.items():
+            if state.shared or state.sent.isdisjoint(map(id, prepared.trained_params())):
+                continue
+            state.shared = True
+            pairs = [pair for pair in prepared.masters.pairs() if id(pair.model) in state.sent]
+            if pairs:
+                ddp.broadcast(wrapper, [parameters.uncounted(pair.master) for pair in pairs])
+            for pair in pairs:
                 pair.state = MasterState.EXACT
 
 
@@ -133,13 +130,15 @@ def _check_join(session: Session) -> None:
 
 def _check_order(wrapper: Wrapper) -> None:
     cast = ddp.unsent_dtypes(wrapper)
-    if cast:
-        model_name = type(wrapper.module).__name__
-        wrapper_name = type(wrapper).__name__
-        names = " and ".join(sorted(map(dtypes.name, cast)))
-        raise RuntimeError(
-            f"{wrapper_name} wrapped the model {model_name} before its parameters were cast to "
-            f"{names}, and does not average the gradients of parameters whose dtype has changed "
-            "since. Call amp.initialize first, then wrap the model that it returns in "
-            f"{wrapper_name}."
-        )
+    if not cast:
+        return
+    model_name = type(wrapper.module).__name__
+    wrapper_name = type(wrapper).__name__
+    names = " and ".join(sorted(map(dtypes.name, cast)))
+    raise RuntimeError(
+        f"{wrapper_name} wrapped the model {model_name} before its parameters were cast to "
+        f"{names}, and does not average the gradients of parameters whose dtype has changed "
+        "since. Call amp.initialize first, then wrap the model that it returns in "
+        f"{wrapper_name}. If a library wraps it, as Lightning 1.x does, train at O1 or O4, which "
+        "keep fp32 weights. For Lightning 2, there is apex.integrations.lightning.ApexPrecision."
+    )

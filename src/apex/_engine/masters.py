@@ -8,8 +8,9 @@ Note [Which side is newer]
     written weight is copied to its master at the step, or where a script asks for masters, and only
     in the elements that differ from the rounded master. So weights that are swapped or perturbed
     and put back before the step leave the master bit-identical. If both were written, the master
-    wins. Until its first step a weight counts as written: ``dist.broadcast(p.data)`` and its like
-    write weights in a way that torch does not count.
+    wins. Data assigned to a master are rounded into the model at once. Until its first step a
+    weight counts as written: ``dist.broadcast(p.data)`` and its like write weights in a way that
+    torch does not count.
 
 Note [One gradient in one place]
     The gradient of a master is the ``.grad`` of its model parameter: ``master.grad`` is a property
@@ -24,23 +25,26 @@ Note [One gradient in one place]
 
 from __future__ import annotations
 
+import copy
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from apex._core import rounding
-from apex._pickle import rebuild
-from apex._torch import dtensor, foreach, parameters, ranks
+from apex._core import dtypes, rounding
+from apex._torch import dtensor, foreach, parameters, processes, ranks
 from apex._torch.dynamo import untraced
 from apex._torch.modules import named_parameters
 from apex._torch.parameters import grad_of, set_grad, without_overrides
+
+if TYPE_CHECKING:
+    from apex._engine.lost_writes import WeightWatch
 
 _WRITTEN = -1
 """A version that no tensor has, so the master counts as written."""
@@ -85,6 +89,19 @@ class Master(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         set_grad(self if self._apex_model is None else self._apex_model, value)
 
+    def __hash__(self) -> int:
+        """The hash of the model parameter: in dicts and sets, the two are one key.
+
+        So what maps parameters to names or states, such as torch's ``get_state_dict``, finds both.
+        """
+        return id(self if self._apex_model is None else self._apex_model)
+
+    def __eq__(self, other: object) -> Any:
+        """Returns True for the model parameter itself; compares elements with other tensors."""
+        if other is not None and other is self._apex_model:
+            return True
+        return super().__eq__(other)
+
     @property
     def data(self) -> Tensor:
         """The values, sharing memory and version counter."""
@@ -99,10 +116,34 @@ class Master(nn.Parameter):
             )
         increment_version(self)
         parameters.set_data(self, value)
+        pair = self._apex_pair()
+        if pair is not None:  # an averager's write may be the last before the model is read
+            round_masters([pair])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copies as a plain parameter, which stands for the model's parameter, too."""
+        pair = self._apex_pair()
+        if pair is None:
+            plain = nn.Parameter(self.detach().clone(), self.requires_grad)
+        else:
+            plain = nn.Parameter(pair.exact_value(), pair.model.requires_grad)
+            memo[id(pair.model)] = plain
+        memo[id(self)] = plain
+        return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain parameter, so that it loads without apex."""
-        plain: Any = nn.Parameter(self.detach(), self.requires_grad)
+        """Pickles as a plain parameter with the attributes of the model's parameter."""
+        pair = self._apex_pair()
+        value = self.detach()
+        if pair is None:
+            plain: Any = nn.Parameter(value, self.requires_grad)
+            return plain.__reduce_ex__(protocol)
+        if processes.is_starting_one():  # it gets the master's own memory, as torch shares it
+            update_masters_from_model([pair])
+        elif not pair.counts_as_synced:
+            value = pair.exact_value()
+        plain = nn.Parameter(value, pair.model.requires_grad)
+        vars(plain).update(vars(pair.model))
         return plain.__reduce_ex__(protocol)
 
 
@@ -152,10 +193,10 @@ class MasterPair:
             master.register_post_accumulate_grad_hook(_give_to_model)  # type: ignore[no-untyped-call]
         mark_synced([self])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles both sides, without their gradients."""
-        is_fresh = self.state is MasterState.FRESH
-        return rebuild, ("master_pair", self.model, self.master, is_fresh)
+    def exact_value(self) -> Tensor:
+        """Returns the fp32 value in memory of its own."""
+        update_model_from_masters([self])
+        return rounding.exact_value(self.model, [self.master])
 
     @property
     def counts_as_synced(self) -> bool:
@@ -194,20 +235,6 @@ def make_master(exact: Tensor, master_class: type[nn.Parameter] = nn.Parameter) 
     if value.stride() != without_gaps.stride():
         value = value.clone()
     return master_class(value)
-
-
-def rebuild_pair(model: nn.Parameter, plain: nn.Parameter, is_fresh: bool) -> Any:
-    """Rebuilds a pair from a copy or a file, where a master is a plain parameter.
-
-    Raises torch's RuntimeError under ``torch.inference_mode``, where it counts no writes.
-    """
-    master: Any = plain
-    if type(plain) is nn.Parameter:
-        master.__class__ = Master
-    pair = MasterPair(model, master)
-    if not is_fresh:
-        pair.state = MasterState.EXACT
-    return pair
 
 
 # -- values -----------------------------------------------------------------------------------
@@ -442,15 +469,19 @@ class MasterTable:
     Attributes:
         exact: The fp32 values of tensors without a master, from before they were rounded.
         steps: Steps of the session's optimizers.
+        watches: Comparisons of weights with their masters, by optimizer, until its next step.
     """
 
     def __init__(self) -> None:
         """Starts without masters."""
+        self.watches: MutableMapping[object, WeightWatch] = weakref.WeakKeyDictionary()
         self.exact: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.steps = 0
         # Each model's value of ``steps`` at its last forward pass.
         self._steps_seen = weakref.WeakKeyDictionary[nn.Module, int]()
         self._by_param = weakref.WeakValueDictionary[int, MasterPair]()
+        # Fp32 copies of other 16-bit tensors in the pickles that are being made.
+        self._stand_ins = weakref.WeakValueDictionary[int, Tensor]()
         # By the object that keeps the pairs alive: a model, or the state of an optimizer.
         self._by_user = weakref.WeakKeyDictionary[object, list[MasterPair]]()
         # The pairs of a model's parameters, looked up once between changes of the table.
@@ -494,9 +525,47 @@ class MasterTable:
         update_model_from_masters([pair])
         return pair.master
 
+    def in_fp32(self, tensor: Tensor) -> Tensor:
+        """Returns the exact fp32 value of a 16-bit tensor, to be read only; others unchanged."""
+        pair = self.pair_of(tensor)
+        if pair is not None and pair.counts_as_synced:
+            return pair.master
+        if not dtypes.is_low_precision(tensor):
+            return tensor
+        return rounding.exact_value(tensor, [self.exact_value(tensor)])
+
     def pairs(self) -> list[MasterPair]:
         """Returns every pair, in the order in which they were made."""
         return [*self._by_param.values()]
+
+    def copy(self, tensor: Tensor, memo: dict[int, Any]) -> None:
+        """Puts an fp32 copy of a 16-bit tensor into the memo of a deep copy, if there is none."""
+        if id(tensor) in memo:
+            return
+        pair = self.pair_of(tensor)
+        if pair is not None:
+            copy.deepcopy(pair.master, memo)
+        elif dtypes.is_low_precision(tensor):
+            copied = copy.deepcopy(tensor, memo)
+            copied.data = rounding.exact_value(tensor, [self.exact.get(tensor)])
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """Returns what pickles hold for a tensor, always the same while it lives.
+
+        For a 16-bit tensor, its master or an fp32 copy.
+        """
+        pair = self.pair_of(tensor)
+        if pair is not None:
+            return pair.master
+        if not dtypes.is_low_precision(tensor):
+            return tensor
+        known = self._stand_ins.get(id(tensor))
+        if known is None:
+            memo: dict[int, Any] = {}
+            self.copy(tensor, memo)
+            known = self._stand_ins[id(tensor)] = memo[id(tensor)]
+            processes.keep(known)
+        return known
 
     def update_model(self, model: nn.Module) -> None:
         """Rounds the written masters of a model's parameters into them."""
@@ -506,6 +575,9 @@ class MasterTable:
             pairs = [pair for pair in known if pair is not None]
             self._by_model[model] = pairs
         update_model_from_masters(pairs)
+        if self.watches:
+            for watch in self.watches.values():
+                watch.look()
 
     @torch.no_grad()
     def set_exact_values(self, values: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -15,23 +15,22 @@ import enum
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes
+from apex._engine.lost_writes import WeightWatch
 from apex._engine.scaler import Readback
-from apex._torch import dtensor, ranks
+from apex._torch import ranks
 from apex._torch.autograd import at_end_of_pass, backward_id, leaves_of
-from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 
 if TYPE_CHECKING:
-    from apex._engine.masters import MasterPair
     from apex._engine.optimizer.prepared import PreparedOptimizer
     from apex._engine.session import Session
 
@@ -43,9 +42,6 @@ _MARK = "_apex_mark"
 
 _SAMPLED = 8
 """Parameters whose gradients are inspected."""
-
-_SMALL = 2**14
-"""Most elements of a weight that is compared with its master: copies take memory."""
 
 _LIBRARIES = (
     os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
@@ -132,8 +128,7 @@ class Mistake(enum.Enum):
         "has a gradient, so the step changes nothing. Call it after the backward pass:\n"
         + BLOCK
         + "    optimizer.step()\nIf you did call backward(), the optimizer holds parameters that "
-        "the model no longer has. Call fully_shard, and anything else that replaces parameters, "
-        "before creating the optimizer."
+        "the model no longer has. Create it after all that replaces parameters."
     )
     UNPREPARED_OPTIMIZER = (
         "An optimizer that amp has not prepared steps 16-bit weights of the model itself, not "
@@ -144,8 +139,9 @@ class Mistake(enum.Enum):
     )
     LOST_WRITE = (
         "The model's 16-bit weights were written in a way that PyTorch does not count, such as "
-        "weight.data.clamp_(...), NumPy or a collective. optimizer.step() overwrites them with the "
-        "fp32 masters, so the write is lost. Write to the masters instead:\n"
+        "weight.data.clamp_(...), NumPy or an average over ranks by all_reduce(weight.data). "
+        "optimizer.step() overwrites them with the fp32 masters, so the write is lost. Write to "
+        "the masters instead:\n"
         "    for param in amp.master_params(optimizer):\n"
         "        param.data.clamp_(-c, c)"
     )
@@ -156,6 +152,8 @@ class Mistakes:
 
     Attributes:
         blocks_left: ``scale_loss`` blocks still to be inspected.
+        has_plain_pass: Whether a backward pass has reached observed parameters.
+        has_trained: Whether a step has found a gradient.
         lost_writes: Flags on their way to the host: whether a step overwrote what a script wrote.
     """
 
@@ -163,11 +161,27 @@ class Mistakes:
         self._warned: set[Mistake] = set()
         self.lost_writes: Readback[None] = Readback()
         self.blocks_left = _INSPECTED_BLOCKS
+        self.has_plain_pass = False
+        self.has_trained = False
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def has_blocks(self) -> bool:
         """Whether the session has scaled a loss in a ``scale_loss`` block."""
         return self.blocks_left < _INSPECTED_BLOCKS
+
+    def observe(self, params: Sequence[Tensor]) -> None:
+        """Observes whether a backward pass reaches parameters before any ``scale_loss`` block."""
+        self._hooks += _hooked(_sample(params), self._reach)
+
+    @untraced
+    def _reach(self, _: Tensor) -> None:
+        self.has_plain_pass = True
+
+    def stop_observing(self) -> None:
+        """Removes the hooks; idempotent."""
+        self.has_plain_pass = False
+        _remove(self._hooks)
 
     def silence(self, mistake: Mistake) -> None:
         """Warns no more of a mistake, which the script does not make."""
@@ -232,8 +246,10 @@ class BlockInspection:
         self._has_stray = False  # whether another pass has reached the block's parameters
         self._ended = False
         self._hooks: list[RemovableHandle] = []
+        self._mistakes.stop_observing()
         for prepared in prepared_optimizers:
             self._mistakes.warn(_find_mistake(prepared))
+            prepared.session.mistakes.stop_observing()
         if not scaled_loss.requires_grad:
             return
         scaled_loss.register_hook(self._begin_pass)  # type: ignore[no-untyped-call]
@@ -244,18 +260,10 @@ class BlockInspection:
             self._params += _sample(params)
         if any(map(_has_hook, trained)):
             self._mistakes.warn(Mistake.SCALED_HOOK)
-        self._observe(self._params, self._reach_own)
+        self._hooks += _hooked(self._params, self._reach_own)
         own = {*map(id, trained), *map(id, borrowed)}
-        for leaf in leaves_of(scaled_loss):
-            if id(leaf) not in own:
-                self._observe([leaf], self._reach_other)
-
-    def _observe(self, params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
-        """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters."""
-        for param in params:
-            if param.requires_grad:
-                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._hooks.append(handle)
+        others = [leaf for leaf in leaves_of(scaled_loss) if id(leaf) not in own]
+        self._hooks += _hooked(others, self._reach_other)
 
     @untraced
     def _begin_pass(self, _: Tensor) -> None:
@@ -294,8 +302,7 @@ class BlockInspection:
         if self._ended:
             return
         self._ended = True
-        while self._hooks:
-            self._hooks.pop().remove()
+        _remove(self._hooks)
         if self._has_stray:
             self.found = Mistake.SECOND_BACKWARD
             if self._pass_id is None:
@@ -308,6 +315,18 @@ class BlockInspection:
 
 
 # -- gradients of a few parameters ----------------------------------------------------------------
+
+
+def _hooked(params: Iterable[Tensor], hook: Callable[[Tensor], None]) -> Iterator[RemovableHandle]:
+    """Calls ``hook`` whenever autograd has added to the gradient of one of the parameters."""
+    for param in params:
+        if param.requires_grad:
+            yield param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _sample(params: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -351,9 +370,7 @@ def _averages(prepared: PreparedOptimizer) -> bool:
     """Returns whether scaled gradients may be averaged over ranks by other code than a wrapper."""
     if getattr(prepared.optimizer, "synchronize", None) is not None:
         return True  # Horovod's, BytePS's
-    session = prepared.session
-    is_wrapped = session is not None and session.ddp_tracker.wrappers
-    return ranks.world_size() > 1 and not is_wrapped
+    return ranks.world_size() > 1 and not prepared.session.ddp_tracker.wrappers
 
 
 def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
@@ -372,68 +389,55 @@ def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
 def inspect_step(prepared: PreparedOptimizer) -> None:
     """Warns of gradients that are not the step's, of missing ones, and of writes that are lost."""
     session = prepared.session
-    if session is None or not session.mistakes.blocks_left:
+    if not session.mistakes.blocks_left:
         return
     if prepared.open_pass is not None and prepared.open_pass.is_open:
         return
-    mistake = _find_mistake(prepared)
-    if mistake is None and not (prepared.steps and prepared.had_block):
-        mistake = _find_mistake_without_block(prepared, session)
-    session.mistakes.warn(mistake)
-    if prepared.pairs and prepared.steps < _INSPECTED_BLOCKS:
-        # One a step, as old scripts that clip weights clip all of them.
-        pair = prepared.pairs[prepared.steps % len(prepared.pairs)]
-        _inspect_weight(pair, session.mistakes)
+    if not prepared.steps:
+        session.check_shards()
+    mistakes = session.mistakes
+    if mistakes.has_plain_pass:
+        mistakes.stop_observing()
+        if not prepared.had_block:
+            mistakes.warn(Mistake.NO_SCALE_LOSS)
+    mistakes.warn(_find_mistake(prepared))
+    if not mistakes.has_trained:
+        mistakes.has_trained = prepared.has_grads() or not prepared.params()
+        # Not the first step: scripts call it once for a scheduler, or before a part trains.
+        is_second = prepared.steps == 1 and not prepared.stepping
+        if is_second and not mistakes.has_trained:
+            mistakes.warn(Mistake.STEP_BEFORE_BACKWARD)
 
 
-@torch.no_grad()
-def _inspect_weight(pair: MasterPair, mistakes: Mistakes) -> None:
-    """Warns of a write that torch does not count, which the step is about to overwrite.
+@untraced
+def inspect_weights(prepared: PreparedOptimizer) -> None:
+    """Warns of writes that torch does not count, which a step has overwritten.
 
-    Compares a small weight with its master; does not wait for the device. Differences of some
-    roundings do not count: a script has moved weights and put them back.
+    Compares weights at the first steps, and later at one in 32.
     """
-    is_small = pair.model.numel() <= _SMALL
-    if is_small and pair.counts_as_synced and not capturing(pair.model.device):
-        weight = dtensor.local(pair.model)
-        master = dtensor.local(pair.master)
-        difference = (master - weight).abs().sum()
-        is_lost = difference > master.abs().sum() / 32
-        mistakes.lost_writes.send(None, is_lost.float().reshape(1))
+    session = prepared.session
+    turn, phase = divmod(prepared.steps, _INSPECTED_BLOCKS)
+    is_first = turn == 0
+    if not (prepared.pairs and (is_first or phase < 2)):
+        return
+    mistakes = session.mistakes
+    watches = prepared.masters.watches
+    watch = watches.pop(prepared, None)
+    if watch is not None:
+        is_lost = watch.lost()
+        if is_lost is not None:
+            mistakes.lost_writes.send(None, is_lost.float())
+    if is_first or phase == 0:
+        watches[prepared] = WeightWatch(prepared, phase if is_first else turn)
     for _, (flag,) in mistakes.lost_writes.poll():
         if flag:
             mistakes.warn(Mistake.LOST_WRITE)
 
 
-def _find_mistake_without_block(prepared: PreparedOptimizer, session: Session) -> Mistake | None:
-    # If a block names several optimizers, one of them may have no gradient yet.
-    stepped = session.prepared_optimizers if prepared.had_block else [prepared]
-    params: list[Tensor] = []
-    for other in stepped:
-        params += other.trained_params()
-    if all(param.grad is None for param in params):
-        # In a closure, the first step counts already.
-        return None if prepared.steps else Mistake.STEP_BEFORE_BACKWARD
-    if prepared.had_block or session.mistakes.has_blocks:
-        return None
-    if not session.has_scale or session.policy.low_precision is not torch.float16:
-        return None
-    learns = any(map(_is_learning, prepared.optimizer.param_groups))
-    return Mistake.NO_SCALE_LOSS if learns else None
-
-
 def inspect_grad_scaler(prepared: PreparedOptimizer) -> None:
     """Judges a GradScaler that is about to step the optimizer."""
     session = prepared.session
-    if session is None:
-        return
     if session.has_scale and session.mistakes.has_blocks:
         session.mistakes.warn(Mistake.GRAD_SCALER)
     else:
         session.mistakes.silence(Mistake.NO_SCALE_LOSS)
-
-
-def _is_learning(group: dict[str, Any]) -> bool:
-    # torch.distributed.checkpoint makes optimizer state by a step with a learning rate of 0.
-    lr = group.get("lr", 1.0)
-    return (isinstance(lr, Tensor) and lr.device.type != "cpu") or bool(lr)

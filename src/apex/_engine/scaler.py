@@ -12,7 +12,7 @@ from torch import Tensor
 from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static
 from apex._torch import foreach
-from apex._torch.copies import HostCopy, as_tensor, capturing, has_values, moved
+from apex._torch.copies import HostCopy, as_tensor, capturing, is_readable, moved
 from apex._torch.dynamo import untraced
 
 INITIAL_SCALE = 2.0**16
@@ -52,7 +52,7 @@ class Readback(Generic[T]):
         Nothing is queued while a CUDA graph is captured, as a replay has no host side, nor for
         fake tensors, which have no values.
         """
-        if has_values(values) and not capturing(values.device):
+        if is_readable(values) and not capturing(values.device):
             self._copies.append((source, HostCopy(values)))
 
     def poll(self, *, wait: bool = False) -> list[tuple[T, list[float]]]:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
 from apex._core.op_table import AutocastSpec
-from apex._core.param_groups import is_trained
+from apex._core.param_groups import dtypes_of, is_trained, match_states
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
 from apex._engine.autocast.ambient import end_stale_casts
@@ -28,7 +29,6 @@ from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
 from apex._engine.optimizer import subclass, unprepared
 from apex._engine.optimizer.prepared import PreparedOptimizer
-from apex._engine.restore import dtypes_of, match_states
 from apex._engine.scaler import Readback, ScaleUpdate, scaler_for
 from apex._torch import fsdp
 from apex._torch.modules import named_parameters
@@ -133,7 +133,8 @@ class Session:
             before = casts.floating_tensors(model)
             undo.callback(casts.undo_convert, model)
             link = state.MasterLink(self, plan.param_dtype)
-            set_state(model, state.ModelState(plan, self.region, link), undo)
+            own_plan = plan.without_calls() if fsdp.casts(model) else plan
+            set_state(model, state.ModelState(own_plan, self.region, link), undo)
             undo.callback(self.masters.release, model)
             self._make_masters(model, before, trains=bool(optimizers))
         for optimizer in optimizers:
@@ -200,12 +201,14 @@ class Session:
 
     def prepare_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         """Prepares one more optimizer; ``undo`` receives the inverse."""
-        prepared = PreparedOptimizer(self, [], self.policy.master_weights)
+        prepared = PreparedOptimizer(self, self.policy.master_weights)
         prepared.attach(optimizer)
         prepared.create_missing_masters()
         undo.callback(prepared.close)
         undo.callback(subclass.unprepare_class, optimizer)
         subclass.prepare_class(optimizer, prepared)
+        if self.has_scale and self.policy.low_precision is torch.float16:
+            self.mistakes.observe(prepared.trained_params())
 
     def register(self, prepared: PreparedOptimizer) -> None:
         """Adds an optimizer's state to the session."""
@@ -229,6 +232,21 @@ class Session:
             return False
         return not (self._shards and fsdp.defers_reduction(ref() for ref in self._shards))
 
+    def check_shards(self) -> None:
+        """Raises RuntimeError if a model was sharded after it was prepared with an optimizer."""
+        if not self._prepared_optimizers:
+            return
+        known = [ref() for ref in self._shards]
+        for model in self.models:
+            for group in fsdp.param_groups(model):
+                if group not in known:
+                    raise RuntimeError(
+                        "fully_shard was called after amp.initialize, which replaces parameters: "
+                        "the optimizer holds those from before and trains nothing. Call "
+                        "fully_shard first, then create the optimizer, and call amp.initialize "
+                        "last, at O1, O4, or O0 with a MixedPrecisionPolicy."
+                    )
+
     def begin_forward(self, model: nn.Module) -> None:
         """Prepares the gradients of a converted model for a pass without a block."""
         under_ddp = bool(self.ddp_tracker.wrappers)
@@ -249,7 +267,7 @@ class Session:
 
     @property
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
-        """The states of the session's live optimizers, copies included."""
+        """The states of the session's live optimizers."""
         return [prepared for prepared in self._prepared_optimizers if prepared.is_live]
 
     @classmethod

@@ -29,11 +29,14 @@ class Stash:
             is_reused: Tells whether a wrapper writes the gradients of the next pass of a parameter
                 to the memory of this one.
         """
+        taken: dict[int, tuple[nn.Parameter, Tensor]] = {}
         for param in params:
             grad = param.grad
             if grad is not None and not is_zero(grad):
-                self._grads[id(param)] = param, _own_memory(grad, is_reused(param))
-                param.grad = None
+                taken[id(param)] = param, _own_memory(grad, is_reused(param))
+        for param, _ in taken.values():  # memory did not run out
+            param.grad = None
+        self._grads.update(taken)
 
     def drop(self, ids: Iterable[int]) -> None:
         """Drops the gradients of parameters that were cleared."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from apex._torch.copies import capturing
 from apex._torch.dynamo import untraced
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -22,6 +23,20 @@ def autocast_depth() -> int:
     """Returns how many ``torch.autocast`` blocks this thread is in."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Returns whether operators on a device are recorded, or run by a mode or transform of torch.
+
+    They are in a CUDA graph, a dispatch mode (as of ``make_fx``), ``torch.func`` and
+    ``torch.jit.trace``.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or capturing(device)
+    )
 
 
 _RUNNERS = {

@@ -14,8 +14,6 @@ undefined until an event has passed. The event must be on the stream of *the ten
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
@@ -89,9 +87,21 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Returns whether ``tensor`` has values to read: not meta, fake, or wrapped by torch.func."""
-    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+def current_stream(device: torch.device) -> object:
+    """Returns the thread's current stream of CUDA or XPU; None of other devices."""
+    if device.type not in ("cuda", "xpu") or not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_stream()
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Returns whether plain operators read the values of ``tensor``.
+
+    Not those of tensors that are sparse, on the meta device, fake, wrapped by torch.func, or of
+    another class that runs operators in its own way, such as quantized weights.
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta:
         return False
-    fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
-    return fake_tensor is None or not fake_tensor.is_fake(tensor)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 SENDS_LATER = "_apex_sends_later"
@@ -25,6 +26,19 @@ def active_wrapper() -> DistributedDataParallel | None:
 def sends(wrapper: DistributedDataParallel) -> bool:
     """Returns whether the wrapper sends the gradients of a forward pass that begins now."""
     return bool(wrapper.require_backward_grad_sync or wrapper.__dict__.get(SENDS_LATER))
+
+
+def broadcast(wrapper: DistributedDataParallel, tensors: Sequence[Tensor]) -> None:
+    """Broadcasts tensors from the first rank of the wrapper's group, as it does its parameters."""
+    group = wrapper.process_group
+    # Private in torch: a collective for each 250 MiB.
+    coalesced = getattr(distributed, "_broadcast_coalesced", None)
+    if coalesced is not None:
+        coalesced(group, tensors, wrapper.broadcast_bucket_size, 0)
+        return
+    source = distributed.get_global_rank(group, 0)
+    for tensor in tensors:
+        distributed.broadcast(tensor, source, group=group)
 
 
 def unsent_dtypes(wrapper: DistributedDataParallel) -> set[torch.dtype]:
@@ -59,13 +73,13 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
 
 
 def rebuild_reducer(model: nn.Module) -> None:
-    """Recreates the reducer of a DistributedDataParallel after its parameters' dtypes changed.
+    """Recreates the reducer of a DistributedDataParallel if its parameters' dtypes have changed.
 
-    For libraries that wrap the model before amp prepares it: the reducer's buckets have the old
-    dtype, and autograd dropped its hooks with the change. In torch, only restoring the state of a
-    pickled wrapper creates a new reducer. Other models are left alone.
+    The reducer's buckets have the old dtype, and autograd dropped its hooks with the change. In
+    torch, only restoring the state of a pickled wrapper creates a new reducer. Other models are
+    left alone.
     """
-    if isinstance(model, DistributedDataParallel) and "reducer" in vars(model):
+    if isinstance(model, DistributedDataParallel) and unsent_dtypes(model):
         wrapper: Any = model  # torch does not annotate these methods
         wrapper.__setstate__(wrapper.__getstate__())
         hooks = vars(model).get("_comm_hooks", [])

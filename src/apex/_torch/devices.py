@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,18 +22,32 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+_CHECKS = {
+    torch.float16: ("fp16", "_is_mkldnn_fp16_supported"),
+    torch.bfloat16: ("bf16", "_is_mkldnn_bf16_supported"),
+}
+
+
+def emulation(dtype: torch.dtype | None) -> str:
+    """Returns, for instance, ``"bf16 is emulated on this CPU"``; empty if the dtype is not.
+
+    torch emulates a 16-bit dtype, tens of times slower than fp32, where oneDNN lacks kernels for
+    the CPU. Only x86 is checked.
+    """
+    if dtype not in _CHECKS or platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    name, check = _CHECKS[dtype]
+    is_supported = getattr(torch.ops.mkldnn, check, None)  # None: a build without oneDNN
+    if is_supported is not None and is_supported():
+        return ""
+    return f"{name} is emulated on this CPU"
+
+
 cpu_features: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
-"""Returns the CPU's features by name, such as ``avx512_fp16``, and its ``architecture``.
+"""Returns the CPU's features by name, such as ``avx512_fp16``.
 
 Older releases of torch know none.
 """
-
-
-def emulates_fp16() -> bool:
-    """Returns whether the CPU is known to have no fp16 units, so that it emulates fp16."""
-    features = cpu_features()
-    has_units = features.get("avx512_fp16") or features.get("amx_fp16")
-    return features.get("architecture") == "x86_64" and not has_units
 
 
 def device_types(models: Iterable[nn.Module]) -> tuple[str, ...]:

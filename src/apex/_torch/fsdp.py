@@ -42,6 +42,16 @@ def param_groups(model: nn.Module) -> list[Any]:
     return list(found)
 
 
+def casts(model: nn.Module) -> bool:
+    """Returns whether ``fully_shard`` casts arguments, parameters or outputs of any module."""
+    for module in sharded_modules(model):
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        policy = getattr(state, "_mp_policy", None)
+        if policy is not None and (policy.param_dtype or policy.output_dtype):
+            return True
+    return False
+
+
 def defers_reduction(groups: Iterable[Any]) -> bool:
     """Returns whether any group leaves gradient reduction, or a part of it, to a later pass.
 

@@ -56,15 +56,16 @@ class AmpState:
         self._sessions.pop(session, None)
 
     def end_unused(self) -> None:
-        """Ends the sessions of ``initialize`` that have no model and no optimizer any longer.
+        """Ends sessions of ``initialize``: casts with the last model, the rest with all optimizers.
 
         Other references may keep them: tracebacks hold the frames of a forward or a step that
         failed, and other threads those that run.
         """
         for session in self.sessions():
-            if session in self.options and not (session.models or session.prepared_optimizers):
+            if session in self.options and not session.models:
                 session.close()
-                self.discard(session)
+                if not session.prepared_optimizers:
+                    self.discard(session)
 
     def sessions(self) -> list[Session]:
         """Returns the live sessions, oldest first."""
@@ -72,14 +73,10 @@ class AmpState:
         sessions = [ref() for ref in self._sessions.keyrefs()]
         return [session for session in sessions if session is not None]
 
-    def scaling(self) -> list[Session]:
-        """Returns the sessions in ``amp.state_dict()``: of ``initialize``, or else of ``init``."""
-        sessions = self.sessions()
-        return [session for session in sessions if session in self.options] or sessions
-
     def current(self) -> Session | None:
-        """Returns the newest session of ``scaling``, if any."""
-        sessions = self.scaling()
+        """Returns the newest session of ``initialize``, or else of ``init``, if any."""
+        sessions = self.sessions()
+        sessions = [session for session in sessions if session in self.options] or sessions
         return sessions[-1] if sessions else None
 
     @property

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from apex import _unavailable
 from apex._core import tree
-from apex._pickle import rebuild
 
 _CHECKS = "amp.initialize, which validates its arguments before it changes anything"
 
@@ -43,24 +42,12 @@ def to_type(dtype: torch.dtype, t: Any) -> Any:
 _applier = applier
 
 
-class AppliedCast:
-    """Casts inputs and outputs through the ``applier`` of a script."""
-
-    def __init__(self, own_applier: Callable[[Any, Callable[[Any], Any]], Any], *_: object) -> None:
-        self._apply = own_applier
-
-    def __call__(self, value: Any, dtype: torch.dtype) -> Any:
-        """Returns ``value`` with its floating-point tensors in ``dtype``."""
-        return self._apply(value, functools.partial(to_type, dtype))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by kind; see :mod:`apex._pickle`."""
-        return rebuild, ("cast", self._apply)
-
-
-def custom_cast() -> AppliedCast | None:
+def custom_cast() -> Callable[[Any, torch.dtype], Any] | None:
     """Returns a cast through a script's ``applier``; ``None`` for the default one.
 
     ``amp.initialize`` calls this once, so replace it in ``apex.amp._initialize`` before that.
     """
-    return None if applier is _applier else AppliedCast(applier)
+    own_applier = applier
+    if own_applier is _applier:
+        return None
+    return lambda value, dtype: own_applier(value, functools.partial(to_type, dtype))

@@ -101,7 +101,7 @@ def init(
     Args:
         enabled: If False, nothing is cast and the handle returns losses unscaled.
         loss_scale: A number, or ``"dynamic"``.
-        enable_caching: Value of ``handle.has_cache``; casts are not cached in any case.
+        enable_caching: Value of ``handle.has_cache``; weights share casts in any case.
         verbose: Value of ``handle.verbose``; has no other effect.
         allow_banned: Whether ``binary_cross_entropy`` runs in fp32 on fp16 input instead of
             raising.

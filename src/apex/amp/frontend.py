@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from apex._core.arguments import flag, integer
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
+from apex._core.undo import Undo
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state import is_converted
 from apex._engine.optimizer.subclass import prepared_state
@@ -204,7 +204,7 @@ def initialize(
     model_list = inputs.model_list(models, to_16_bits=plan.casts_down)
     inputs.check_models(model_list, plan)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
-    inputs.check_optimizers(optimizer_list, model_list, master_weights=policy.master_weights)
+    inputs.check_optimizers(optimizer_list, model_list, policy)
     if policy.master_weights and optimizer_list:
         inputs.check_masters(model_list, optimizer_list)
     warn_if_emulated(policy, model_list)
@@ -217,7 +217,7 @@ def initialize(
     )
     _amp_state.verbosity = verbosity
     report.start_up(defaults, properties)
-    with ExitStack() as undo:
+    with Undo() as undo:
         made.prepare(model_list, optimizer_list, plan, undo)
         undo.callback(_amp_state.discard, made)
         _amp_state.add(made)
@@ -234,18 +234,19 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 
     The objects are changed in place: parameters hold their masters' fp32 values, optimizers step
     the models' own parameters and keep their state, and the original classes and hooks return.
-    Op casts end with the last model and optimizer of their call.
+    Op casts end with the last model of their call.
 
     Args:
         models: A prepared model, or a list or tuple of them.
         optimizers: Their optimizer, or a list or tuple of them; ``None`` if there are none.
 
     Returns:
-        The arguments, in the form that :func:`initialize` returns; unchanged if it was last called
-        with ``enabled=False`` and prepared none of them.
+        The arguments, in the form that :func:`initialize` returns; unchanged if all are plain, as
+        copies are.
 
     Raises:
-        ValueError: If a model or optimizer is not prepared; nothing changes in this case.
+        ValueError: If only some of them are prepared, or a model is in a wrapper; nothing changes
+            in this case.
         RuntimeError: Under ``torch.inference_mode()``, for models that were converted.
 
     Example:
@@ -258,8 +259,8 @@ def restore(models: Any, optimizers: Any = None) -> Any:
     """
     model_list = inputs.model_list(models)
     optimizer_list = [] if optimizers is None else unwrapped(optimizers)
-    prepared = any(map(is_converted, model_list)) or any(map(prepared_state, optimizer_list))
-    if prepared or _amp_state.enabled:
+    parts = [part for model in model_list for part in model.modules()]
+    if any(map(is_converted, parts)) or any(map(prepared_state, optimizer_list)):
         inputs.check_prepared(model_list, optimizer_list)
         make_plain([*filter(is_converted, model_list)], optimizer_list)
         _amp_state.end_unused()
@@ -269,29 +270,25 @@ def restore(models: Any, optimizers: Any = None) -> Any:
 def state_dict(
     destination: OrderedDict[str, dict[str, Any]] | None = None,
 ) -> OrderedDict[str, dict[str, Any]]:
-    """Returns the loss scales of all active sessions, in apex's checkpoint format.
+    """Returns the loss scales of the newest ``initialize`` call, in apex's checkpoint format.
 
-    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss in the
-    order of the ``initialize`` calls; empty without a session. Entries of static scales are marked
-    under ``apex_amp_v1``, a key that apex ignores.
+    ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``, one entry per loss; empty
+    before the first call. Entries of static scales are marked under ``apex_amp_v1``, a key that
+    apex ignores.
 
     Args:
         destination: Dict to add the entries to and return; ``None`` for a new one.
     """
     result = OrderedDict() if destination is None else destination
-    result.update(scaler_states.entries(_live_scalers()))
+    result.update(scaler_states.entries(_scalers()))
     return result
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Loads loss scales from the result of :func:`state_dict`, of this package or of apex.
 
-    Call it after ``initialize``. After a call with ``enabled=False``, with nothing else prepared,
-    it does nothing.
-
-    If several ``initialize`` calls are active: a checkpoint with as many entries as the newest call
-    has losses is loaded into that call's scales. Any other checkpoint is loaded into the scales of
-    all calls, in order.
+    Call it after ``initialize``: it sets the scales of the newest call. After a call with
+    ``enabled=False``, with nothing else prepared, it does nothing.
 
     A dynamic scale is not loaded into a static scaler, and a static scale is not loaded into a
     dynamic one; the logger ``apex`` reports it, unless one of the two is a static scale of 1. If
@@ -304,25 +301,19 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         RuntimeError: If there is no loss scale yet; if a key is unexpected or missing, or a value
             is invalid; the message names it. Nothing changes in this case.
     """
-    scalers = _live_scalers()
+    scalers = _scalers()
     if not scalers:
         if not _amp_state.enabled:
             return
         raise RuntimeError(
             "amp.load_state_dict has no loss scale to load into. Call amp.initialize first."
         )
-    states = scaler_states.parsed(state_dict)
-    newest = _amp_state.scaling()[-1].scalers
-    if len(states) == len(newest):
-        scalers = newest
-    scaler_states.set_scalers(scalers, states)
+    scaler_states.set_scalers(scalers, scaler_states.parsed(state_dict))
 
 
-def _live_scalers() -> list[Scaler]:
-    scalers: list[Scaler] = []
-    for session in _amp_state.scaling():
-        scalers += session.scalers
-    return scalers
+def _scalers() -> list[Scaler]:
+    session = _amp_state.current()
+    return [] if session is None else session.scalers
 
 
 def _is_enabled(enabled: object, opt_level: str) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from apex._core import arguments
 from apex._core.scale import ScaleRule
+from apex._core.undo import Undo
 from apex._engine.autocast.region import AmbientRegion, casts_off
+from apex._engine.autocast.weights import shared
 from apex._engine.backward import BackwardPass
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import prepared_state
@@ -111,7 +112,7 @@ class AmpHandle:
 
     Attributes:
         verbose: The argument of this name.
-        has_cache: The argument ``enable_caching``; no cast is cached in any case.
+        has_cache: The argument ``enable_caching``; weights share casts in any case.
     """
 
     verbose = False
@@ -130,7 +131,7 @@ class AmpHandle:
 
         Args:
             loss_scale: A number, or ``"dynamic"``.
-            enable_caching: Value of ``has_cache``; casts are not cached in any case.
+            enable_caching: Value of ``has_cache``; weights share casts in any case.
             verbose: Value of ``verbose``.
             session: A session with casts, which the handle keeps alive instead of starting one.
         """
@@ -143,14 +144,14 @@ class AmpHandle:
         return self._session is not None and self._session.spec is not None
 
     _is_active = property(is_active)
-    cache = property(lambda self: {})  # the handle caches no casts
+    cache = property(lambda self: {})  # the handle holds no casts
 
     def remove_cache(self, param: Tensor) -> None:
-        """Clears torch's autocast cache, for all weights."""
+        """Ends the sharing of casts, for all weights."""
         del param
         self._clear_cache()
 
-    _clear_cache = staticmethod(torch.clear_autocast_cache)
+    _clear_cache = staticmethod(shared.drop)
 
     @untraced
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
@@ -180,7 +181,7 @@ class AmpHandle:
     def _bind(self, optimizer: Any) -> PreparedOptimizer | None:
         unwrapped_optimizer = unwrap(optimizer)
         if self._session is not None and prepared_state(unwrapped_optimizer) is None:
-            with ExitStack() as undo:
+            with Undo() as undo:
                 self._session.prepare_optimizer(unwrapped_optimizer, undo)
                 undo.pop_all()
         return prepared_state(unwrapped_optimizer)
@@ -290,7 +291,7 @@ def session_of(
 def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session | None:
     sessions: list[Session] = []
     for prepared in prepared_optimizers:
-        if prepared is None or prepared.session is None:
+        if prepared is None:
             return None
         sessions.append(prepared.session)
     newest: Session | None = None
@@ -305,13 +306,11 @@ def _newest(prepared_optimizers: Sequence[PreparedOptimizer | None]) -> Session 
 
 def _not_prepared(prepared_optimizers: Sequence[PreparedOptimizer | None], caller: str) -> str:
     options = _amp_state.opt_properties.options if _amp_state.initialized else {}
-    why = "got no optimizer that amp has prepared. Pass it to amp.initialize and use the result:"
-    if any(prepared is not None and prepared.session is None for prepared in prepared_optimizers):
-        why = (
-            "got an unpickled optimizer, which has no amp session. Call amp.restore(model, "
-            "optimizer) with the model it was saved with, and then"
-        )
-    elif not _amp_state.initialized:
+    why = (
+        "got no optimizer that amp has prepared. Copies are plain. Pass it to amp.initialize and "
+        "use the result:"
+    )
+    if not _amp_state.initialized:
         why = "was called before amp.initialize. First call"
     level = options.get("opt_level", "O1")
     call = f"model, optimizer = amp.initialize(model, optimizer, opt_level={level!r})"

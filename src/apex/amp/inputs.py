@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from apex._core.arguments import kind
 from apex._core.param_groups import is_from, params_of
+from apex._core.policy import Policy
 from apex._engine.conversion import checks
 from apex._engine.conversion.plan import ModelPlan
 from apex._engine.conversion.state import is_converted
@@ -106,17 +107,17 @@ def _check_distinct(models: Sequence[nn.Module]) -> None:
 
 
 def check_optimizers(
-    optimizers: Sequence[Optimizer], models: Sequence[nn.Module], *, master_weights: bool
+    optimizers: Sequence[Optimizer], models: Sequence[nn.Module], policy: Policy
 ) -> None:
     """Raises the errors that :func:`apex.amp.initialize` documents for optimizers."""
     if len(set(map(id, optimizers))) < len(optimizers):
         raise ValueError("amp.initialize got the same optimizer twice. Pass each one once.")
     params: list[Tensor] = []
     for optimizer in optimizers:
-        _check_optimizer(optimizer)
+        _check_optimizer(optimizer, policy)
         params += params_of(optimizer)
         # By name: importing the class is slow, and only scripts that use it have done so.
-        if master_weights and is_from(optimizer, _ZERO):
+        if policy.master_weights and is_from(optimizer, _ZERO):
             raise RuntimeError(
                 "amp.initialize got a ZeroRedundancyOptimizer, whose inner optimizer steps the "
                 "model's own parameters and would never see fp32 masters. Use opt_level 'O1' or "
@@ -154,19 +155,45 @@ def check_masters(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
                 )
 
 
-def _check_optimizer(optimizer: Optimizer) -> None:
+def _check_optimizer(optimizer: Optimizer, policy: Policy) -> None:
     name = type(optimizer).__name__
+    has_groups = getattr(optimizer, "param_groups", None) is not None
+    takes_over = policy.master_weights or policy.loss_scale != 1.0
+    if takes_over and not has_groups:
+        raise TypeError(
+            f"amp.initialize got an optimizer ({name}) without param_groups, so amp finds no "
+            "parameters to unscale or to give masters. Pass the optimizer inside it, or use "
+            "opt_level 'O4'."
+        )
     if prepared_state(optimizer) is not None:
         raise RuntimeError(
             f"amp.initialize got an optimizer ({name}) that it has already prepared. Pass each "
             "optimizer once, or call amp.restore(model, optimizer) first."
         )
-    if not params_of(optimizer):
+    if has_groups and not params_of(optimizer):
         raise ValueError(
             f"amp.initialize got an optimizer ({name}) without parameters. Create it with the "
             "model's parameters, or leave it out."
         )
+    if takes_over and _steps_in_hooks(optimizer):
+        raise RuntimeError(
+            f"amp.initialize got {name}, which updates the weights in hooks of the backward pass. "
+            "There, gradients are not unscaled yet, and hooks see no fp32 masters. Use opt_level "
+            "'O4', which has neither a loss scale nor masters."
+        )
     checks.check_optimizer(optimizer)
+
+
+def _steps_in_hooks(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer's own module has put hooks on its parameters."""
+    for param in params_of(optimizer):
+        for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
+            for hook in (hooks or {}).values():
+                if getattr(hook, "__module__", None) == type(optimizer).__module__:
+                    held = inspect.getclosurevars(inspect.unwrap(hook)).nonlocals.values()
+                    if any(value is optimizer for value in held):
+                        return True
+    return False
 
 
 def _are_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module]) -> bool:
@@ -189,8 +216,7 @@ def _are_of_another_model(params: Sequence[Tensor], models: Sequence[nn.Module])
 def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises ValueError if an object is not prepared, or if a master's model is missing.
 
-    A plain model is accepted in two cases: with an unpickled optimizer, because models at O0, O1
-    and O4 are pickled plain; and after ``model.float()``, with the optimizer that has its masters.
+    A plain model is accepted after ``model.float()``, with the optimizer that has its masters.
     """
     _check_distinct(models)
     prepared_optimizers = []
@@ -204,10 +230,9 @@ def check_prepared(models: Sequence[nn.Module], optimizers: Sequence[Optimizer])
             )
         prepared_optimizers.append(prepared)
         mastered.update(id(pair.model) for pair in prepared.pairs)
-    unpickled = any(prepared.session is None for prepared in prepared_optimizers)
     for model in models:
         is_known = is_converted(model) or not mastered.isdisjoint(_params([model]))
-        if not (unpickled or is_known):
+        if not is_known:
             raise ValueError(
                 f"amp.restore got a model ({type(model).__name__}) that amp has not prepared. "
                 "Pass the model that amp.initialize returned, without a wrapper."

@@ -19,6 +19,9 @@ from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.optimizer.subclass import AmpOptimizer, prepared_state
 from apex._torch.autograd import backward_id
 
+_HELD_AS = ("optim", "_optimizer", "optimizer", "base")
+"""Attributes in which wrappers hold their optimizer; the last one is schedulefree's."""
+
 
 def unwrap(optimizer: Any) -> Optimizer:
     """Returns the optimizer itself, or the one inside a wrapper such as LARC.
@@ -51,16 +54,17 @@ def _inside(optimizer: Any) -> Optimizer | None:
     """Returns the prepared optimizer behind wrappers, or else the outermost ``Optimizer``.
 
     accelerate's wrapper is itself an ``Optimizer``. The inner one counts if amp has prepared it.
+    What cannot clear gradients, such as a scheduler, is no wrapper.
     """
     outermost = None
-    layer = optimizer
+    layer = optimizer if getattr(optimizer, "zero_grad", None) is not None else None
     while layer is not None:
         if isinstance(layer, Optimizer):
             if prepared_state(layer) is not None:
                 return layer
             if outermost is None:
                 outermost = layer
-        held = [getattr(layer, name, None) for name in ("optim", "_optimizer", "optimizer")]
+        held = [getattr(layer, name, None) for name in _HELD_AS]
         layer = next((inner for inner in held if isinstance(inner, Optimizer)), None)
     return outermost
 
@@ -96,14 +100,14 @@ def _warn_of_scaled_grads(prepared: PreparedOptimizer, consumer: str) -> None:
     ``consumer`` is the file of the code that iterates over the masters.
     """
     opened = prepared.open_pass
-    session = prepared.session
+    mistakes = prepared.session.mistakes
     # While a pass runs, hooks may ask for the masters, for instance to step them.
-    if opened is None or session is None or not opened.scaled or backward_id() != -1:
+    if opened is None or not opened.scaled or backward_id() != -1:
         return
     if opened.is_open and prepared.pairs:
-        session.mistakes.warn(Mistake.CLIPPED_INSIDE)
+        mistakes.warn(Mistake.CLIPPED_INSIDE)
     elif not opened.is_open and consumer == nn.utils.clip_grad.__file__:
-        session.mistakes.warn(Mistake.CLIPPED_DELAYED)
+        mistakes.warn(Mistake.CLIPPED_DELAYED)
 
 
 class AmpStash:

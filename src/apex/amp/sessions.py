@@ -11,8 +11,9 @@ from torch import nn
 from apex._core.op_table import AutocastSpec, OpTable
 from apex._core.policy import Policy
 from apex._core.scale import ScaleRule
+from apex._engine.autocast.region import AutocastRegion
 from apex._engine.session import Session
-from apex._torch.devices import device_types, emulates_fp16
+from apex._torch.devices import device_types, emulation
 from apex.amp import lists, report
 from apex.amp._amp_state import _amp_state
 from apex.amp.properties import as_loss_scale, level_defaults, to_policy
@@ -59,16 +60,20 @@ def start_init_session(
     session = new_session(to_policy(properties), ScaleRule(max_scale=2.0**24), table=table)
     _amp_state.functions.listed.append((torch.Tensor, "cpu", "float"))
     session.start()
+    if isinstance(session.region, AutocastRegion):
+        session.region.cast_all()  # it has no models, in whose forward passes torch's share casts
     _amp_state.add(session)
     return session
 
 
 def warn_if_emulated(policy: Policy, models: Sequence[nn.Module] = ()) -> None:
-    """Warns, at the line that called amp, if the level computes in fp16 and the CPU emulates it."""
-    emulated = policy.low_precision is torch.float16 and emulates_fp16()
-    if emulated and "cpu" in device_types(models):
-        warnings.warn(
-            "fp16 is emulated on this CPU: matrix products are far slower than in fp32. Use bf16 "
-            "here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'.",
-            stacklevel=4,
-        )
+    """Warns, at the line that called amp, if the CPU emulates the level's 16-bit dtype."""
+    emulated = emulation(policy.low_precision)
+    if not emulated or device_types(models) != ("cpu",):
+        return
+    advice = "Train with opt_level 'O0' here, and use 16-bit levels to test a script for a GPU."
+    if not emulation(torch.bfloat16):
+        advice = "Use bf16 here: opt_level 'O4' instead of 'O1', or 'O5' instead of 'O2'."
+    warnings.warn(
+        f"{emulated}: matrix products are far slower than in fp32. {advice}", stacklevel=4
+    )

@@ -63,6 +63,7 @@ class Birth:
         masked: Whether values were masked out.
         masked_again: Whether their derivative was not finite after they were masked out.
         absorbed: Whether a softmax or exp mapped -inf to 0, its right result.
+        limited: Whether an operator such as clamp mapped them to their finite limit.
     """
 
     place: Place
@@ -96,6 +97,7 @@ class Birth:
     masked: bool = False
     masked_again: bool = False
     absorbed: bool = False
+    limited: bool = False
 
     @property
     def backward(self) -> bool:
@@ -184,7 +186,7 @@ class Birth:
     def rank(self) -> tuple[bool, bool, bool, int]:
         """Returns the key that sorts births, the most severe first."""
         is_stale = self.given == "gradients"  # left by an earlier step
-        return self.deliberate, is_stale, self.masked, self.time
+        return self.deliberate, is_stale, self.masked or self.limited, self.time
 
 
 class Births:
@@ -198,7 +200,7 @@ class Births:
         If a backward pass completes with finite gradients, all earlier births were harmless, with
         one exception. A value beyond fp16's range is lost even if a later clamp or sigmoid maps
         the infinity to a finite value. Only softmax and exp return the right result for -inf. If
-        there are several faults, those whose values were masked out come last.
+        there are several faults, those whose values were masked out or limited come last.
 
         When a trace ends, births that no backward pass has judged count as faults. Births whose
         values were masked out do not, nor do births at an operator and line (a metric) that were
@@ -296,6 +298,10 @@ class Births:
             faults = faults or list(self._reached)
         faults = faults or self._unjudged(healing=healing)
         return min(faults, key=Birth.rank, default=None)
+
+    def reached(self, birth: Birth) -> bool:
+        """Returns whether values of a birth reached a gradient, the loss, a weight or a buffer."""
+        return birth in self._reached
 
     def _unjudged(self, *, healing: bool) -> list[Birth]:
         """Returns the births that no backward pass has judged and that may be faults."""

@@ -57,7 +57,7 @@ def why_skipped(optimizer: Any, *, model: nn.Module | None = None) -> list[Nonfi
     if model is not None:
         arguments.module("amp.debug.why_skipped", model)
         models = [model]
-    elif prepared is not None and prepared.session is not None:
+    elif prepared is not None:
         models = prepared.session.models
     return nonfinite_gradients(inner_optimizer, map(unwrapped, models))
 
@@ -184,6 +184,8 @@ class FrozenUpdates:
         # The optimizer whose steps count; None counts the steps of all.
         self._only = optimizer
         self._steps = 0
+        # Whether a gradient of a step was not 0.
+        self._has_gradients = False
         # For the report: how the model trains, and the line of the first step.
         self._level = "plain"
         self._line = ""
@@ -204,6 +206,11 @@ class FrozenUpdates:
         self._hooks.close()
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether steps have found no gradient, or only zeros."""
+        return self._steps > 0 and not self._has_gradients
+
+    @property
     def share(self) -> float:
         """``frozen / wanted``; 0 if no weight was to move."""
         if not self.wanted:
@@ -216,9 +223,14 @@ class FrozenUpdates:
             return
         self._steps += 1
         prepared = prepared_state(optimizer)
-        if prepared is not None and prepared.session is not None:
+        if prepared is not None:
             self._level = prepared.session.policy.opt_level
         self._line = self._line or innermost_line()
+        for param in params_of(optimizer):
+            grad = param.grad
+            if grad is not None and not self._has_gradients:
+                # sync: a diagnosis on request
+                self._has_gradients = bool(grad.detach().norm())
         self.busy = True
         try:
             wanted = _wanted_values(optimizer)
@@ -305,7 +317,12 @@ class FrozenUpdates:
         if not self._steps:
             return "No optimizer stepped."
         lines = [f"Updates arrive: {self._counts}."]
-        if self.worst is not None:
+        if self.is_cut_off:
+            lines = [
+                f"No weight got a gradient: in {counted(self._steps, 'step')}, all were 0 or None. "
+                "`apex trace --digits` names the operator where they end."
+            ]
+        elif self.worst is not None:
             lines = [f"Updates lost: {self.worst}"]
         for name, error in self.errors.items():
             lines.append(f"{name} has no verdict: {error}")

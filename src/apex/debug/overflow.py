@@ -28,7 +28,18 @@ from apex.debug.tracing import ByMemory, Call, Trace, floating, kind_of
 _MASKS = {"nan_to_num", "masked_fill", "where", "nansum"}
 # These map -inf to 0, the right result.
 _MAP_TO_ZERO = {"softmax", "safe_softmax", "exp"}
-_FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO
+_LIMIT = {
+    "atan",
+    "clamp",
+    "clamp_max",
+    "erf",
+    "hardtanh",
+    "minimum",
+    "reciprocal",
+    "sigmoid",
+    "tanh",
+}
+_FATEFUL = _MASKS | SOFTMAXES | _MAP_TO_ZERO | _LIMIT
 _PARAMETERS = {"parameter", "master"}
 _MAX_INPUTS = 4
 
@@ -322,6 +333,8 @@ class OverflowTrace(Trace):
                 birth.feeds_softmax = True
             if is_finite and call.base in _MAP_TO_ZERO:
                 birth.absorbed = True
+            if is_finite and call.base in _LIMIT:
+                birth.limited = True
             if is_finite and call.base in _MASKS and not birth.deliberate:
                 birth.masked = True
 

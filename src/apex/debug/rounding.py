@@ -149,6 +149,10 @@ class RoundingTrace(Trace):
         self.operators = 0
         # All calls, of which ``operators`` were compared.
         self._seen = 0
+        # The first operator of a backward pass whose results are 0, unlike its operands, until a
+        # gradient that is not 0 reaches a parameter.
+        self._cut_at: tuple[str, Place] | None = None
+        self._has_gradients = False
         # The worst call of each module, direction, operator and dtype.
         self._lost: dict[tuple[str, ...], RoundingRow] = {}
         # A set in order of time.
@@ -200,7 +204,15 @@ class RoundingTrace(Trace):
         return "\n".join(lines)
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether backward passes have ended in zeros before any parameter."""
+        return self._cut_at is not None and not self._has_gradients
+
+    @property
     def _headline(self) -> str:
+        if self._cut_at is not None and not self._has_gradients:
+            op, place = self._cut_at
+            return f"No weight got a gradient: {op} {place.where} returned zeros.\n{place.shown}"
         if self.worst is not None:
             return f"Digits first lost: {self.worst}"
         if not self._seen:
@@ -260,6 +272,19 @@ class RoundingTrace(Trace):
             if self._tracker.accumulating is not None:
                 for gradient in floating(result):
                     self._count_underflow(gradient)
+            if not self._has_gradients:
+                self._find_cut(call, result)
+
+    def _find_cut(self, call: Call, result: Any) -> None:
+        """Records the operator at which all gradients become 0."""
+        place = self._tracker.place
+        norms = [bool(gradient.norm()) for gradient in floating(result)]  # sync: a diagnosis
+        if self._tracker.accumulating is not None:
+            self._has_gradients = any(norms)
+        elif place.direction == "backward" and self._cut_at is None:
+            is_cut = bool(norms) and not any(norms)
+            if is_cut and any(operand.norm() for operand in floating(call.arguments)):
+                self._cut_at = call.name, place
 
     def _follow(self, call: Call, before: ShadowCall | Exception | None, result: Any) -> bool:
         """Computes the shadows of a call's results; returns whether they have shadows."""

@@ -326,7 +326,7 @@ class Trace:
         for model in self._tracker.models:
             for module in model.modules():
                 state = state_of(module)
-                if state is not None and state.link.session is not None:
+                if state is not None:
                     return state.link.session.policy.opt_level
         if self._tracker.autocasts:
             return "autocast"

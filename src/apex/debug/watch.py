@@ -35,10 +35,10 @@ _log = logging.getLogger("apex")
 def _prepared_state(caller: str, optimizer: Any) -> tuple[PreparedOptimizer, Session]:
     """Returns amp's state of an optimizer, and its session."""
     prepared = prepared_state(inner(optimizer))
-    if prepared is None or prepared.session is None:
+    if prepared is None:
         raise ValueError(
-            f"amp.debug.{caller} got an optimizer that amp has not prepared, or whose amp session "
-            "is gone, as in a copy. Pass it to amp.initialize(model, optimizer) and use the one "
+            f"amp.debug.{caller} got an optimizer that amp has not prepared. Copies are plain. "
+            "Pass it to amp.initialize(model, optimizer) and use the one "
             "returned. A loop without amp.initialize is traced by `apex trace train.py`."
         )
     return prepared, prepared.session

@@ -18,7 +18,6 @@ from apex._core.mixins import plain_class
 from apex._core.param_groups import params_of
 from apex._engine.conversion.state import state_of
 from apex._engine.optimizer.subclass import prepared_state
-from apex._torch import ddp
 from apex._torch.errors import mixes_dtypes
 from apex.amp import scaler_states
 from apex.amp.properties import level_defaults
@@ -138,9 +137,10 @@ class ApexPrecision(_Precision):
         self._models += modules
         self._optimizers += optimizers
         for module, model in zip(modules, models, strict=True):
-            ddp.rebuild_reducer(model)
             state = state_of(module)
             if state:  # None with enabled=False
+                if state.link.session is not None:  # Fabric has wrapped the module, too
+                    state.link.session.ddp_tracker.wrapped_first = True
                 calls = SubmoduleCalls(module, state, wrapped=module is not model)
                 self._calls.append(calls)
         if self._scales and optimizers:
@@ -283,6 +283,4 @@ def _may_evaluate_again(optimizer: Optimizer) -> bool:
     if closure is not None and closure.default is inspect.Parameter.empty:
         return True
     prepared = prepared_state(optimizer)
-    if prepared is None or prepared.session is None:
-        return True
-    return not prepared.session.can_skip
+    return prepared is None or not prepared.session.can_skip

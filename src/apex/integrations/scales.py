@@ -1,4 +1,4 @@
-"""The loss scales of one optimizer; amp's own functions cover all active sessions."""
+"""The loss scales of one optimizer; amp's own functions cover the newest session."""
 
 from __future__ import annotations
 
@@ -53,6 +53,4 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
 def _scalers(optimizer: Any) -> list[Scaler]:
     prepared = prepared_state(unwrap(optimizer))
-    if prepared is None or prepared.session is None:
-        return []
-    return prepared.session.scalers
+    return [] if prepared is None else prepared.session.scalers

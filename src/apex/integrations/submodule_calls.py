@@ -75,6 +75,14 @@ class SubmoduleCalls(Region):
         until.callback(self._leave)
         self._region.enter(until, args, kwargs)
 
+    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
+        """Shares casts of weights in the model's own forward."""
+        self._region.share_casts(until, model)
+
+    def await_backward(self, output: Any) -> None:
+        """Keeps shared casts until the backward pass of the forward's output."""
+        self._region.await_backward(output)
+
     def _leave(self) -> None:
         self._depth -= 1
 

@@ -107,12 +107,15 @@ class SyncBatchNorm(_BatchNorm):
         momentum = self.momentum or 0.0
         if self.momentum is None and batches is not None:
             momentum = 1.0 / (int(batches) + 1)  # sync: torch's batch_norm takes a host number
-        args = (x, self.weight, self.bias, running_mean, running_var, self.eps, momentum, group)
+        args = (self.weight, self.bias, running_mean, running_var, self.eps, momentum, group)
         if x.is_cuda:
             size = torch.distributed.get_world_size(group)
-            output: Tensor = TorchSyncBatchNorm.apply(*args, size)  # type: ignore[no-untyped-call]
+            # Without values, torch's function sends 16-bit statistics, and other ranks fp32 ones.
+            given = x.float() if x.numel() == 0 and dtypes.is_low_precision(x) else x
+            applied: Tensor = TorchSyncBatchNorm.apply(given, *args, size)  # type: ignore[no-untyped-call]
+            output = applied.to(x.dtype)
         else:
-            output = sync_batch_norm(*args)
+            output = sync_batch_norm(x, *args)
         if batches is not None:
             batches.add_(1)
         return output

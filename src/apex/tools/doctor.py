@@ -13,8 +13,16 @@ import torch
 
 from apex._core import dtypes
 from apex._core.project import VERSION
+from apex._torch.devices import emulation
 from apex.tools.compare.table import wrapped
-from apex.tools.compare.timing import Load, Times, current_load, least_ratio, operator_seconds
+from apex.tools.compare.timing import (
+    Load,
+    Times,
+    current_load,
+    least_ratio,
+    operator_seconds,
+    suited_threads,
+)
 from apex.tools.devices import describe
 from apex.tools.migrate.definitions import ROOTS, SITE
 
@@ -50,7 +58,8 @@ class Health:
         devices: Description of each device.
         speeds: Speeds by device.
         load: Load of the machine after the measurement.
-        opt_level: The level to start with; ``None`` if the machine is busy.
+        opt_level: The level to start with; ``None`` if the machine is busy, unless its CPU emulates
+            both 16-bit dtypes, which no noise changes.
         advice: The advice on that level and the reason, in one sentence.
     """
 
@@ -82,11 +91,20 @@ def examine(device: torch.device) -> Health:
     devices = {str(device): device, "cpu": torch.device("cpu")}
     descriptions = {}
     speeds = {}
+    load = current_load()
     for name, measured in devices.items():
         descriptions[name] = describe(measured)
-        speeds[name] = _measured(measured)
+        with suited_threads(load):
+            speeds[name] = _measured(measured)
     load = current_load()
     level, advice = advise(speeds[str(device)], str(device), load)
+    emulated = [emulation(dtype) for dtype in (torch.float16, torch.bfloat16)]
+    if device.type == "cpu" and all(emulated):
+        level = "O0"
+        advice = (
+            f"Start with O0: {' and '.join(emulated)}, tens of times slower than fp32. Use other "
+            "levels to test a script for a GPU."
+        )
     return Health(
         versions={
             "apex-amp": VERSION,

@@ -25,6 +25,7 @@ class Seen:
         first: The first fault that does not make a dynamic loss scale back off; None without one.
         steps_before: Number of optimizer steps before the fault; without one, of all steps.
         certain: Whether the fault reached a gradient, the loss or a weight.
+        harmless: Whether an operator such as clamp limited the values of ``first`` before that.
         gradients: Names of parameters that received a non-finite gradient.
         operators: Number of operators traced.
         steps: Number of optimizer steps completed.
@@ -35,6 +36,7 @@ class Seen:
     first: Finding | None
     steps_before: int
     certain: bool
+    harmless: bool
     gradients: tuple[str, ...]
     operators: int
     steps: int
@@ -79,12 +81,15 @@ class ScriptTrace(OverflowTrace):
         births = self._births
         steps_before = births.steps
         first = births.first(healing=False)
+        harmless = False
         if first is not None:
             steps_before = first.steps
+            harmless = first.limited and not births.reached(first)
         return Seen(
             first=self.first,
             steps_before=steps_before,
             certain=births.certain,
+            harmless=harmless,
             gradients=tuple(births.gradients),
             operators=births.time,
             steps=births.steps,

@@ -78,7 +78,7 @@ def measure(script: Script, *, digits: bool, keep_going: bool) -> Tracing:
             ending = script.run()
         finally:
             hook.remove()
-    has_fault = measuring.worst is not None
+    has_fault = measuring.worst is not None or measuring.is_cut_off
     lines = [f"apex trace: {script.name}", str(measuring), *_ended(ending)]
     results = json.loads(measuring.to_json())
     return Tracing(script.name, ending, has_fault, lines, results)
@@ -102,7 +102,7 @@ def trace(script: Script, *, keep_going: bool, notify: Callable[[str], None]) ->
     with ScriptTrace(on_fault=on_fault) as running:
         ending = script.run()
     seen = running.seen()
-    has_fault = seen.first is not None
+    has_fault = seen.first is not None and not seen.harmless
     lines = _verdict(script.name, seen, ending)
     lines += _remarks(script.name, seen, ending)
     return Tracing(script.name, ending, has_fault, lines, json_types(seen))
@@ -145,6 +145,11 @@ def _verdict(script: str, seen: Seen, ending: Ending) -> list[str]:
         return [f"apex trace: {script} failed before any inf or NaN reached its training."]
     if first is None:
         return [f"apex trace: no inf or NaN in {script} reached a gradient, the loss or a weight."]
+    if seen.harmless:
+        return [
+            f"apex trace: {script} made {first.kind}, which reached no gradient, loss or weight.",
+            headed(first),
+        ]
     before = counted(seen.steps_before, "optimizer step")
     lines = [
         f"apex trace: {script} {_MADE[first.kind]}, after {before}.",

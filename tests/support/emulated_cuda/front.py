@@ -47,6 +47,7 @@ def replace(device):
             "is_bf16_supported": lambda *args, **kwargs: True,
             "is_current_stream_capturing": lambda: bool(device.is_capturing()),
             "Stream": lambda device="cuda", **kwargs: torch.Stream(device),
+            "Event": lambda **kwargs: torch.Event("cuda", **kwargs),
             "stream": lambda stream: contextlib.nullcontext(),
             "CUDAGraph": functools.partial(CUDAGraph, device),
             "graph": capture,

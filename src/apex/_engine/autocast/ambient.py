@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from apex._core.op_table import AutocastSpec
 from apex._core.tree import Args, Call, Kwargs
 from apex._engine.autocast import kernels
+from apex._engine.autocast.weights import shared
 from apex._torch.autograd import autocast_depth, backward_id
 from apex._torch.dispatcher import AUTOCAST_KEYS
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -67,7 +68,7 @@ class UncastBlock:
     def __exit__(self, *error: object) -> None:
         for device in self._on:
             torch.set_autocast_enabled(device, True)
-        torch.clear_autocast_cache()  # a step has changed weights, perhaps inside a forward
+        shared.drop()  # a step has changed weights, perhaps inside a forward
 
     def with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns ``closure`` wrapped to run with the casts from outside the block."""
@@ -142,6 +143,7 @@ def end_casts(token: object) -> None:
     Safe in finalizers and in any thread.
     """
     kernels.deactivate_spec(token)
+    shared.drop()
     end_stale_casts()
 
 
@@ -180,6 +182,11 @@ def begin_run(until: ExitStack) -> None:
     """Records until ``until`` closes that the innermost block now is a region's, not a script's."""
     until.callback(setattr, _here, "depth", _here.depth)
     _here.depth = autocast_depth()
+
+
+def is_in_run() -> bool:
+    """Returns whether a region runs in this thread, perhaps with blocks of the script inside."""
+    return _here.depth > 0
 
 
 def devices_of_sessions() -> list[str]:

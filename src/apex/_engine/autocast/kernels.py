@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from apex._core import op_rows
 from apex._core.op_casts import cast_operands, floating_dtypes, tensors_in
 from apex._core.op_table import AutocastSpec, OpTable
+from apex._engine.autocast.weights import shared
 from apex._torch import dispatcher, dynamo
 from apex._torch.autograd import autocast_depth, backward_id, is_formula
 from apex._torch.dispatcher import AUTOCAST_KEYS
@@ -168,7 +169,7 @@ def _build(op: str, device: str) -> Callable[..., Any]:
         if category in (None, "refuses") and not is_number:  # a redispatch accepts no number
             # Operators inside this one still have casts.
             return operator.redispatch(keyset & below, *args, **kwargs)
-        cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, dtypes)
+        cast_args, cast_kwargs = cast_operands(op, category, args, kwargs, low, dtypes, shared.cast)
         torch.set_autocast_enabled(device, False)
         try:
             return operator(*cast_args, **cast_kwargs)

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apex._core import op_rows, tree
@@ -34,7 +34,9 @@ from apex._engine.autocast.ambient import (
     devices_on,
     end_casts,
     end_stale_casts,
+    is_in_run,
 )
+from apex._engine.autocast.weights import shared
 from apex._torch.autograd import backward_id
 from apex._torch.dispatcher import weight_cache_is_safe
 from apex._torch.dynamo import at_tracing, traces_function_modes, untraced
@@ -105,6 +107,12 @@ class Region:
             until.enter_context(torch.autocast(device, dtype, enabled, weight_cache_is_safe))
         begin_run(until)
 
+    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
+        """Shares casts of weights in a forward pass that begins, until ``until`` closes."""
+
+    def await_backward(self, output: Any) -> None:
+        """Keeps shared casts until the backward pass of an output of the region."""
+
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         """Returns how the region sets autocast for a call with these arguments."""
         if _is_compiling():
@@ -128,8 +136,7 @@ class AutocastRegion(Region):
     """Runs functions with op casts on, in any thread, except in ``casts_off``.
 
     While the region is alive, its rows apply under autocast to its dtype. A weight used by several
-    operators is cast once in the outermost run. Pickling or copying makes an independent region
-    with the same spec.
+    operators is cast once; see Note [Shared casts].
 
     Raises:
         ValueError: If a device type of the spec has no autocast.
@@ -145,9 +152,6 @@ class AutocastRegion(Region):
         """Ends the region: its rows no longer apply. Idempotent."""
         self.end.atexit = False  # the table dies with the process
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AutocastRegion, (self.spec,)
-
     def switch(self, args: Args, kwargs: Kwargs) -> Switch:
         # Reading the digest makes dynamo guard it: code with other rows is compiled again.
         if not self._digest or torch.get_autocast_dtype("cpu") is OFF:
@@ -157,14 +161,25 @@ class AutocastRegion(Region):
             tensors = [value] if isinstance(value, Tensor) else tree.tensors(value)
             for tensor in tensors:
                 if tensor.dtype is torch.float64:
-                    self._accept_float64()
+                    self.cast_all()
         return self.spec.device_types, self.spec.dtype
 
-    @at_tracing
-    def _accept_float64(self) -> None:
-        """Lets float64 data meet fp32 weights also in operators that torch itself casts.
+    def share_casts(self, until: ExitStack, model: nn.Module) -> None:
+        end_stale_casts()
+        if not is_in_run():
+            shared.begin_forward(model, torch.device(self.spec.device_types[0]), self.spec.dtype)
+            torch.autocast_increment_nesting()  # the end of an outermost block clears the cache
+            until.callback(shared.end_forward)
+            until.callback(torch.autocast_decrement_nesting)
 
-        This needs our kernels of these operators, which cost each call some 5 us.
+    def await_backward(self, output: Any) -> None:
+        shared.await_backward(output)
+
+    @at_tracing
+    def cast_all(self) -> None:
+        """Casts by our kernels also where torch's own cast alike, which costs a call some 5 us.
+
+        Ours accept float64 data beside fp32 weights, and share casts outside of forward passes.
         """
         for device in self.spec.device_types:
             kernels.register(device, self.spec.table.rows)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from apex._core import dtypes
 from apex._core.mixins import plain_class, swap_class
 from apex._core.rounding import exact_value
+from apex._core.undo import Undo
+from apex._engine.conversion.copies import PlainCopies
 from apex._engine.conversion.plan import modules_in_fp32, planned_dtypes
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._torch.modules import flatten_rnns, named_tensors
@@ -33,7 +35,9 @@ def cast_parts(model: nn.Module, state: ModelState, undo: ExitStack) -> None:
     for module in model.modules():
         # Modules inside an fp32 module get its fp32 tensors, so it alone casts.
         in_fp32 = outermost.get(module, False)
-        state.handles += state.link.attach(module, in_fp32=in_fp32)
+        hooks = state.link.attach(module, in_fp32=in_fp32)
+        if hooks:
+            state.handles += [*hooks, PlainCopies(module, state.link.masters, hooks)]
 
 
 def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tensor]]:
@@ -49,7 +53,7 @@ def convert_late(model: nn.Module, params: Set[int]) -> list[tuple[Tensor, Tenso
     if params.isdisjoint(held):
         return []
     before = floating_tensors(model)
-    with ExitStack() as undo:
+    with Undo() as undo:
         cast_parts(model, state, undo)
         undo.pop_all()  # nothing failed: the casts stay
     return [(tensor, value) for tensor, value in before if value.dtype is not tensor.dtype]
@@ -72,14 +76,14 @@ def restore(model: nn.Module, masters: Mapping[int, Tensor]) -> None:
     Args:
         model: A converted model.
         masters: Fp32 masters by ``id`` of their parameter, in addition to those that the model has
-            a link to (an unpickled model has none).
+            a link to.
     """
     state = state_of(model)
     if state is None:
         return
     if state.plan.casts_down:
         state.link.masters.update_model(model)
-        with ExitStack() as undo:
+        with Undo() as undo:
             for tensor in named_tensors(model).values():
                 if not dtypes.is_low_precision(tensor):
                     continue

@@ -1,16 +1,16 @@
 """Messages about a prepared model: fixes for dtype errors, and what 16 bits lose.
 
 The first forward passes show what is lost, by the version counters of tensors and without a host
-sync. torch does not count writes through ``tensor.data``. So the sum of one frozen weight, or of a
-weight of a deep copy, is compared between passes, too.
+sync. torch does not count writes through ``tensor.data``. So a sample of one frozen weight is
+compared between passes, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,19 +19,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
+from apex._core.samples import sample
 from apex._core.sums import OLD, SUM, Sums
 from apex._engine.conversion.plan import WIDE, ModelPlan, planned_dtypes
 from apex._engine.scaler import Readback
-from apex._torch import dtensor, errors
-from apex._torch.copies import has_values
+from apex._torch import errors
+from apex._torch.copies import is_readable
 from apex._torch.modules import named_parameters
 
 if TYPE_CHECKING:
-    from apex._engine.conversion.state import MasterLink
+    from apex._engine.masters import MasterTable
 
 _log = logging.getLogger("apex")
 
-AVERAGE = "Average an fp32 copy, made by amp.restore(copy.deepcopy(model))."
+_AVERAGE = "Average plain = copy.copy(model), the fp32 model that shares the masters."
 """The fix for averages in 16 bits."""
 
 _PREPARED = "amp.initialize prepared the model "
@@ -40,8 +41,7 @@ _HOLDS = (
     "cast, added or assigned later, or passed to functional_call. What to do:\n"
     "- a module added later: call optimizer.add_param_group({{'params': module.parameters()}}), "
     "which also creates fp32 masters; for inference, module.to({dtype})\n"
-    "- a value that you assign or pass: use value.to(param.dtype)\n"
-    "- a copy of the model: make it plain with amp.restore(copy)"
+    "- a value that you assign or pass: use value.to(param.dtype)"
 )
 _COMPUTES = (
     _PREPARED + "{model} to compute in 16 bits. It casts only the arguments of forward(). "
@@ -60,12 +60,6 @@ _FORWARDS = 256
 
 A model that writes to its buffers in training does so from the first passes.
 """
-
-_LARGEST_SUM = 2**20
-"""Most elements of a weight that is summed in each watched pass."""
-
-_COPIED = " of a deep copy"
-"""Suffix of the names of a deep copy's parameters in messages."""
 
 
 def explain(model: nn.Module, plan: ModelPlan, error: RuntimeError) -> None:
@@ -99,7 +93,7 @@ def log_lost(model: nn.Module, before: Iterable[tuple[Tensor, Tensor]]) -> None:
     for name, buffer in model.named_buffers():
         exact = values.get(id(buffer), buffer)
         is_rounded = exact.dtype in WIDE and dtypes.is_low_precision(buffer)
-        if not is_rounded or not has_values(exact):
+        if not is_rounded or not is_readable(exact):
             continue
         if _loses_order(exact, buffer.dtype):
             listed.append(name)
@@ -140,7 +134,7 @@ def keeping(model: nn.Module, names: Sequence[str]) -> str:
         lines.append(f"fp32_modules={[*modules]!r}")
     if buffers:
         lines.append(f"fp32_buffers={buffers!r} (cast what is computed from them)")
-    return f"To keep them in fp32: amp.initialize(..., {', '.join(lines)})." if lines else AVERAGE
+    return f"To keep them in fp32: amp.initialize(..., {', '.join(lines)})." if lines else _AVERAGE
 
 
 # -- what forward passes lose ----------------------------------------------------------------------
@@ -151,8 +145,7 @@ class Writes:
 
     A write that replaces a tensor as a whole (a cache, a checkpoint) loses nothing, but averages
     and counters do. So buffers that were written in two passes in a row are watched in the next
-    pass, by :class:`Sums`. Frozen weights and deep copies are written between the passes, by loads
-    or as an average.
+    pass, by :class:`Sums`. Frozen weights are written between the passes, by loads or averages.
 
     Attributes:
         left: What is left of the budget of watched forward passes.
@@ -162,12 +155,13 @@ class Writes:
         self.left = _FORWARDS
         # By name: the tensor's version at the last pass, and whether the pass before saw another.
         self._versions: dict[str, tuple[tuple[int, int], bool]] = {}
-        # The sum of one weight at each pass, with the weight's name and version; then the last one,
-        # and whether it had changed.
-        self._sums = Readback[tuple[str, Any]]()
-        self._last_sum: tuple[Any, float, bool] = None, 0.0, False
-        # The deep copies of the model, which may be averages of it.
-        self._copies: weakref.WeakKeyDictionary[nn.Module, MasterLink] = weakref.WeakKeyDictionary()
+        # A sample of one weight at the last pass, with the weight's name and version.
+        self._sample: tuple[Any, Tensor] | None = None
+        # By the weight's name: whether its sample has changed since the pass before.
+        self._changes = Readback[str]()
+        self._was_changed = False
+        # Whether the model was deep-copied, perhaps for an average.
+        self.is_copied = False
         # The topics of the warnings so far.
         self._told = set[str]()
         # By the argument's name: a whole number that 16 bits do not hold.
@@ -179,16 +173,11 @@ class Writes:
         """Starts anew: tensors that a load writes are neither averages nor counters."""
         self._versions.clear()
 
-    def note_copy(self, copied: nn.Module, link: MasterLink) -> None:
-        """Watches a deep copy of the model, too: it may become an average."""
-        self._copies[copied] = link
-        self.left = _FORWARDS
-
     @contextlib.contextmanager
     def watch(
         self,
         model: nn.Module,
-        link: MasterLink,
+        masters: MasterTable,
         forward: Callable[..., Any],
         given: tree.Call,
         cast: tree.Call,
@@ -197,7 +186,7 @@ class Writes:
 
         Args:
             model: The model.
-            link: Finds its masters.
+            masters: Its masters.
             forward: Its own forward.
             given: The caller's arguments.
             cast: The arguments that ``forward`` gets.
@@ -205,7 +194,7 @@ class Writes:
         self.left -= 16 if model.training else 1
         lost: list[str] = []
         buffers: dict[str, Tensor] = {}
-        for name, tensor in self._written_again(model, link):
+        for name, tensor in self._written_again(model, masters):
             if isinstance(tensor, nn.Parameter):
                 lost.append(name)
             else:
@@ -227,64 +216,63 @@ class Writes:
         else:
             yield
         if lost:
-            own = [name for name in lost if not name.endswith(_COPIED)]
             self.tell(
                 "tensors",
                 "amp: %s updates 16-bit tensors during training, so small changes are lost (a "
                 "running average stops moving, a bf16 counter sticks at 256): %s. %s",
                 type(model).__name__,
                 ", ".join(lost[:4]),
-                keeping(model, own),
+                keeping(model, lost),
             )
         names = positional_names(forward)
         self._check_arguments(model, _by_name(names, given), _by_name(names, cast))
 
-    def _written_again(self, model: nn.Module, link: MasterLink) -> Iterator[tuple[str, Tensor]]:
+    def _written_again(
+        self, model: nn.Module, masters: MasterTable
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that were written both before this pass and before the last one.
 
-        These are frozen weights, the weights of deep copies and, in training, buffers, but no
-        parameters that an optimizer trains.
+        These are frozen weights and, in training, buffers, but no parameters that an optimizer
+        trains.
         """
-        watched: list[tuple[str, Tensor, MasterLink]] = []
+        watched: list[tuple[str, Tensor]] = []
         for name, param in named_parameters(model):
             if not param.requires_grad:
-                watched.append((name, param, link))
+                watched.append((name, param))
         if model.training:
-            watched += [(name, buffer, link) for name, buffer in _buffers(model)]
-        for copied, its_link in list(self._copies.items()):
-            for name, param in named_parameters(copied):
-                watched.append((name + _COPIED, param, its_link))
+            watched += _buffers(model)
         is_sampled = False
-        for name, tensor, its_link in watched:
+        for name, tensor in watched:
             is_counted = dtypes.is_low_precision(tensor) and not tensor.is_inference()
-            has_master = its_link.masters.pair_of(tensor) is not None
-            if has_master or not is_counted or not has_values(tensor):
+            has_master = masters.pair_of(tensor) is not None
+            if has_master or not is_counted or not is_readable(tensor):
                 continue
             version = tensor._version, tensor.data_ptr()
-            versions = its_link.writes._versions
-            last, was_changed = versions.get(name, (version, False))
+            last, was_changed = self._versions.get(name, (version, False))
             is_changed = last != version
-            versions[name] = version, is_changed
+            self._versions[name] = version, is_changed
             if is_changed and was_changed:
                 yield name, tensor
-            is_sampled = is_sampled or self._sum_up((name, version), tensor)
+            if isinstance(tensor, nn.Parameter) and not is_sampled:
+                self._compare((name, version), tensor)
+                is_sampled = True
 
-    def _sum_up(self, key: tuple[str, Any], tensor: Tensor) -> bool:
-        """Sends the sum of a small weight for :meth:`_moved_again`; returns whether it is one."""
-        if not isinstance(tensor, nn.Parameter) or tensor.numel() > _LARGEST_SUM:
-            return False
-        total = dtensor.local(tensor).detach().abs().sum(dtype=torch.float32)
-        self._sums.send(key, total.reshape(1))
-        return True
+    def _compare(self, key: tuple[str, Any], tensor: Tensor) -> None:
+        """Compares a sample of a weight with the last pass's, for :meth:`_moved_again`."""
+        now = sample(tensor.detach()).clone()
+        is_changed = torch.zeros(1, device=now.device)
+        if self._sample is not None and self._sample[0] == key:
+            before = self._sample[1]
+            is_changed = ((now != before) & (before == before)).any().float().reshape(1)
+        self._sample = key, now
+        self._changes.send(key[0], is_changed)
 
     def _moved_again(self) -> Iterator[str]:
-        """Yields the name of a tensor whose sum changed twice in a row, without a counted write."""
-        for key, (total,) in self._sums.poll():
-            last_key, last_total, was_changed = self._last_sum
-            is_changed = key == last_key and total != last_total
-            self._last_sum = key, total, is_changed
-            if is_changed and was_changed:
-                yield key[0]
+        """Yields a weight that changed twice in a row, without a counted write."""
+        for name, (is_changed,) in self._changes.poll():
+            if is_changed and self._was_changed:
+                yield name
+            self._was_changed = bool(is_changed)
 
     def _check_arguments(
         self, model: nn.Module, given: dict[str, Any], cast: dict[str, Any]
@@ -308,8 +296,8 @@ class Writes:
                 if name in self._searched and exact.device.type != "cpu":
                     continue
                 is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-                if exact.dtype in WIDE and not is_tracing:
-                    # Tensors of torch.func, sparse ones and empty ones have no values to search.
+                if exact.dtype in WIDE and is_readable(exact) and not is_tracing:
+                    # Empty ones have no values to search.
                     with contextlib.suppress(RuntimeError, IndexError):
                         self._whole_numbers.send(name, _lost(exact, copy.dtype))
             self._searched.add(name)
@@ -325,6 +313,26 @@ class Writes:
                     number,
                     [name],
                 )
+
+    def check_average(self, model: nn.Module, reader: FrameType) -> None:
+        """Logs the fix of torch's error about ``lerp_`` between fp32 and 16 bits.
+
+        Args:
+            model: The model whose parameters are read.
+            reader: The frame that reads them.
+        """
+        if not self.is_copied or "lerp" in self._told:
+            return
+        names = reader.f_code.co_names
+        if reader.f_back is not None:
+            names += reader.f_back.f_code.co_names
+        if any("lerp" in name for name in names):
+            self.tell(
+                "lerp",
+                "amp: lerp_ from the 16-bit weights of %s to its fp32 copy would raise. %s",
+                type(model).__name__,
+                _AVERAGE,
+            )
 
     def tell(self, what: str, text: str, *args: object) -> None:
         """Logs a warning, once for each ``what``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex._core import dtypes
-from apex._pickle import rebuild
 from apex._torch.modules import own_tensors
 
 WIDE = (torch.float32, torch.float64)
@@ -57,9 +56,9 @@ class ModelPlan:
         """Whether parameters are cast to a 16-bit type."""
         return self.param_dtype in dtypes.LOW_PRECISION
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by value; see :mod:`apex._pickle`."""
-        return rebuild, ("plan", *vars(self).values())
+    def without_calls(self) -> ModelPlan:
+        """Returns the plan of an fp32 model whose arguments and outputs others cast (FSDP2)."""
+        return replace(self, param_dtype=None, output_dtype=None, widen_low=True)
 
 
 def modules_in_fp32(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from apex._core import dtypes, tree
 from apex._core.rounding import exact_value
-from apex._engine.autocast.region import LowPrecisionRegion, Region
-from apex._engine.conversion.notes import AVERAGE, Writes
+from apex._engine.autocast.region import Region
+from apex._engine.conversion.notes import Writes
 from apex._engine.conversion.plan import ModelPlan
-from apex._engine.masters import MasterTable
-from apex._pickle import rebuild
 from apex._torch.ddp import active_wrapper
 from apex._torch.dynamo import at_tracing, is_tracing, recompile_on_change
 from apex._torch.modules import own_tensors
@@ -37,6 +35,13 @@ Entries = MutableMapping[str, Any]
 """A state dict."""
 
 
+class Removable(Protocol):
+    """What a conversion has added to a module."""
+
+    def remove(self) -> None:
+        """Removes it."""
+
+
 @dataclass(eq=False)
 class ModelState:
     """The conversion state of a model.
@@ -46,7 +51,7 @@ class ModelState:
         region: Runs the model's own forward.
         link: Finds the masters of the parameters.
         inner_forward: A ``forward`` that was set on the object, called in place of the class's.
-        handles: Hooks to remove at the end.
+        handles: What to remove at the end.
         uncast: Names of the arguments of ``forward`` that are not cast, and positions of those that
             it takes by position.
     """
@@ -55,7 +60,7 @@ class ModelState:
     region: Region
     link: MasterLink
     inner_forward: Callable[..., Any] | None = None
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[Removable] = field(default_factory=list)
     uncast: tuple[int | str, ...] = ()
 
     def begin_forward(self, model: nn.Module) -> None:
@@ -65,11 +70,9 @@ class ModelState:
         """
         is_traced = torch.compiler.is_compiling() or is_tracing()
         if self.plan.casts_down and not is_traced:
-            session = self.link.session
-            if session is not None:
-                session.masters.update_model(model)
-                if torch.is_grad_enabled():
-                    session.begin_forward(model)
+            self.link.masters.update_model(model)
+            if torch.is_grad_enabled():
+                self.link.session.begin_forward(model)
         self.record_wrapper(traced=is_traced)
 
     @at_tracing  # before torch 2.12, not for a function that gets a module
@@ -79,28 +82,14 @@ class ModelState:
         wrapper = active_wrapper()
         if traced:
             recompile_on_change(_reference_to_wrapper)
-        if session is not None and wrapper is not None:
+        if wrapper is not None:
             session.ddp_tracker.mark_forward(wrapper, session, traced=traced)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles without region: no level casts both parameters and operators.
-
-        A model that casts no parameters is pickled as a plain model, without this state.
-        """
-        if not self.plan.casts_down:
-            return type(None), ()
-        return rebuild, ("model_state", self.plan, self.link, self.inner_forward, self.handles)
 
 
 def _reference_to_wrapper() -> weakref.ref[nn.Module] | None:
     """Returns a weak reference to the active DDP wrapper, which compiled code may outlive."""
     wrapper = active_wrapper()
     return None if wrapper is None else weakref.ref(wrapper)
-
-
-def rebuild_state(plan: ModelPlan, *parts: Any) -> ModelState:
-    """Rebuilds a pickled state."""
-    return ModelState(plan, LowPrecisionRegion(), *parts)
 
 
 def state_of(model: nn.Module) -> ModelState | None:
@@ -125,40 +114,22 @@ def set_region(model: nn.Module, region: Region) -> None:
 
 
 class MasterLink:
-    """Connects a converted model's modules to the masters of their parameters.
+    """Connects a converted model's modules to the masters of their parameters."""
 
-    A deep copy keeps a weak link to the original's session, which has the copy's masters if an
-    optimizer was copied with it. A pickle keeps no link.
-    """
-
-    def __init__(self, session: Session | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, session: Session, dtype: torch.dtype | None) -> None:
         """Connects to masters.
 
         Args:
-            session: Has the masters, and is kept alive; ``None`` if there are none.
+            session: Has the masters, and is kept alive.
             dtype: The dtype in which the model computes.
         """
-        # A weak reference in a deep copy.
-        self._session: Session | weakref.ref[Session] | None = session
+        self.session = session
+        self.masters = session.masters
         self._dtype = dtype
-        # Deep copies serve as averages of the weights, or are cast to be saved.
-        self.is_copy = False
+        # By ``id`` of a tensor: its entry in the state dict that is being made.
+        self._saved = weakref.WeakValueDictionary[int, Tensor]()
         # Warns of writes that 16 bits lose.
         self.writes = Writes()
-        # The entry that a copy's ``state_dict`` got last: was it written to since?
-        self._latest: Tensor | None = None
-
-    @property
-    def session(self) -> Session | None:
-        """The session of the modules' masters, or ``None``."""
-        session = self._session
-        return session() if isinstance(session, weakref.ref) else session
-
-    @property
-    def masters(self) -> MasterTable:
-        """The masters of the session; none without one."""
-        session = self.session
-        return MasterTable() if session is None else session.masters
 
     def attach(self, module: nn.Module, *, in_fp32: bool) -> list[RemovableHandle]:
         """Registers the hooks of one module; returns their handles. Does nothing if it has them.
@@ -194,19 +165,16 @@ class MasterLink:
             entry = entries.get(prefix + key)
             if not isinstance(entry, Tensor) or entry is tensor:  # with ``keep_vars``
                 continue
-            if dtypes.is_low_precision(entry):
+            if not dtypes.is_low_precision(entry):
+                continue
+            # A tied weight is one tensor under all its names in these entries.
+            exact = self._saved.get(id(tensor))
+            if exact is None or all(exact is not other for other in entries.values()):
                 exact = exact_value(entry, [self.masters.exact_value(tensor)])
-                entries[prefix + key] = exact
-                if not self.is_copy:
-                    continue
-                if self._latest is not None and self._latest._version > 0:
-                    self.writes.tell(
-                        "entries",
-                        "amp: the script writes into the state_dict() of a deep copy of a 16-bit "
-                        "model. Its entries are fp32 copies, so the model does not change. %s",
-                        AVERAGE,
-                    )
-                self._latest = None if exact.is_inference() else exact
+                self._saved[id(tensor)] = exact
+            entries[prefix + key] = exact
+        if is_converted(module):  # its parts come first
+            self._saved.clear()
 
     def before_loading(
         self, module: nn.Module, entries: Entries, prefix: str, metadata: Entries, *rest: object
@@ -233,16 +201,3 @@ class MasterLink:
             if entry.shape == tensor.shape:
                 loaded.append((tensor, entry))
         self.masters.set_exact_values(loaded)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MasterLink:
-        """Returns a link to the same session, which the copy does not keep alive."""
-        new = MasterLink(None, self._dtype)
-        new.is_copy = True
-        session = self.session
-        if session is not None:
-            new._session = weakref.ref(session)
-        return new
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles without a session."""
-        return rebuild, ("master_link", None, self._dtype)

@@ -9,26 +9,38 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from apex._core import dtypes, tree
 from apex._core.arguments import positional_names
 from apex._core.mixins import plain_class, swap_class, with_mixin
 from apex._engine.conversion import notes
 from apex._engine.conversion.casts import cast_parts, restore, undo_convert
+from apex._engine.conversion.copies import deepcopy_by_class, shallow_copy, snapshot
 from apex._engine.conversion.state import STATE, ModelState, state_of
 from apex._engine.masters import mark_zeros, without_grad
-from apex._pickle import rebuild
+from apex._torch import onnx
 from apex._torch.modules import named_parameters
 
 _is_compiling = torch.compiler.is_compiling
+
+_ONNX = (
+    "torch.onnx.export got a model that amp has prepared, with casts that ONNX runtimes refuse. "
+    "Export its plain copy:\n"
+    "    with amp.disable_casts():\n"
+    "        torch.onnx.export(copy.deepcopy(model), ...)"
+)
+
+_UPDATE_AVERAGE = AveragedModel.update_parameters.__code__
+"""Averages in fp32 what it reads of the model, which torch's functions refuse in 16 bits."""
 
 
 class Converted(nn.Module):
@@ -43,38 +55,40 @@ class Converted(nn.Module):
         return {"forward": _casting_forward(own)}
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Applies the function of ``to``, ``half``, ``float`` and the like.
+        """Applies the function of ``to`` and the like.
 
-        A 16-bit model that is cast to another dtype becomes plain first, with its exact values.
-        Otherwise the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
+        A model that is cast to another dtype becomes plain first, with its exact values. Otherwise
+        the modules that the plan keeps in fp32, such as batch norm, stay in fp32.
         """
-        state = _own_state(self)
         apply: Any = super()._apply
-        before = state.plan.param_dtype or torch.float32
+        before = _own_state(self).plan.param_dtype or torch.float32
         after = fn(torch.empty(0, dtype=before, device="cpu")).dtype
         if after is before:
             return apply(lambda tensor: _unless_lower(tensor, fn(tensor)), *args, **kwargs)
-        if state.plan.casts_down:
-            restore(self, {})
-        if not state.link.is_copy:  # which are cast to be saved
-            state.link.writes.tell(
-                "dtype",
-                "%s.to(%s) after amp.initialize: the model's weights are no longer %s. To train at "
-                "another level, or with fp32 masters (O2 or O5), call amp.restore, then "
-                "amp.initialize.",
-                type(self).__name__,
-                after,
-                before,
-            )
+        _become_plain(self, f"to({after})")
         return apply(fn, *args, **kwargs)
+
+    def half(self: Any) -> Any:
+        """Becomes the plain model in fp16."""
+        return _become_plain(self, "half()").half()
+
+    def bfloat16(self: Any) -> Any:
+        """Becomes the plain model in bf16."""
+        return _become_plain(self, "bfloat16()").bfloat16()
+
+    def float(self: Any) -> Any:
+        """Becomes the plain model in fp32."""
+        return _become_plain(self, "float()").float()
+
+    def double(self: Any) -> Any:
+        """Becomes the plain model in fp64."""
+        return _become_plain(self, "double()").double()
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, also those that an unfinished pass has put aside."""
         own_method: Any = super().zero_grad
         own_method(*args, **kwargs)
         session = _own_state(self).link.session
-        if session is None:
-            return
         params = [param for _, param in named_parameters(self)]
         if getattr(own_method, "__func__", None) is nn.Module.zero_grad:
             mark_zeros(filter(None, map(session.masters.pair_of, params)))
@@ -83,58 +97,46 @@ class Converted(nn.Module):
         session.forget_cleared(params)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickles a model that casts no parameters as a plain model, any other by its kind."""
-        state = _own_state(self)
+        """Pickles as the plain model; see Note [Plain copies]."""
         with _as_plain(self):
-            # The protocol that names the class in a form that pickle accepts for our object, too.
-            reduced: Any = self.__reduce_ex__(1)
-        if isinstance(reduced, str):
-            return reduced
-        # A reduction has at least two parts; those that are left out count as None.
-        parts = [*reduced, None, None, None]
-        function, args, inner, *items = parts[:5]
-        if isinstance(inner, dict):
-            inner = dict(inner)  # it may be the object's own ``__dict__``
-            inner.pop(STATE, None)
-            if state.inner_forward is not None:
-                inner.setdefault("forward", state.inner_forward)
-        if not state.plan.casts_down:
-            return function, args, inner, *items
-        if inner is None:  # the class rebuilds a module, without hooks
-            state = replace(state, handles=[])
-        # The sixth part of a reduction, which sets what is saved: set_saved_state().
-        set_saved = functools.partial(rebuild, "model")
-        return function, args, (state, inner), *items, set_saved
+            return snapshot(self.__reduce_ex__(protocol), vars(self))
+
+    def __prepare_scriptable__(self: Any) -> Any:
+        """Returns what ``torch.jit.script`` compiles in place of the model: the plain model."""
+        return copy.copy(self)
 
     def __copy__(self: Any) -> Any:
-        """Returns a converted model that shares parameters, session and masters."""
+        """Returns the plain model over the same fp32 weights; see Note [Plain copies]."""
+        state = _own_state(self)
+        if state.plan.casts_down:
+            return shallow_copy(self, state.link.masters)
         with _as_plain(self):
-            new = copy.copy(self)
-        if isinstance(new, nn.Module) and new is not self:
-            # Its hooks are the original's, which removes them.
-            state = replace(_own_state(self), handles=[])
-            set_state(new, state, ExitStack())
-        return new
+            return copy.copy(self)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """Returns a converted model with its own parameters; optimizers copy the masters."""
+        """Returns the plain model; see Note [Plain copies]."""
+        _own_state(self).link.writes.is_copied = True
         with _as_plain(self):
-            new = copy.deepcopy(self, memo)
-        if isinstance(new, nn.Module) and new is not self:
-            state = _own_state(self)
-            # By its values: copied by ``__reduce__``, it would lose its region.
-            values = copy.deepcopy(vars(state), memo)
-            copied = ModelState(**values)
-            if state.plan.casts_down:
-                state.link.writes.note_copy(new, copied.link)
-            set_state(new, copied, ExitStack())
-        return new
+            return deepcopy_by_class(self, memo)
 
 
 def _own_state(model: nn.Module) -> ModelState:
     """Returns the state of an object of a generated class, which always has one."""
     state: ModelState = vars(model)[STATE]
     return state
+
+
+def _become_plain(model: nn.Module, call: str) -> nn.Module:
+    """Restores a model on which ``call`` was called, with a warning; returns it."""
+    _own_state(model).link.writes.tell(
+        "dtype",
+        "%s.%s after amp.initialize makes the model plain. To train at another level, or with fp32 "
+        "masters (O2 or O5), call amp.restore, then amp.initialize.",
+        type(model).__name__,
+        call,
+    )
+    restore(model, {})
+    return model
 
 
 def _unless_lower(tensor: Tensor, moved: Tensor) -> Tensor:
@@ -149,9 +151,9 @@ class Rounded(Converted):
 
     @staticmethod
     def _apex_overrides(own: Any) -> dict[str, Any]:
-        # DataParallel and others read weights through the first two. torch's other methods leave
+        # DataParallel and others read weights through the first three. torch's other methods leave
         # masters alone: fairscale calls some while a master holds a difference, not a weight.
-        methods = ["parameters", "named_parameters"]
+        methods = ["parameters", "named_parameters", "buffers"]
         for name in dir(own):
             function = inspect.getattr_static(own, name)
             is_plain = isinstance(function, FunctionType) and not name.startswith("_")
@@ -178,8 +180,16 @@ class _Method:
             return function
         if torch.compiler.is_dynamo_compiling():  # false in Python that dynamo itself calls
             return functools.partial(function, model)  # dynamo cannot trace MethodType
-        if not _is_compiling():
-            _own_state(model).link.masters.update_model(model)
+        if _is_compiling():
+            return MethodType(function, model)
+        if self._name == "save_pretrained":  # it saves the parameters' dtype, too
+            return getattr(copy.copy(model), self._name)
+        link = _own_state(model).link
+        link.masters.update_model(model)
+        reader = sys._getframe(1)
+        if reader.f_code is _UPDATE_AVERAGE:
+            return lambda: map(link.masters.in_fp32, function(model))
+        link.writes.check_average(model, reader)
         return MethodType(function, model)
 
 
@@ -188,6 +198,8 @@ def _casting_forward(own: Any) -> Any:
         state = state_of(self)
         if state is None:  # restored, but a script has kept this method
             return plain_class(type(self)).forward(self, *args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling() and onnx.is_exporting():
+            raise RuntimeError(_ONNX)
         run = state.inner_forward or super(Converted, self).forward
         cast = begin_call(self, state, args, kwargs)
         cast_args, cast_kwargs = cast
@@ -198,14 +210,17 @@ def _casting_forward(own: Any) -> Any:
             writes = state.link.writes
             if state.plan.casts_down and writes.left > 0:
                 given = args, kwargs
-                watch = writes.watch(self, state.link, run, given, cast)
+                watch = writes.watch(self, state.link.masters, run, given, cast)
                 call.enter_context(watch)
+            state.region.share_casts(call, self)
             state.region.enter(call, cast_args, cast_kwargs)
             try:
                 output = run(*cast_args, **cast_kwargs)
             except RuntimeError as error:
+                state.link.session.check_shards()
                 notes.explain(self, state.plan, error)
                 raise
+            state.region.await_backward(output)
         return end_call(state, output)
 
     function = inspect.getattr_static(own, "forward")
@@ -276,25 +291,20 @@ def hand_over(model: nn.Module, undo: ExitStack) -> None:
         undo.callback(set_state, model, state, ExitStack())
 
 
-# -- copies and pickles ----------------------------------------------------------------------------
-
-
-def set_saved_state(model: Any, saved: tuple[ModelState, Any]) -> None:
-    """Sets the saved state of a model whose parameters are cast."""
-    state, inner = saved
-    if inner is not None:
-        model.__setstate__(inner)
-    if isinstance(model, nn.Module):  # what its own class rebuilt
-        set_state(model, state, ExitStack())
-
-
 @contextmanager
 def _as_plain(model: nn.Module) -> Iterator[None]:
-    """Gives a model its own class inside the block; first rounds written masters into it."""
+    """Gives a model its own class and attributes inside the block, but leaves its tensors."""
     converted = type(model)
-    _own_state(model).link.masters.update_model(model)
+    attributes = vars(model)
+    state: ModelState = attributes.pop(STATE)
+    shows_forward = state.inner_forward is not None and "forward" not in attributes
+    if shows_forward:
+        attributes["forward"] = state.inner_forward
     swap_class(model, plain_class(converted))
     try:
         yield
     finally:
+        if shows_forward:
+            del attributes["forward"]
+        attributes[STATE] = state
         swap_class(model, converted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,17 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex._core import dtypes
-from apex._core.param_groups import exchange, is_trained, move_state
+from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import masters
 from apex._engine.autocast import ambient
-from apex._engine.masters import MasterPair, MasterTable
-from apex._engine.mistakes import Mistake, inspect_step
+from apex._engine.masters import MasterPair
+from apex._engine.mistakes import Mistake, inspect_step, inspect_weights
 from apex._engine.optimizer import block_step
 from apex._engine.optimizer.block_step import BlockStep
 from apex._engine.optimizer.fused import skips_in_kernel
 from apex._engine.scaler import OverflowFlag
 from apex._engine.stash import Stash
-from apex._pickle import rebuild
 from apex._torch.autograd import backward_id
 from apex._torch.copies import capturing, moved
 from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
@@ -33,6 +31,12 @@ from apex._torch.parameters import without_overrides
 if TYPE_CHECKING:
     from apex._engine.backward import BackwardPass
     from apex._engine.session import Session
+
+_SECOND_ORDER = (
+    "amp.initialize put fp32 masters into the optimizer's groups, but the graph of the loss has "
+    "the model's own parameters. An optimizer that differentiates gradients needs opt_level 'O4'."
+)
+"""The fix for optimizers such as AdaHessian and Sophia."""
 
 PREPARED = "_apex_prepared"
 """Attribute of a prepared optimizer that holds its state."""
@@ -43,7 +47,7 @@ class PreparedOptimizer:
 
     Attributes:
         pairs: Low-precision model parameters whose masters ``param_groups`` holds, in order.
-        session: Kept alive; ``None`` in an unpickled optimizer.
+        session: Kept alive.
         masters: The table of all masters of the session.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
@@ -67,29 +71,22 @@ class PreparedOptimizer:
     """Gradients of a block that a CUDA graph has captured without the step: each replay writes them
     anew. ``None`` without such a graph."""
 
-    def __init__(
-        self, session: Session | None, pairs: list[MasterPair], master_weights: bool
-    ) -> None:
+    def __init__(self, session: Session, master_weights: bool) -> None:
         """Starts without an optimizer, which :meth:`attach` sets.
 
         Args:
-            session: The session that has the masters; ``None`` in an unpickled optimizer.
-            pairs: The pairs whose masters are already in the optimizer's groups.
+            session: The session that has the masters.
             master_weights: Whether low-precision parameters get fp32 masters.
         """
         self.session = session
-        self.pairs = pairs
+        self.masters = session.masters
+        self.pairs: list[MasterPair] = []
         self.master_weights = master_weights
         self.overflow = OverflowFlag()
         self.overflow_of_others: Tensor | None = None
         self.stash = Stash()
         self.listeners: list[Callable[[BackwardPass, PreparedOptimizer], None]] = []
-        if session is None:
-            self.masters = MasterTable()
-        else:
-            self.masters = session.masters
-            session.register(self)
-        self.masters.add(pairs, self)
+        session.register(self)
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -113,34 +110,27 @@ class PreparedOptimizer:
 
     def params(self) -> list[nn.Parameter]:
         """Returns every parameter that the optimizer steps, masters included."""
-        params: list[nn.Parameter] = []
-        for group in self.optimizer.param_groups:
-            params += group["params"]
-        return params
+        return params_of(self.optimizer)
 
     def direct_params(self) -> list[nn.Parameter]:
         """Returns the parameters that are stepped without a master."""
         with_pair = {id(pair.master) for pair in self.pairs}
         return [param for param in self.params() if id(param) not in with_pair]
 
+    def low_params(self) -> list[nn.Parameter]:
+        """Returns the 16-bit parameters in the groups."""
+        return [param for param in self.params() if param.dtype in dtypes.LOW_PRECISION]
+
     def trained_params(self) -> list[nn.Parameter]:
         """Returns the models' parameters that the optimizer trains, with or without a master."""
         trained: list[nn.Parameter] = []
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                model = param._apex_model if type(param) is masters.Master else None
-                trained.append(param if model is None else model)
+        for param in self.params():
+            model = param._apex_model if type(param) is masters.Master else None
+            trained.append(param if model is None else model)
         return trained
 
     def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
         """Raises ValueError unless the optimizer can take these parameters of models now."""
-        stepped = {*map(id, self.params())}
-        for pair in self.pairs:
-            if id(pair.master) in stepped and any(param is pair.model for param in new):
-                raise ValueError(
-                    "add_param_group got a parameter that is already in a group of this "
-                    "optimizer, as its fp32 master. Each parameter may be in one group only."
-                )
         if self.open_pass is None or not self.open_pass.scaled:
             return
         if any(param.grad is not None for param in new):
@@ -162,9 +152,7 @@ class PreparedOptimizer:
             return False
         created: dict[int, MasterPair] = {}
         with without_overrides():
-            for param in self.params():
-                if param.dtype not in dtypes.LOW_PRECISION:
-                    continue
+            for param in self.low_params():
                 if is_trained(param) or param in self.optimizer.state:
                     created[id(param)] = self.masters.create(param, self)
         if not created:
@@ -178,6 +166,7 @@ class PreparedOptimizer:
         """Puts the model's own parameters back into the groups, with the optimizer's state."""
         exchange(self.optimizer, {id(pair.master): pair.model for pair in self.pairs})
         self.pairs.clear()
+        self.session.mistakes.stop_observing()
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -224,7 +213,7 @@ class PreparedOptimizer:
             scaled: Whether the pass multiplies gradients by a loss scale.
             continues: Whether it adds to the gradients of a delayed pass.
         """
-        under_ddp = self.session is not None and self.session.ddp_tracker.wrappers
+        under_ddp = self.session.ddp_tracker.wrappers
         if continues and (scaled or under_ddp):
             return
         if scaled:
@@ -235,8 +224,7 @@ class PreparedOptimizer:
             masters.widen_nonzero_grads(self.pairs)
 
     def _put_aside(self, params: Sequence[nn.Parameter]) -> None:
-        if self.session is not None:
-            self.stash.put_aside(params, self.session.reuses_grad)
+        self.stash.put_aside(params, self.session.reuses_grad)
 
     def give_back(self) -> None:
         """Adds the gradients that were put aside."""
@@ -292,8 +280,7 @@ class PreparedOptimizer:
             return
         self.remove_grads()
         self.overflow.consume(skipped=False)
-        if self.session is not None:
-            self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)
+        self.session.mistakes.warn(Mistake.RESTORED_OVERFLOW)
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -307,13 +294,13 @@ class PreparedOptimizer:
         Raises:
             RuntimeError: If there is a closure, and the loss scale is dynamic.
         """
-        optimizer: Any = self.optimizer
         self._check_captured()
         if closure is None:
             inspect_step(self)
             self.finish_backward()
         else:  # its own pass may continue an unfinished one
             self._check_closure()
+        inspect_weights(self)
         self.settle_overflow(takes=True)
         self.update_masters(before_step=True)
         uncast = ambient.UncastBlock()
@@ -324,18 +311,14 @@ class PreparedOptimizer:
         try:
             if closure is not None:
                 run = functools.partial(run, self._evaluation(uncast.with_casts(closure)))
-            elif self.pairs and is_compiling_here():
-                masters.widen_grads(self.pairs)
-                overrides = masters.shown(self.pairs)
             elif self.pairs:
-                blocks = block_step.begin(optimizer, self.pairs)
-                if blocks is None:
-                    masters.widen_grads(self.pairs)
-                # Others may keep state in subclasses of tensors.
-                if optimizer.__class__.__module__.startswith(("torch.optim.", "apex.optimizers.")):
-                    overrides = without_overrides()
+                overrides, blocks = self._show_grads()
             with uncast, overrides:
                 result, skipped = self._run_unless_overflow(run)
+        except RuntimeError as error:
+            if self.pairs and "been used in the graph" in str(error):
+                error.args = (f"{error}\n{_SECOND_ORDER}",)
+            raise
         finally:
             self.stepping = False
             self.masters.steps += 1
@@ -346,6 +329,24 @@ class PreparedOptimizer:
         if self._captured is not None:
             self._await_replay(self._captured)
         return result
+
+    @untraced_frame
+    def _show_grads(self) -> tuple[AbstractContextManager[Any], BlockStep | None]:
+        """Makes the masters' gradients fp32, by blocks in the step itself where that saves memory.
+
+        Returns the context of the step.
+        """
+        if is_compiling_here():
+            masters.widen_grads(self.pairs)
+            return masters.shown(self.pairs), None
+        optimizer: Any = self.optimizer
+        blocks = block_step.begin(optimizer, self.pairs)
+        if blocks is None:
+            masters.widen_grads(self.pairs)
+        # Others may keep state in subclasses of tensors.
+        if optimizer.__class__.__module__.startswith(("torch.optim.", "apex.optimizers.")):
+            return without_overrides(), blocks
+        return nullcontext(), blocks
 
     @untraced_frame
     def _run_unless_overflow(self, run: Callable[..., Any]) -> tuple[Any, Tensor | bool]:
@@ -367,7 +368,7 @@ class PreparedOptimizer:
     @untraced
     def _check_closure(self) -> None:
         """Raises RuntimeError if an overflow may end an evaluation of a closure."""
-        if self.session is not None and self.session.can_skip:
+        if self.session.can_skip:
             raise RuntimeError(
                 "optimizer.step got a closure, but the loss scale is dynamic: an overflow in an "
                 "evaluation could not skip the step. Pass a static scale to amp.initialize, such "
@@ -439,19 +440,3 @@ class PreparedOptimizer:
                 "the graph."
             )
         return self.overflow.is_raised()
-
-    # -- copies ------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedOptimizer:
-        """Copies the pairs, without gradients; the copy belongs to the same session.
-
-        An optimizer deep-copied together with its model steps the model's copy.
-        """
-        masters.update_model_from_masters(self.pairs)
-        pairs = copy.deepcopy(self.pairs, memo)
-        return PreparedOptimizer(self.session, pairs, self.master_weights)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the pairs, without gradients and what belongs to this process."""
-        masters.update_model_from_masters(self.pairs)
-        return rebuild, ("prepared", None, self.pairs, self.master_weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -9,13 +10,13 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from apex._core import tree
 from apex._core.mixins import plain_class, swap_class, with_mixin
-from apex._core.param_groups import optimizers_in
+from apex._core.param_groups import dtypes_of, match_states, optimizers_in
 from apex._engine import masters
 from apex._engine.backward import unscale_grads
 from apex._engine.mistakes import inspect_grad_scaler
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
-from apex._pickle import rebuild
 from apex._torch.dynamo import untraced, untraced_frame
 
 _SCALING = "_step_supports_amp_scaling"
@@ -37,20 +38,26 @@ class AmpOptimizer(Optimizer):
         """Keeps generated classes out of registries that a base fills in ``__init_subclass__``."""
 
     @untraced_frame
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps unless a gradient overflowed, then rounds the masters into the model."""
+    def step(self, closure: Callable[[], Any] | None = None, *others: Any, **kwargs: Any) -> Any:
+        """Steps unless a gradient overflowed, then rounds the masters into the model.
+
+        The optimizer's own step gets the other arguments, a master in place of its parameter.
+        """
         prepared = prepared_state(self)
-        arguments = () if closure is None else (closure,)
+        run: Callable[..., Any]
         if prepared is None:  # a method that a script has kept from before amp.restore
-            return plain_class(type(self)).step(self, *arguments, **kwargs)
+            own_step = functools.partial(plain_class(type(self)).step, self)
+            return _call(own_step, others, kwargs, closure)
         self._opt_called = True  # LR schedulers read this
-        run: Callable[..., Any] = super().step
+        run = super().step
         if prepared.inner_step is not None and prepared.optimizer is self:
             run = prepared.inner_step
-        if kwargs:
-            run = functools.partial(run, **kwargs)
+        if others or kwargs:
+            known = {id(pair.model): pair.master for pair in prepared.pairs}
+            others, kwargs = tree.map_tensors(lambda t: known.get(id(t), t), (others, kwargs))
+            run = functools.partial(_call, run, others, kwargs)
         if prepared.stepping:  # an optimizer inside another: the step has begun
-            return run(*arguments)
+            return run() if closure is None else run(closure)
         return prepared.step(run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
@@ -86,8 +93,7 @@ class AmpOptimizer(Optimizer):
                 masters.mark_zeros(prepared.pairs)
             else:  # it may leave gradients for the next pass to add to
                 cleared = masters.without_grad(cleared)
-        if prepared.session is not None:
-            prepared.session.forget_cleared(cleared)
+        prepared.session.forget_cleared(cleared)
 
     zero_grad.__signature__ = inspect.signature(Optimizer.zero_grad)  # type: ignore[attr-defined]
 
@@ -100,8 +106,7 @@ class AmpOptimizer(Optimizer):
             super().add_param_group(param_group)
             params = self.param_groups[-1]["params"]
             prepared.check_new_params(params)
-            if prepared.session is not None:
-                prepared.session.convert_late(params)
+            prepared.session.convert_late(params)
             prepared.create_missing_masters()
         except BaseException:
             del self.param_groups[count:]
@@ -116,13 +121,22 @@ class AmpOptimizer(Optimizer):
         if self._apex_prepared.create_missing_masters():
             super().load_state_dict(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        """Returns a plain optimizer; see Note [Plain copies]."""
+        prepared = self._apex_prepared
+        for param in prepared.low_params():
+            prepared.masters.copy(param, memo)
+        return _plain_copy(self, memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the optimizer's own class, so that no generated class is named."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        function, arguments, *rest = reduced
-        own = plain_class(type(self))
-        arguments = tuple(own if item is type(self) else item for item in arguments)
-        return (rebuild, ("optimizer", function, arguments), *rest)
+        """Pickles as a plain optimizer; see Note [Plain copies]."""
+        prepared = self._apex_prepared
+        memo: dict[int, Any] = {}
+        for tensor in (*prepared.params(), *tree.tensors([*self.state.values()])):
+            memo[id(tensor)] = tensor
+        for param in prepared.low_params():
+            memo[id(param)] = prepared.masters.stand_in(param)
+        return _plain_copy(self, memo).__reduce_ex__(protocol)
 
     # -- private names of apex that scripts use ---------------------------------------------------
 
@@ -147,14 +161,14 @@ class AmpOptimizer(Optimizer):
         if scaler.dynamic:
             self._apex_prepared.overflow.add(scaler._scaler.found_inf)
 
-    # -- copies ------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), PREPARED: self._apex_prepared}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._apex_prepared.attach(self)
+def _call(
+    step: Callable[..., Any], others: Any, kwargs: Any, closure: Callable[[], Any] | None = None
+) -> Any:
+    """Calls a step, without a closure only if it gets nothing by position: it may take none."""
+    if others or closure is not None:
+        return step(closure, *others, **kwargs)
+    return step(**kwargs)
 
 
 def _set_to_none(set_to_none: bool = True) -> bool:
@@ -199,10 +213,16 @@ def unprepare_class(optimizer: Optimizer) -> None:
         optimizer.__dict__["step"] = prepared.inner_step
 
 
-def rebuild_optimizer(function: Callable[..., Any], arguments: Any) -> Any:
-    """Rebuilds a pickled prepared optimizer; its state is set afterwards."""
-    optimizer = function(*arguments)
-    # In a fresh process, the own class's step may not be wrapped with hooks yet.
-    optimizer._patch_step_function()
-    optimizer.__class__ = with_mixin(AmpOptimizer, type(optimizer))
-    return optimizer
+def _plain_copy(optimizer: AmpOptimizer, memo: dict[int, Any]) -> Optimizer:
+    """Returns a copy of the optimizer's own class, with state in the dtypes of its parameters."""
+    prepared = vars(optimizer).pop(PREPARED)
+    generated = type(optimizer)
+    old_dtypes = dtypes_of([optimizer])
+    swap_class(optimizer, plain_class(generated))
+    try:
+        copied: Optimizer = copy.deepcopy(optimizer, memo)
+    finally:
+        swap_class(optimizer, generated)
+        vars(optimizer)[PREPARED] = prepared
+    match_states([copied], old_dtypes)
+    return copied

@@ -18,7 +18,9 @@ _LEVEL = Column("level", "O0 to O5 of amp, and torch's own ways", True)
 TABLES = {
     "Time and memory": {
         "level": _LEVEL,
-        "time": Column("ms / step", "median step time; the levels' steps alternate"),
+        "time": Column(
+            "ms / step", "median step time; the levels' steps alternate; not measured if emulated"
+        ),
         "speed": Column("speed", "fp32 step time / this level's step time, median over rounds"),
         "memory": Column("memory", "peak on CUDA; elsewhere bytes stored and saved for backward"),
         "stored": Column("bytes / param", "weights, masters and optimizer state between steps"),

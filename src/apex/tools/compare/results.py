@@ -140,13 +140,16 @@ class Result:
 
     Attributes:
         level: The level.
-        skipped: Why the level was not trained, for example its emulated dtype; empty if it was.
+        emulated: Says that the CPU emulates the level's dtype, so that its time tells nothing
+            about other machines and is not measured; empty if it does not.
+        skipped: Why the level was not trained; empty if it was.
         training: Record of the training.
         times: Milliseconds of each timed step.
         errors: Messages of the parts that failed.
     """
 
     level: Level
+    emulated: str = ""
     skipped: str = ""
     training: Training | None = None
     times: tuple[float, ...] = ()
@@ -183,8 +186,8 @@ class Verdict:
     Attributes:
         level: The level.
         word: "use" for the recommended level, "ties" if it is equally fast, "usable" if it trains
-            as well as fp32 but gains less, "unclear" if the measurements do not decide, "no" if it
-            is ruled out, "skipped" if it was not trained, "baseline" for fp32.
+            as well as fp32 but gains less or is emulated, "unclear" if the measurements do not
+            decide, "no" if it is ruled out, "skipped" if it was not trained, "baseline" for fp32.
         why: The reason, with the measurement.
     """
 
@@ -199,12 +202,14 @@ class Recommendation:
 
     Attributes:
         level: The level; "O0" to stay in fp32, ``None`` without a verdict.
-        text: The recommendation, then a colon and the reason.
+        text: The recommendation on speed, then a colon and the reason.
+        quality: Which levels train as well as fp32, and which do not; empty if that is unknown.
         verdicts: One for each level, in display order.
     """
 
     level: str | None
     text: str
+    quality: str = ""
     verdicts: tuple[Verdict, ...] = ()
 
 

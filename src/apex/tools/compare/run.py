@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex._core import dtypes
-from apex.debug.common import short
-from apex.tools.compare import training
+from apex._torch.devices import emulation
+from apex.tools.compare import timing, training
 from apex.tools.compare.results import BASELINE, Comparison, Level, Result
 from apex.tools.compare.soundness import fault
 from apex.tools.compare.target import Build, Experiment, open_target, seed_all
-from apex.tools.compare.timing import EMULATION_RATIO, current_load, slowdown, time_interleaved
+from apex.tools.compare.timing import current_load, time_interleaved
 from apex.tools.compare.training import Trainer
 from apex.tools.compare.verdict import recommendation
 from apex.tools.devices import describe
@@ -37,6 +36,7 @@ class Options:
         rounds: Timed steps of each level.
         seed: Seed of all random numbers.
         device: Device to train on.
+        patience: Most seconds that training at an emulated level may take; otherwise it is skipped.
     """
 
     levels: tuple[Level, ...]
@@ -44,6 +44,11 @@ class Options:
     rounds: int
     seed: int
     device: torch.device
+    patience: float = math.inf
+
+
+PATIENCE = 60.0
+"""Most seconds that training takes at an emulated level that the user did not name."""
 
 
 Tell = Callable[[str], object]
@@ -70,8 +75,9 @@ def compare(target: str, options: Options, stage: Tell) -> Comparison:
                 f"this machine is busy ({run.load}). Training is judged anyway, but a verdict on "
                 "speed needs an idle machine."
             )
-        run.train()
-        run.time()
+        with timing.suited_threads(run.load):
+            run.train()
+            run.time()
     comparison = Comparison(
         target=target,
         machine=f"{describe(options.device)}, torch {torch.__version__}",
@@ -88,7 +94,7 @@ class _Run:
     """One comparison in progress."""
 
     def __init__(self, build: Build, options: Options, stage: Tell) -> None:
-        """Draws the batches and checks which dtypes the machine emulates."""
+        """Draws the batches and checks which dtypes the CPU emulates."""
         self.notes: list[str] = []
         self.load = current_load()
         self._options = options
@@ -97,20 +103,28 @@ class _Run:
         self.batches = self._draw(build())
         self.results: dict[str, Result] = {}
         for level in options.levels:
-            why_skipped = _why_skipped(level, options.device)
-            self.results[level.name] = Result(level, why_skipped)
+            emulated = ""
+            if options.device.type == "cpu":
+                emulated = emulation(level.dtype)
+            self.results[level.name] = Result(level, emulated)
 
     # -- the phases ----------------------------------------------------------------------
 
     def train(self) -> None:
         """Trains at each level, one after another."""
-        for name, result in list(self.results.items()):
-            if not result.skipped:
-                self._stage(f"train {name}")
-                with self._recording_errors(name, "training"):
-                    self._train_one(name)
+        for name in list(self.results):
+            self._stage(f"train {name}")
+            with self._recording_errors(name, "training"):
+                self._train_one(name)
 
     def _train_one(self, name: str) -> None:
+        emulated = self.results[name].emulated
+        if emulated:
+            seconds = self._seconds_to_train(name)
+            if seconds > self._options.patience:
+                why = f"{emulated}: --levels {name} trains it, in about {seconds:.0f} s"
+                self._put(name, skipped=why)
+                return
         trainer = self._prepared(name)
         record = training.train(trainer, self.batches)
         if name == BASELINE:
@@ -120,32 +134,36 @@ class _Run:
             evaluated = training.evaluated(record, trainer)
             self._put(name, training=evaluated)
 
+    def _seconds_to_train(self, name: str) -> float:
+        """Returns the seconds of all steps on an idle CPU, estimated from the first step."""
+        step = self._step(self._prepared(name))
+        start = time.thread_time()  # not the time that other programs take
+        step()
+        return (time.thread_time() - start) * len(self.batches)
+
     def time(self) -> None:
         """Times the levels' alternating steps, unless no level trains as well as fp32."""
         baseline = self.results[BASELINE]
-        trained = [result for result in self.results.values() if result.training is not None]
-        others = [result for result in trained if result is not baseline]
-        if all(fault(result, baseline) for result in others):
+        names = []
+        sound = []
+        for result in self.results.values():
+            if result.training is not None and not result.emulated:
+                names.append(result.name)
+                if result is not baseline and not fault(result, baseline):
+                    sound.append(result.name)
+        if not sound:
             return
         try:
-            self._time([result.name for result in trained])
+            self._time(names)
         except Exception as error:  # noqa: BLE001 - memory, or the user's code
             text = f"Timing failed: {format_error(error)}."
             self.notes.append(f"{text} With fewer --levels it takes less memory.")
 
     def _time(self, names: Sequence[str]) -> None:
-        device = self._options.device
-        batch = training.to_device(self.batches[0], device)
-
-        def step(trainer: Trainer) -> None:
-            trainer.backward(batch)
-            trainer.step()
-
         steps = {}
         for name in names:
-            trainer = self._prepared(name)
-            steps[name] = functools.partial(step, trainer)
-        times = time_interleaved(steps, self._turns(), device)
+            steps[name] = self._step(self._prepared(name))
+        times = time_interleaved(steps, self._turns(), self._options.device)
         for name in names:
             self._put(name, times=times[name])
 
@@ -181,6 +199,16 @@ class _Run:
         trainer = Trainer(self.results[name].level, self._build(), self._options.device)
         seed_all(self._options.seed)
         return trainer
+
+    def _step(self, trainer: Trainer) -> timing.Work:
+        """Returns a function that trains on the first batch."""
+        batch = training.to_device(self.batches[0], self._options.device)
+
+        def step() -> None:
+            trainer.backward(batch)
+            trainer.step()
+
+        return step
 
     def _draw(self, experiment: Experiment) -> list[Any]:
         """Returns the batch of every step; adds a note if there are fewer."""
@@ -218,14 +246,3 @@ class _Run:
                 raise InputError(text) from error
             errors = (*self.results[name].errors, f"{part} failed: {format_error(error)}")
             self._put(name, errors=errors)
-
-
-def _why_skipped(level: Level, device: torch.device) -> str:
-    """Returns why a level is skipped on a device; empty if it is not."""
-    ratio = slowdown(level.dtype, device)
-    dtype = short(dtypes.name(level.dtype))
-    if math.isinf(ratio):
-        return f"{dtype} is not supported by this machine"
-    if ratio > EMULATION_RATIO:
-        return f"{dtype} is emulated on this machine"
-    return ""

@@ -56,6 +56,8 @@ def comparison_text(comparison: Comparison) -> str:
             text = f"{verdict.word}, {verdict.why}."
             levels_by_verdict[text].append(verdict.level)
     conclusion = [wrapped(recommendation.text)]
+    if recommendation.quality:
+        conclusion.append(wrapped(recommendation.quality))
     for text, levels in levels_by_verdict.items():
         line = f"  {', '.join(levels)}: {text}"
         conclusion.append(wrapped(line, "    "))
@@ -88,6 +90,8 @@ def _cells(result: Result, comparison: Comparison) -> dict[str, str]:
     """Returns a level's cells by the names of the columns; for any other name, a dash."""
     cells: dict[str, str] = defaultdict(lambda: "—")
     cells["level"] = result.name
+    if result.emulated:
+        cells["time"] = "emulated"
     if result.times:
         cells["time"] = f"{result.milliseconds:.4g}"
     speed = comparison.speed(result)

@@ -9,11 +9,10 @@ Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -25,9 +24,6 @@ CONFIDENCE = 0.95
 
 LEAST_ROUNDS = 6
 """Fewest values for which an interval with this confidence exists."""
-
-EMULATION_RATIO = 4.0
-"""A dtype counts as emulated if its matrix product takes this many times as long as fp32's."""
 
 BUSY = 1.5
 """Load per core above which the machine counts as busy; a single program reaches 1."""
@@ -96,6 +92,18 @@ def current_load() -> Load:
     return Load(average, os.cpu_count() or 1)
 
 
+@contextlib.contextmanager
+def suited_threads(load: Load) -> Iterator[None]:
+    """Computes in one thread on a busy machine, where several mostly wait for one another."""
+    threads = torch.get_num_threads()
+    if load.busy:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def speed_of(times: Sequence[float], base: Sequence[float]) -> Interval | None:
     """Returns how many times as fast as ``base`` a level is; ``None`` below ``LEAST_ROUNDS`` times.
 
@@ -150,24 +158,6 @@ def time_interleaved(
 
 
 # -- the speed of a dtype --------------------------------------------------------------------------
-
-
-@functools.cache
-def slowdown(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the time of the slower of two operators in ``dtype`` relative to fp32 on ``device``.
-
-    Infinite if the device does not support one of them.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, waiting for a second thread hides the difference
-    try:
-        by_operator = operator_seconds(dtype, device)
-    finally:
-        torch.set_num_threads(threads)
-    speeds = [least_ratio(times) for times in by_operator.values() if times]
-    if len(speeds) < len(by_operator):
-        return math.inf
-    return 1 / min(speeds)
 
 
 def operator_seconds(dtype: torch.dtype, device: torch.device) -> dict[str, Times]:

@@ -88,6 +88,8 @@ class _Candidate:
     @property
     def facts(self) -> str:
         """Its speed and, if any, the memory it saves, such as ``"40% less memory (1.2 GiB)"``."""
+        if self.result.emulated:
+            return self.result.emulated
         if self.speed is None:
             return "not timed"
         if not self.saved:
@@ -120,19 +122,53 @@ def recommendation(comparison: Comparison) -> Recommendation:
         candidates.append(_Candidate(result, base, reason, speed))
     judged = _judged(comparison, candidates)
     verdicts = [_verdict(comparison, candidate, judged) for candidate in candidates]
-    return Recommendation(judged.level, judged.text, tuple(verdicts))
+    quality = _quality(comparison, candidates)
+    return Recommendation(judged.level, judged.text, quality, tuple(verdicts))
+
+
+def _quality(comparison: Comparison, candidates: Sequence[_Candidate]) -> str:
+    """Returns which levels train as well as fp32, and which do not; empty if that is unknown."""
+    if comparison.steps < LEAST_STEPS or _diverged(comparison.baseline):
+        return ""
+    good = []
+    bad = []
+    for candidate in candidates:
+        result = candidate.result
+        if result is comparison.baseline or result.skipped:
+            continue
+        if candidate.reason:
+            bad.append(result.name)
+        else:
+            good.append(result.name)
+    parts = []
+    if good:
+        parts.append(f"as good as in fp32 at {', '.join(good)}")
+    if bad:
+        parts.append(f"worse at {', '.join(bad)}")
+    if not parts:
+        return ""
+    return f"Training: {'; '.join(parts)}."
+
+
+def _diverged(result: Result) -> bool:
+    record = result.training
+    return record is not None and not math.isfinite(record.losses[-1])
 
 
 def _judged(comparison: Comparison, candidates: Sequence[_Candidate]) -> _Judged:
-    record = comparison.baseline.training
-    if record is not None and not math.isfinite(record.losses[-1]):
+    if _diverged(comparison.baseline):
         return _Judged(
             None,
             "No recommendation: the final loss is not finite in fp32 either. Run `apex trace` on "
             "your training script: it names the operator.",
         )
     advised = [candidate for candidate in candidates if candidate.result.level.advised]
-    usable = [candidate for candidate in advised if not candidate.reason]
+    fast = [candidate for candidate in advised if not candidate.result.emulated]
+    if not fast and len(candidates) > 1:
+        return _Judged(
+            BASELINE, "Stay in fp32 here: this CPU emulates the other levels, far slower than fp32."
+        )
+    usable = [candidate for candidate in fast if not candidate.reason]
     if usable:
         text = _undecidable(comparison)
         if text:
@@ -214,9 +250,7 @@ def _verdict(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> 
     if not result.level.advised:
         return Verdict(name, "no", f"{facts}; no fp32 masters, for comparison only")
     if judged.level is None or candidate.speed is None:
-        if comparison.steps >= LEAST_STEPS:
-            facts = f"trains as well as fp32; {facts}"
-        return Verdict(name, "unclear", facts)
+        return _verdict_on_training(comparison, candidate)
     if name == judged.level:
         return Verdict(name, "use", facts)
     if candidate in judged.ties:
@@ -224,6 +258,14 @@ def _verdict(comparison: Comparison, candidate: _Candidate, judged: _Judged) -> 
     if candidate.is_faster is None:
         return Verdict(name, "unclear", f"{facts}; the times do not tell")
     return Verdict(name, "usable", facts)
+
+
+def _verdict_on_training(comparison: Comparison, candidate: _Candidate) -> Verdict:
+    result = candidate.result
+    if comparison.steps < LEAST_STEPS:
+        return Verdict(result.name, "unclear", candidate.facts)
+    word: Word = "usable" if result.emulated else "unclear"
+    return Verdict(result.name, word, f"trains as well as fp32; {candidate.facts}")
 
 
 def size(count: float) -> str:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from apex.tools.migrate.definitions import ROOTS, is_of_apex
-from apex.tools.migrate.notes import CLIPPING, OPTIMIZER, OPTIMIZERS
+from apex.tools.migrate.notes import (
+    CHANGED,
+    LOCAL_RANK,
+    OPTIMIZER,
+    OPTIMIZERS,
+    STEP,
+    VIEW,
+    WRAPPED,
+    gone,
+)
 from apex.tools.source import Imported, bound_by, of_scope
-
-MASTER_LEVELS = ("O2", "O5")
-"""Levels whose optimizer updates fp32 masters."""
 
 
 @dataclass(frozen=True)
@@ -23,26 +30,35 @@ class Name:
         name: The name.
         line: From 1.
         keywords: Keyword arguments of the call.
+        values: The values of those that are literals.
     """
 
     name: str
     line: int
     keywords: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def mentions_apex(text: str) -> bool:
-    """Returns whether a source may use apex, so that it is worth parsing."""
+def is_worth_parsing(text: str) -> bool:
+    """Returns whether a source may use apex, or what old scripts use beside it."""
     words = [name.removeprefix(OPTIMIZER) for name in (*ROOTS, *OPTIMIZERS)]
+    words += ["torch", "numpy", "collections"]
     return any(word in text for word in words)
 
 
 def names(tree: ast.Module) -> list[Name]:
-    """Returns the names of apex in a script, imports included, in the order of its lines."""
+    """Returns the names of apex in a script, imports included, in the order of its lines.
+
+    Also returns what is gone or changed in other libraries.
+    """
     visitor = _Visitor(tree)
     visitor.visit(tree)
-    if visitor.has_masters:
-        visitor.uses += visitor.clippings
-    return sorted(visitor.uses, key=lambda name: name.line)
+    uses = visitor.uses
+    if any(use.name == "apex.optimizers.FusedAdam" for use in uses):
+        uses += visitor.steps
+    if not visitor.accepts_local_rank:
+        uses += visitor.local_ranks
+    return sorted(uses, key=lambda name: name.line)
 
 
 class _Visitor(ast.NodeVisitor):
@@ -54,55 +70,101 @@ class _Visitor(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module) -> None:
         self.uses: list[Name] = []
-        # Calls that clip a model's gradients; they matter if the script has masters.
-        self.clippings: list[Name] = []
-        self.has_masters = False
+        # Calls of ``step`` with arguments of apex's first FusedAdam.
+        self.steps: list[Name] = []
+        self.local_ranks: list[Name] = []
+        self.accepts_local_rank = False
+        # Variables that hold a model wrapped for parallel training.
+        self._wrapped: set[str] = set()
         self._full_names = _full_names(ast.walk(tree))
-        # Keyword arguments by the function that is called.
-        self._keywords: dict[ast.expr, tuple[str, ...]] = {}
+        # The call of each function.
+        self._calls: dict[ast.expr, ast.Call] = {}
 
     def _add(self, name: str, node: ast.expr) -> None:
         if name in ROOTS:  # as in `apex is None`
             return
         line = node.end_lineno or node.lineno
-        keywords = self._keywords.get(node, ())
-        self.uses.append(Name(name, line, keywords))
+        arguments = {}
+        if node in self._calls:
+            arguments = {keyword.arg: keyword.value for keyword in self._calls[node].keywords}
+        elif name == "torch.load":  # passed on, or imported
+            return
+        if name == "torch.load" and "weights_only" in arguments:
+            return
+        values = {}
+        for keyword, value in arguments.items():
+            with contextlib.suppress(ValueError):  # not a literal
+                if keyword is not None:
+                    values[keyword] = ast.literal_eval(value)
+        if None in arguments:  # as in ``**options``, which may hold any
+            values = {}
+        keywords = tuple(filter(None, arguments))
+        self.uses.append(Name(name, line, keywords, values))
 
     def _visit_function(self, node: Any) -> None:
         outer = self._full_names
+        wrapped = self._wrapped
         self._full_names = outer | _full_names(of_scope(node))
+        self._wrapped = set()
         self.generic_visit(node)
         self._full_names = outer
+        self._wrapped = wrapped
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function  # noqa: N815
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if is_of_apex(alias.name):
+            if _is_noted(alias.name):
                 self.uses.append(Name(alias.name, node.lineno))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
-        if node.level or not is_of_apex(module):
+        if node.level:
             return
         for alias in node.names:
             full_name = module if alias.name == "*" else f"{module}.{alias.name}"
-            self.uses.append(Name(full_name, alias.lineno))
+            if _is_noted(full_name) and full_name != "torch.load":
+                self.uses.append(Name(full_name, alias.lineno))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self._wrapped.discard(target.id)
+                if self._wraps(node.value):
+                    self._wrapped.add(target.id)
 
     def visit_Call(self, node: ast.Call) -> None:
-        keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
-        self._keywords[node.func] = tuple(keywords)
-        if _clips_a_model(node):
-            self.clippings.append(Name(CLIPPING, node.lineno))
+        self._calls[node.func] = node
+        if _views_a_slice(node):
+            self.uses.append(Name(VIEW, node.lineno))
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+            for keyword in node.keywords:
+                if keyword.arg in ("grads", "output_params", "scale", "grad_norms"):
+                    self.steps.append(Name(STEP, node.lineno))
+                    break
+        is_initialize = self._full_name(node.func) == "apex.amp.initialize"
+        if is_initialize and node.args and self._wraps(node.args[0]):
+            self.uses.append(Name(WRAPPED, node.lineno))
         self.generic_visit(node)
 
+    def _wraps(self, node: ast.expr) -> bool:
+        """Returns whether an expression is a model wrapped for parallel training."""
+        if isinstance(node, ast.Name):
+            return node.id in self._wrapped
+        if not isinstance(node, ast.Call):
+            return False
+        return self._full_name(node.func).endswith(("DataParallel", ".DistributedDataParallel"))
+
     def visit_Constant(self, node: ast.Constant) -> None:
-        if node.value in MASTER_LEVELS:
-            self.has_masters = True
+        if node.value == LOCAL_RANK:
+            self.local_ranks.append(Name(LOCAL_RANK, node.lineno))
+        elif node.value == "--local-rank":
+            self.accepts_local_rank = True
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         full_name = self._full_name(node)
-        if full_name:
+        if _is_noted(full_name):
             self._add(full_name, node)
             return
         self.visit(node.value)
@@ -112,11 +174,11 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         full_name = self._full_name(node)
-        if full_name and isinstance(node.ctx, ast.Load):
+        if _is_noted(full_name) and isinstance(node.ctx, ast.Load):
             self._add(full_name, node)
 
     def _full_name(self, node: ast.expr) -> str:
-        """Returns the full name of an expression such as ``amp.init``; empty outside apex."""
+        """Returns the full name of an expression such as ``amp.init``; empty without an import."""
         if isinstance(node, ast.Name):
             return self._full_names.get(node.id, "")
         if not isinstance(node, ast.Attribute):
@@ -128,7 +190,7 @@ class _Visitor(ast.NodeVisitor):
 
 
 def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """Returns the names that nodes bind: apex's with their full names, the others with ``""``.
+    """Returns the names that nodes bind: imported ones with their full names, others with ``""``.
 
     If there are several imports (``try`` and ``except``), apex's wins.
     """
@@ -137,18 +199,21 @@ def _full_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
         for name, bound in bound_by(node):
             if isinstance(bound, Imported) and is_of_apex(bound.module):
                 full_names[name] = str(bound)
+            elif isinstance(bound, Imported) and bound.module:
+                full_names.setdefault(name, str(bound))
             else:
                 full_names.setdefault(name, "")
     return full_names
 
 
-def _clips_a_model(call: ast.Call) -> bool:
-    """Returns whether a call clips ``model.parameters()``, as in ``clip_grad_norm_``."""
-    if not call.args:
-        return False
-    function = ast.unparse(call.func)
-    name = function.rpartition(".")[2]
-    if not name.startswith(("clip_grad_norm", "clip_grad_value")):
-        return False
-    clipped = ast.unparse(call.args[0])
-    return clipped.endswith(".parameters()")
+def _is_noted(name: str) -> bool:
+    """Returns whether a full name is of apex, or is gone or changed in another library."""
+    return is_of_apex(name) or name in CHANGED or gone(name) != ""
+
+
+def _views_a_slice(call: ast.Call) -> bool:
+    """Returns whether a call is ``x[:k].view(-1)``."""
+    match call.func:
+        case ast.Attribute(attr="view", value=ast.Subscript(slice=ast.Slice())):
+            return [ast.unparse(argument) for argument in call.args] == ["-1"]
+    return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.tools.errors import InputError
-from apex.tools.migrate.names import mentions_apex, names
+from apex.tools.migrate.names import is_worth_parsing, names
 from apex.tools.migrate.verdicts import Kind, verdict_of
 from apex.tools.source import parse, read
 
@@ -128,7 +128,7 @@ def migration_of(path: Path) -> Migration:
 
 def _uses_in(file: Path) -> Iterator[Use]:
     text = read(file)
-    if mentions_apex(text):
+    if is_worth_parsing(text):
         for use in names(parse(text, file)):
             verdict, remedy = verdict_of(use)
             yield Use(str(file), use.line, use.name, verdict, remedy)

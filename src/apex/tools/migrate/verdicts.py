@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from apex._unavailable import INSTEAD
 from apex.tools.migrate.definitions import Definition, bindings, definition_of, parameters
 from apex.tools.migrate.names import Name
-from apex.tools.migrate.notes import IDLE, NOTES, OPTIMIZERS
+from apex.tools.migrate.notes import CHANGED, IDLE, NOTES, OPTIMIZERS, gone
 from apex.tools.source import did_you_mean
 
 Kind = Literal["works", "note", "not supported"]
@@ -20,7 +21,7 @@ _FORK = " If it comes from a fork, keep that fork."
 def verdict_of(use: Name) -> tuple[Kind, str]:
     """Returns the verdict on one use, including its arguments, and the remedy."""
     verdict, note = verdict_of_name(use.name)
-    if verdict == "not supported" or use.name in OPTIMIZERS:
+    if verdict == "not supported" or use.name in OPTIMIZERS or use.name in CHANGED:
         return verdict, note
     accepted = parameters(definition_of(use.name))
     idle = IDLE.get(_noted_name(use.name), ())
@@ -32,6 +33,8 @@ def verdict_of(use: Name) -> tuple[Kind, str]:
             errors.append(f"{use.name} takes no argument {keyword}.{remedy}")
         elif keyword in idle:
             notes.append(f"{keyword} has no effect: remove it.")
+    if not errors and use.values:
+        errors += _error_of_values(use)
     if errors:
         return "not supported", " ".join(errors)
     return _noted(*notes)
@@ -42,6 +45,10 @@ def verdict_of_name(name: str) -> tuple[Kind, str]:
     """Returns the verdict on a full name, such as ``apex.optimizers.FusedAdam``."""
     if name in OPTIMIZERS:
         return _noted(OPTIMIZERS[name])
+    if name in CHANGED:
+        return _noted(CHANGED[name])
+    if gone(name):
+        return "not supported", gone(name)
     for removed, instead in INSTEAD.items():
         # The removed name itself, or an attribute of it.
         if f"{name}.".startswith(f"{removed}."):
@@ -52,6 +59,48 @@ def verdict_of_name(name: str) -> tuple[Kind, str]:
         if why:
             return "not supported", why
     return _noted(NOTES.get(_noted_name(name), ""))
+
+
+def _error_of_values(use: Name) -> Iterator[str]:
+    """Yields the error that a call always raises because of its literal arguments."""
+    definition = definition_of(use.name)
+    try:
+        if definition[:2] == ("apex.amp.frontend", "initialize"):
+            _check_initialize(use)
+        elif definition.module.startswith("apex.optimizers."):
+            _check_optimizer(definition, use.values)
+    except ImportError:  # no torch here
+        return
+    except Exception as error:  # noqa: BLE001 - any that the call raises
+        unknown = use.keywords - use.values.keys()
+        # An argument whose value is unknown may be what the error asks for.
+        if not any(keyword in str(error) for keyword in unknown):
+            yield f"Raises an error: {error}"
+
+
+def _check_initialize(use: Name) -> None:
+    """Raises as ``amp.initialize`` does for a level, or an override that has no meaning there."""
+    values = dict(use.values)
+    level = values.pop("opt_level", "O1")
+    is_unknown = "opt_level" in use.keywords and "opt_level" not in use.values
+    if is_unknown or values.pop("enabled", True) is not True:
+        return
+    levels = bindings("apex.amp.properties")  # read from the source, without torch
+    if not values and isinstance(level, str) and level in levels:
+        return
+    properties = importlib.import_module("apex.amp.properties")
+    defaults = properties.level_defaults(level)
+    overrides = {name: value for name, value in values.items() if name in defaults.options}
+    properties.resolve(defaults, overrides, hard_override=False)
+
+
+def _check_optimizer(definition: Definition, values: Mapping[str, Any]) -> None:
+    """Raises as the constructor does."""
+    torch = importlib.import_module("torch")
+    constructor = getattr(importlib.import_module(definition.module), definition.name, None)
+    if isinstance(constructor, type) and issubclass(constructor, torch.optim.Optimizer):
+        param = torch.zeros(1, requires_grad=True)
+        constructor([param], **{"lr": 0.1, **values})
 
 
 def _why_missing(definition: Definition) -> str:

@@ -1,0 +1,178 @@
+"""16-bit casts of weights that several operators share.
+
+Note [Shared casts]
+    torch's autocast casts a leaf weight once until its outermost block ends, whatever is written to
+    the weight meanwhile. amp shares casts as a block around a training step would, and compares the
+    weight with what was cast: identity, version, address and, on a CPU, its first elements.
+
+    torch's kernels share in its cache, in forward passes of prepared models. The cache stays from
+    one pass to the next while an output awaits its backward pass and all weights are as before.
+    Our own kernels compare in each call, anywhere. They share the casts that a graph has saved and,
+    in a forward pass, those that torch's cache would hold.
+
+    A backward pass, a step and the end of a session drop all casts, a forward pass without
+    gradients those in torch's cache. Nothing is shared where torch records or transforms
+    operators, as the record needs casts of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apex._core import tree
+from apex._core.op_casts import to_dtype
+from apex._torch.autograd import backward_id, is_recorded
+from apex._torch.copies import current_stream
+
+_PLAIN = {Tensor, nn.Parameter}
+
+_SAMPLE = 256
+"""Bytes of a weight on a CPU that are compared; reading a GPU's would wait for it."""
+
+
+class SharedCasts:
+    """The shared casts of this process."""
+
+    def __init__(self) -> None:
+        # By weight and its state, dtype and stream. A cast keeps its weight alive.
+        self._saved = weakref.WeakValueDictionary[tuple[object, ...], Tensor]()
+        # Those that torch's cache would hold.
+        self._held: list[Tensor] = []
+        # What torch's cache has casts for: the state of each model's weights, dtype and stream.
+        self._states: dict[_Weights, object] = {}
+        self._place: object = None
+        # The hooks of outputs that await their backward passes; each lives as long as its graph.
+        # A set of references, as a WeakSet takes 10 us a forward pass.
+        self._awaiting: set[weakref.ref[Callable[..., None]]] = set()
+        # The weights of each model, as a walk takes 5 us a module.
+        self._weights = weakref.WeakKeyDictionary[nn.Module, _Weights]()
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in a castable dtype; an unchanged weight as it was cast before."""
+        is_weight = tensor.requires_grad and tensor.is_leaf
+        if not is_weight or not torch.is_grad_enabled() or is_recorded(tensor.device):
+            return to_dtype(tensor, dtype)
+        state = _Weights([{"": tensor}]).state()
+        if state is None:
+            return to_dtype(tensor, dtype)
+        key = state, dtype, current_stream(tensor.device)
+        shared = self._saved.get(key)
+        if shared is not None:
+            shared._fix_weakref()  # type: ignore[attr-defined]  # a graph may own it
+            return shared
+        shared = to_dtype(tensor, dtype)
+        shared.grad_fn.register_prehook(self._end_pass)  # type: ignore[union-attr]
+        self._saved[key] = shared
+        if torch.is_autocast_cache_enabled():
+            self._held.append(shared)
+        return shared
+
+    def begin_forward(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Begins a forward pass: clears torch's cache unless all its casts are as of now."""
+        place = dtype, current_stream(device)
+        is_training = torch.is_grad_enabled() and backward_id() == -1 and not is_recorded(device)
+        if not is_training or self._place != place or not self._is_cache_valid():
+            self._clear_cache()
+        if is_training:
+            self._place = place
+            weights = self._weights_of(model)
+            if weights not in self._states:
+                self._states[weights] = weights.state()
+
+    def end_forward(self) -> None:
+        """Ends a forward pass."""
+        if not self._awaiting:
+            self._clear_cache()
+
+    def await_backward(self, output: Any) -> None:
+        """Keeps torch's cache until a backward pass reaches ``output``, or its graph is gone."""
+        if not self._states:
+            return
+
+        def end_pass(gradients: object) -> None:
+            self.drop()
+
+        for tensor in tree.tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(end_pass)
+                self._awaiting.add(weakref.ref(end_pass, self._awaiting.discard))
+
+    def drop(self) -> None:
+        """Ends all sharing with the casts of now."""
+        self._saved = weakref.WeakValueDictionary()  # clear() would take 1 us a cast
+        self._clear_cache()
+
+    def _end_pass(self, gradients: object) -> None:
+        if self._saved:  # else the pass has come through another weight
+            self.drop()
+
+    def _clear_cache(self) -> None:
+        self._awaiting.clear()
+        self._states.clear()
+        self._held.clear()
+        torch.clear_autocast_cache()
+
+    def _is_cache_valid(self) -> bool:
+        for weights, state in [*self._states.items()]:
+            if state is None or weights.state() != state:
+                return False
+        return len(self._awaiting) > 0
+
+    def _weights_of(self, model: nn.Module) -> _Weights:
+        weights = self._weights.get(model)
+        if weights is None:
+            tables = [module._parameters for module in model.modules() if module._parameters]
+            weights = self._weights[model] = _Weights(tables)
+        return weights
+
+
+class _Weights:
+    """Some weights, and what changes when one of them is exchanged or written."""
+
+    def __init__(self, tables: Sequence[Mapping[str, Tensor | None]]) -> None:
+        self._tables = tables
+        # Addresses, and the memory of the first elements there; one value, for several threads.
+        self._memory: tuple[list[int], list[Any]] = [], []
+
+    def state(self) -> tuple[object, ...] | None:
+        """Returns a state that equals a later one if no write is seen in between.
+
+        Not seen: writes past torch's version counter that leave the first elements as they are, or
+        are not on a CPU. Returns None with subclasses of tensors, and tensors without a state.
+        """
+        values: list[Tensor | None] = []
+        for table in self._tables:
+            values += table.values()
+        weights = [weight for weight in values if weight is not None]
+        if not _PLAIN.issuperset(map(type, weights)):
+            return None
+        try:
+            addresses = [*map(Tensor.data_ptr, weights)]
+            versions = [weight._version for weight in weights]
+        except RuntimeError:  # of sparse and inference tensors
+            return None
+        before, samples = self._memory
+        if addresses != before:
+            samples = [*map(_sample, weights, addresses)]
+            self._memory = addresses, samples
+        return *map(id, weights), *versions, *addresses, b"".join(samples)  # read in 20 ns each
+
+
+def _sample(weight: Tensor, address: int) -> Any:
+    """Returns the memory of a weight's first elements, which does not keep the weight alive."""
+    size = 0
+    # An address of 0 means that the memory is freed, which an offset would hide.
+    if weight.is_cpu and address != 0 and weight.storage_offset() == 0:
+        # The elements of an expanded tensor share memory.
+        size = weight.nbytes if weight.is_contiguous() else weight.element_size()
+    return (ctypes.c_char * min(size, _SAMPLE)).from_address(address)
+
+
+shared = SharedCasts()
+"""The casts of this process, whose threads share torch's cache."""

@@ -1,0 +1,167 @@
+"""Plain copies and pickles of converted models and of their parts.
+
+Note [Plain copies]
+    What is copied or pickled is plain: of the own class, in fp32 with exact values, without amp.
+    Each module of a 16-bit model has its own ``__deepcopy__`` and ``__reduce_ex__``, which ``copy``
+    and ``pickle`` find before those of its class. They hide amp's part of this one module and call
+    the class's. So a part can be copied alone, before or after its model, and what several objects
+    share stays shared.
+
+    A deep copy finds fp32 copies of 16-bit tensors in its memo. A pickle holds a master in place of
+    its parameter, as the groups of optimizers do; masters are pickled as plain parameters. So a
+    model and an optimizer that are copied or pickled together share their parameters afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from apex._core import tree
+from apex._engine.masters import (
+    MasterTable,
+    update_masters_from_model,
+    update_model_from_masters,
+)
+from apex._torch.modules import named_tensors
+
+_METHODS = ("__deepcopy__", "__reduce_ex__")
+
+_TABLES = frozenset(vars(nn.Module()))
+"""Attributes of every module, such as the tables of its parameters and hooks."""
+
+
+class PlainCopies:
+    """Makes copies and pickles of one module of a 16-bit model plain, until it is removed."""
+
+    def __init__(
+        self, module: nn.Module, masters: MasterTable, hooks: Sequence[RemovableHandle]
+    ) -> None:
+        """Sets the module's methods.
+
+        Args:
+            module: Keeps this object alive.
+            masters: Knows the exact values of the module's tensors.
+            hooks: The hooks that copies do not have.
+        """
+        self._module = weakref.ref(module)
+        self._masters = masters
+        self._hooks = hooks
+        # Not bound methods, which torch.jit would compile.
+        vars(module)["__deepcopy__"] = functools.partial(PlainCopies._deepcopy, self)
+        vars(module)["__reduce_ex__"] = functools.partial(PlainCopies._reduce_ex, self)
+
+    def remove(self) -> None:
+        """Removes the methods."""
+        module = self._module()
+        for name in _METHODS:
+            vars(module).pop(name, None)
+
+    def _deepcopy(self, memo: dict[int, Any]) -> Any:
+        module: Any = self._module()
+        copied_object = sys._getframe(1).f_locals.get("x")  # of copy.deepcopy
+        if isinstance(copied_object, nn.Module) and copied_object is not module:
+            # A wrapper, such as a compiled model, whose ``__getattr__`` has found this method.
+            return deepcopy_by_class(copied_object, memo)
+        for tensor in named_tensors(module).values():
+            self._masters.copy(tensor, memo)
+        for table, key in self._entries():
+            memo[id(table[key])] = table[key]  # not copied, as the next loop drops it
+        with replaced(vars(module), {}):
+            copied = deepcopy_by_class(module, memo)
+        for table, key in self._entries():
+            memo.get(id(table), {}).pop(key, None)
+        return copied
+
+    def _reduce_ex(self, protocol: Any) -> Any:
+        module: Any = self._module()
+        attributes = vars(module)
+        stand_ins: dict[int, Tensor] = {}
+        for tensor in named_tensors(module).values():
+            stand_ins[id(tensor)] = self._masters.stand_in(tensor)
+        plain = {}
+        for name in ("_parameters", "_buffers"):
+            plain[name] = {
+                key: stand_ins.get(id(tensor)) for key, tensor in attributes[name].items()
+            }
+        amps = {id(table): key for table, key in self._entries()}
+        for name, table in attributes.items():
+            if id(table) in amps:
+                plain[name] = table.copy()
+                del plain[name][amps[id(table)]]
+        with replaced(attributes, plain):
+            reduced = snapshot(module.__reduce_ex__(protocol), attributes)
+        # Also in attributes that hold the module's tensors.
+        return tree.map_tensors(lambda tensor: stand_ins.get(id(tensor), tensor), reduced)
+
+    def _entries(self) -> Iterator[tuple[dict[int, Any], int]]:
+        """Yields the tables that hold amp's hooks, with the key of each."""
+        for hook in self._hooks:
+            for reference in (hook.hooks_dict_ref, *hook.extra_dict_ref):
+                table = reference()
+                if table is not None and hook.id in table:
+                    yield table, hook.id
+
+
+def shallow_copy(model: nn.Module, masters: MasterTable) -> Any:
+    """Returns the plain model whose parameters are the masters.
+
+    Other attributes are shared, too, as far as they hold no modules.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in _TABLES and not isinstance(value, (nn.Module, list, tuple, dict)):
+                memo[id(value)] = value
+    for tensor in named_tensors(model).values():
+        pair = masters.pair_of(tensor)
+        if pair is not None:
+            update_model_from_masters([pair])
+            update_masters_from_model([pair])
+        memo[id(tensor)] = masters.stand_in(tensor)
+    return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def replaced(attributes: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces some of a module's attributes, and hides its methods of this file."""
+    before = {name: attributes[name] for name in (*_METHODS, *values)}
+    for name in _METHODS:
+        del attributes[name]
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        attributes.update(before)
+
+
+def deepcopy_by_class(module: Any, memo: dict[int, Any]) -> Any:
+    """Deep-copies a module as its class does, past a ``__getattr__`` that finds a part's method."""
+    if hasattr(type(module), "__deepcopy__"):
+        return copy.deepcopy(module, memo)
+    vars(module)["__deepcopy__"] = None
+    try:
+        copied = copy.deepcopy(module, memo)
+    finally:
+        del vars(module)["__deepcopy__"]
+    vars(copied).pop("__deepcopy__", None)
+    return copied
+
+
+def snapshot(part: Any, attributes: dict[str, Any]) -> Any:
+    """Returns a part of a reduction, in which a copy replaces the object's own ``__dict__``."""
+    if part is attributes:
+        return part.copy()
+    if isinstance(part, tuple):
+        return tuple(snapshot(item, attributes) for item in part)
+    if isinstance(part, dict) and any(value is attributes for value in part.values()):
+        return {key: snapshot(value, attributes) for key, value in part.items()}
+    return part

@@ -1,0 +1,85 @@
+"""Writes to 16-bit weights that torch does not count, and the next step overwrites.
+
+Note [Lost writes]
+    A model's weight is its rounded master, bit for bit, unless a script has written it. torch does
+    not count writes through ``weight.data``, so a sample of the weights is compared with the
+    masters at the step. Scripts also move weights and put them back, as for finite differences,
+    which leaves roundings. So the sample is compared whenever the model is used, too: if a weight
+    was farther from its master since the last step, the script has put it back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from apex._core.samples import sample
+from apex._torch import dtensor
+from apex._torch.copies import capturing
+from apex._torch.parameters import without_overrides
+
+if TYPE_CHECKING:
+    from apex._engine.masters import MasterPair
+    from apex._engine.optimizer.prepared import PreparedOptimizer
+
+_COMPARED = 8
+"""Weights that are compared with their masters at a time."""
+
+_USES = 16
+"""Uses of the model between two steps at which they are compared."""
+
+
+class WeightWatch:
+    """Compares some weights of an optimizer with their masters, from one step to the next.
+
+    Never waits for a device.
+    """
+
+    def __init__(self, prepared: PreparedOptimizer, turn: int) -> None:
+        """Selects weights on one device; ``turn`` selects others."""
+        pairs = prepared.pairs
+        start = _COMPARED * turn % len(pairs)
+        self._pairs: list[MasterPair] = []
+        for pair in pairs[start : start + _COMPARED]:
+            if pair.model.device == pairs[start].model.device:
+                self._pairs.append(pair)
+        self._turn = turn
+        self._uses = 0
+        # The greatest distance since the last step.
+        self._farthest: dict[MasterPair, Tensor] = {}
+
+    def look(self) -> None:
+        """Compares the weights where the model is used."""
+        if self._uses < _USES:
+            self._uses += 1
+            for pair, distance in self._distances().items():
+                earlier = self._farthest.get(pair, distance)
+                self._farthest[pair] = torch.maximum(earlier, distance)
+
+    def lost(self) -> Tensor | None:
+        """Returns whether the step overwrites a written weight, as a flag; None if unknown."""
+        flags: list[Tensor] = []
+        for pair, distance in self._distances().items():
+            is_lost = distance > 0.0
+            if pair in self._farthest:
+                is_lost &= distance >= self._farthest[pair]
+            flags.append(is_lost)
+        return torch.stack(flags).any().reshape(1) if flags else None
+
+    @torch.no_grad()
+    def _distances(self) -> dict[MasterPair, Tensor]:
+        """Returns how far weights are from their rounded masters.
+
+        Only of weights without a counted write, which the step copies to its master whole.
+        """
+        distances: dict[MasterPair, Tensor] = {}
+        with without_overrides():
+            for pair in self._pairs:
+                if pair.counts_as_synced and not capturing(pair.model.device):
+                    weight = sample(dtensor.local(pair.model), self._turn)
+                    master = sample(dtensor.local(pair.master), self._turn)
+                    difference = master.to(weight.dtype).float() - weight.float()
+                    distances[pair] = difference.abs().sum()
+        return distances

@@ -1,0 +1,467 @@
+"""A cast weight is shared by what awaits one backward pass, and never older than the weight."""
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex import amp
+from tests.support.loops import in_a_thread, prepared, same
+
+LOW = {"O1": torch.float16, "O4": torch.bfloat16}
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+class Layers(nn.Module):
+    """Each way to use a weight: a layer, a product, a convolution, a cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.factor = nn.Parameter(torch.empty(4, 4))
+        self.conv = nn.Conv1d(4, 4, 1)
+        self.cell = nn.GRUCell(4, 4)
+        generator = torch.Generator().manual_seed(0)
+        for param in self.parameters():
+            nn.init.normal_(param, generator=generator)
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x)) @ self.factor
+        return self.cell(self.conv(y[..., None])[..., 0], x).float()
+
+
+class ByHand(Layers):
+    """The same, where every use casts its weight."""
+
+    low = torch.bfloat16
+
+    def forward(self, x):
+        first, conv, cell = self.first, self.conv, self.cell
+        low = lambda tensor: tensor.to(self.low)  # noqa: E731
+        y = torch.tanh(F.linear(low(x), low(first.weight), low(first.bias))) @ low(self.factor)
+        y = F.conv1d(y[..., None], low(conv.weight), low(conv.bias))[..., 0]
+        for hook in conv._forward_hooks.values():
+            hook(conv, (), y)
+        weights = cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh
+        return torch.gru_cell(y, low(x), *map(low, weights)).float()
+
+
+def outcome(scenario, level, way):
+    """What a scenario computes by hand, or with casts of ``initialize``, ``init``, a session."""
+    model = ByHand() if way == "by hand" else Layers()
+    model.low = LOW[level]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    if way == "initialize":
+        return scenario(*prepared(level, lambda _: optimizer, model, loss_scale=1.0))
+    if way == "beside a session":
+        held = prepared(level)
+    if way == "init":
+        held = amp.init(loss_scale=1.0, patch_type=LOW[level])
+    results = scenario(model, optimizer)
+    if way == "beside a session":
+        amp.restore(*held)
+    if way == "init":
+        held._deactivate()
+    return results
+
+
+def grads(model):
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def compare(scenario, level, ways=("initialize", "beside a session", "init")):
+    wanted = outcome(scenario, level, "by hand")
+    assert all(torch.isfinite(tensor).all() for tensor in wanted)
+    for way in ways:
+        # amp.init registers kernels of ours where torch's would cast alike, for the whole process.
+        if way != "init" or "TORCH_KERNELS" not in os.environ:
+            assert same(outcome(scenario, level, way), wanted), way
+
+
+def test_torch_s_own_kernels_share_as_ours():
+    """In a process without ours of linear layers and convolutions."""
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "O4 and not keeps", __file__]
+    subprocess.run(command, env={**os.environ, "TORCH_KERNELS": ""}, check=True)
+
+
+# -- writes between two uses whose backward pass comes later ---------------------------------------
+
+
+@torch.no_grad()
+def counted(model, optimizer):
+    for param in model.parameters():
+        param.mul_(0.5)
+
+
+def pointed_elsewhere(model, optimizer):
+    for param in model.parameters():
+        param.data = param.data * 0.5
+
+
+@torch.no_grad()
+def set_to(model, optimizer):
+    for param in model.parameters():
+        param.set_(param * 0.5)
+
+
+def stepped(model, optimizer):
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stepped_by_others(model, optimizer):
+    stepped(model, torch.optim.SGD(model.parameters(), lr=0.125))
+
+
+def loaded(model, optimizer):
+    state = {name: tensor * 0.5 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def replaced(model, optimizer):
+    for name, param in [*model.named_parameters()]:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, nn.Parameter(param.detach() * 0.5))
+
+
+def in_a_block(model, optimizer):
+    with torch.inference_mode():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def moved(model, optimizer):
+    model.double().float()
+    counted(model, optimizer)
+
+
+WRITES = [
+    counted,
+    pointed_elsewhere,
+    set_to,
+    stepped,
+    stepped_by_others,
+    loaded,
+    replaced,
+    in_a_block,
+    moved,
+]
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_between_two_forwards_is_seen(write, level):
+    def scenario(model, optimizer):
+        first = model(X)
+        write(model, optimizer)
+        second = model(X)
+        write(model, optimizer)
+        third = model(X)
+        optimizer.zero_grad()
+        (first.sum() + second.sum() + third.sum()).backward()
+        return [first, second, third, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("passes", ["plain", "grad", "retained"])
+def test_an_uncounted_write_after_the_backward_pass_is_seen(passes, level):
+    """As in a step that the script writes itself, while it still holds the loss."""
+
+    def scenario(model, optimizer):
+        losses = []
+        params = [*model.parameters()]
+        for _ in range(3):
+            losses.append(model(X).square().sum())
+            if passes == "grad":
+                found = torch.autograd.grad(losses[-1], params)
+            else:
+                losses[-1].backward(retain_graph=passes == "retained")
+                found = [param.grad for param in params]
+            for param, grad in zip(params, found, strict=True):
+                param.data.sub_(grad, alpha=0.125)
+                param.grad = None
+        return losses
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_averages_are_swapped_in_for_an_evaluation_and_back(mode, held, level):
+    def swap(model, values):
+        for param, value in zip(model.parameters(), values, strict=True):
+            param.data.copy_(value)
+
+    def scenario(model, optimizer):
+        outputs, kept = [], []
+        for _ in range(2):
+            loss = model(X).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own = [param.data.clone() for param in model.parameters()]
+            swap(model, [value * 0.5 for value in own])
+            with mode():
+                evaluated = [model(X), model(-X)]
+            outputs += [loss.detach(), *(output.detach().clone() for output in evaluated)]
+            if held:
+                kept += evaluated
+            del evaluated
+            swap(model, own)
+        return outputs
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_finite_differences_are_exact(level):
+    def scenario(model, optimizer):
+        values = []
+        for step in (0.25, -0.5, 0.25):
+            model.first.weight.data[1, 1] += step
+            values.append(model(X).sum().detach())
+        return values
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_both_passes_of_sam_see_their_weights(level):
+    def scenario(model, optimizer):
+        first = model(X).square().sum()
+        first.backward()
+        away = grads(model)
+        for param, grad in zip(model.parameters(), away, strict=True):
+            param.data.add_(grad, alpha=0.125)
+        optimizer.zero_grad()
+        second = model(X).square().sum()
+        second.backward()
+        for param, grad in zip(model.parameters(), away, strict=True):
+            param.data.sub_(grad, alpha=0.125)
+        optimizer.step()
+        return [first, second, *grads(model), model(X)]
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_functional_calls_use_the_weights_that_they_get(level):
+    def scenario(model, optimizer):
+        def loss(params, x):
+            return torch.func.functional_call(model, params, (x,)).square().sum()
+
+        params = dict(model.named_parameters())
+        leaves = {name: (p * 0.5).detach().requires_grad_() for name, p in params.items()}
+        results = [model(X), loss(leaves, X), model(X)]
+        with torch.no_grad():
+            for leaf in leaves.values():
+                leaf.mul_(0.5)
+        results += [loss(leaves, X), model(X)]
+        plain = {name: p.detach() for name, p in params.items()}
+        results += torch.func.grad(loss)(plain, X).values()
+        return [*results, model(X)]
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_uses_the_weights_of_its_time(reentrant, level):
+    def scenario(model, optimizer):
+        x = X.clone().requires_grad_()
+        before = model(X)
+        output = checkpoint(model, x, use_reentrant=reentrant)
+        for param in model.parameters():
+            param.data.mul_(0.5)
+        output.square().sum().backward()
+        return [before, output, *grads(model), model(X)]
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_another_thread_sees_what_this_one_wrote(level):
+    def scenario(model, optimizer):
+        first = model(X)
+        counted(model, optimizer)
+        second = in_a_thread(lambda: model(X))
+        counted(model, optimizer)
+        third = model(X)
+        return [first, second, third]
+
+    compare(scenario, level, ["initialize"])  # the others cast in their own thread
+
+
+def test_two_sessions_cast_a_shared_weight_to_their_own_dtypes():
+    layer = nn.Linear(4, 4)
+    first = amp.initialize(nn.Sequential(layer), opt_level="O4", verbosity=0)
+    second = amp.initialize(nn.Sequential(layer), opt_level="O1", verbosity=0, loss_scale=1.0)
+    for _ in range(2):
+        for model, low in ((first, torch.bfloat16), (second, torch.float16)):
+            output = model(X)
+            with amp.disable_casts():
+                wanted = F.linear(*(t.to(low) for t in (X, layer.weight, layer.bias)))
+            assert torch.equal(output, wanted)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_weight_that_the_forward_writes_is_cast_again(level):
+    def scenario(model, optimizer):
+        def halve(module, args, output):
+            with torch.no_grad():
+                model.first.weight.mul_(0.5)
+
+        model.conv.register_forward_hook(halve)
+        return [model(X), model(X), model(X)]
+
+    compare(scenario, level)
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_training_follows_an_evaluation_in_inference_mode(level):
+    def scenario(model, optimizer):
+        with torch.inference_mode():
+            before = model(X).clone()
+        loss = model(X).square().sum()
+        loss.backward()
+        return [before, loss, *grads(model)]
+
+    compare(scenario, level)
+
+
+def test_a_restored_model_computes_in_fp32():
+    plain = Layers()
+    model, optimizer = prepared("O4", model=copy.deepcopy(plain))
+    output = model(X)  # which still awaits its backward pass
+    amp.restore(model, optimizer)
+    assert torch.equal(model(X), plain(X))
+    del output
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_a_trace_has_the_casts_in_it(level):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def scenario(model, optimizer):
+        held = model(X)
+        traced = make_fx(model)(X)
+        counted(model, optimizer)
+        return [held, traced(X)]
+
+    compare(scenario, level)
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def saved_bytes(kept):
+    """Yields a list; in the end it has the bytes of 16-bit storages of at least 32 elements."""
+    storages = {}
+
+    def pack(tensor):
+        if tensor.dtype in LOW.values() and tensor.untyped_storage().nbytes() >= 2 * 32:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept.append(tensor)
+        return tensor
+
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+    sizes.append(sum(storages.values()))
+
+
+STEPS = {
+    "linear": (lambda: nn.Linear(8, 8), lambda m, x: torch.tanh(m(x))),
+    "product": (lambda: Product(8, 8), lambda m, x: torch.tanh(m(x))),
+    "conv": (lambda: nn.Conv1d(8, 8, 1), lambda m, x: torch.tanh(m(x[..., None])[..., 0])),
+    "gru": (lambda: nn.GRUCell(8, 8), lambda m, x: m(x, x)),
+    "lstm": (lambda: nn.LSTMCell(8, 8), lambda m, x: m(x)[0]),
+    "rnn": (lambda: nn.RNNCell(8, 8), lambda m, x: m(x, x)),
+}
+
+
+class Product(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight
+
+
+def kept_in_a_loop(step, model):
+    x = torch.ones(1, 8, requires_grad=True)
+    kept = []
+    with saved_bytes(kept) as sizes:
+        for _ in range(5):
+            x = step(model, x).float()
+    return sizes[0]
+
+
+@pytest.mark.parametrize("level", LOW)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_loop_keeps_what_autocast_keeps(name, level):
+    make, step = STEPS[name]
+    with torch.autocast("cpu", LOW[level], cache_enabled=True):
+        wanted = kept_in_a_loop(step, make())
+    model, optimizer = prepared(level, model=make(), loss_scale=1.0)
+    assert kept_in_a_loop(step, model) == wanted > 0
+    amp.restore(model, optimizer)
+    handle = amp.init(loss_scale=1.0, patch_type=LOW[level])
+    assert kept_in_a_loop(step, model) == wanted
+    handle._deactivate()
+
+
+def growth(work):
+    """The bytes that are allocated by ``work`` and not freed."""
+    with torch.autograd.profiler.profile(profile_memory=True) as record:
+        work()
+    events = record.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("ways", ["initialize", "init"])
+@pytest.mark.parametrize("end", ["backward", "step", "no grad", "restore"])
+def test_what_ends_casts_frees_them(end, ways):
+    """Each weight has 2 KiB, and its cast 1 KiB."""
+    model = nn.Sequential(nn.Linear(32, 16), nn.GRUCell(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    ended = model, optimizer
+    if ways == "initialize":
+        ended = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    else:
+        handle = amp.init(loss_scale=1.0, patch_type=torch.bfloat16)
+    x = torch.ones(1, 32)
+    held = []
+
+    def work():
+        if end == "no grad":
+            with torch.no_grad():
+                held.append(model(x).sum())
+            return
+        loss = model(x).sum()
+        if end == "backward":
+            held.append(loss)
+            loss.backward()
+            return
+        del loss
+        if end == "step":
+            optimizer.step()
+        elif ways == "initialize":
+            amp.restore(*ended)
+        else:
+            handle._deactivate()
+
+    model(x).sum().backward()
+    assert growth(work) < 1024
+    if ways == "init":
+        handle._deactivate()

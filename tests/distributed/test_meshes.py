@@ -1,0 +1,79 @@
+"""Meshes of two dimensions, on four ranks: HSDP, tensor parallel, and both with FSDP2."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from apex import amp
+from tests.support.features import shards_on_cpu
+from tests.support.loops import same, scaled_backward
+from tests.support.sharding import mesh, shard
+
+pytestmark = [pytest.mark.distributed, shards_on_cpu]
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def hsdp(model, policy):
+    shard(model, mesh(2, 2, names=("replicate", "shard")), mp_policy=policy)
+
+
+def tensor_parallel(model, policy):
+    _split(model, mesh(4))
+
+
+def both(model, policy):
+    plane = mesh(2, 2, names=("data", "model"))
+    _split(model, plane["model"])
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=plane["data"], mp_policy=policy)
+
+
+def _split(model, over):
+    parallelize_module(model, over, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+PARALLEL = {"HSDP": hsdp, "TP": tensor_parallel, "TP + FSDP2": both}
+
+
+def train(rank, parallel, level, amps):
+    """Whole weights after some steps at a level, or without amp under ``torch.autocast``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    PARALLEL[parallel](model, BF16 if level == "O0" else MixedPrecisionPolicy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if amps:
+        options = {"loss_scale": 1.0} if level == "O1" else {}
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    dtype = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
+    # Ranks of one tensor-parallel group have the same batch.
+    seed = {"HSDP": rank, "TP": 0, "TP + FSDP2": rank // 2}[parallel]
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        x = torch.randn(3, 4, generator=generator)
+        with torch.autocast("cpu", dtype, enabled=not amps and dtype is not None):
+            loss = model(x).float().square().mean()
+        if amps:
+            scaled_backward(loss, optimizer)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor().detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_every_mesh_trains_as_without_amp(on_ranks, parallel, level):
+    expected = on_ranks(4, train, parallel, level, False)
+    found = on_ranks(4, train, parallel, level, True)
+    if level == "O0":
+        assert same(found, expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=8e-3)

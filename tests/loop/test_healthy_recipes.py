@@ -1,0 +1,598 @@
+"""Recipes of today that are right as they stand: amp warns of nothing and logs nothing."""
+
+import copy
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+from apex import amp
+from tests.support import loops
+
+STEPS = 5
+X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
+Y = torch.tensor([0, 1, 2, 3])
+
+
+def net(outputs=4):
+    """As most models have them: biases of zero, and a norm."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, outputs))
+    for layer in (model[0], model[3]):
+        nn.init.zeros_(layer.bias)
+    return model
+
+
+def adamw(model, lr=1e-3):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def initialized(opt_level, models, optimizers, **options):
+    options = {"loss_scale": 128.0, "verbosity": 0, **options}
+    return amp.initialize(models, optimizers, opt_level=opt_level, **options)
+
+
+def prepared(opt_level, make_optimizer=adamw, model=None, **options):
+    model = net() if model is None else model
+    return initialized(opt_level, model, make_optimizer(model), **options)
+
+
+def loss_of(model, x=X):
+    return F.cross_entropy(model(x).float(), Y)
+
+
+def descend(loss, *optimizers, **options):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loops.scaled_backward(loss, [*optimizers], **options)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def fit(model, optimizer, after=lambda: None, steps=STEPS):
+    for _ in range(steps):
+        descend(loss_of(model), optimizer)
+        after()
+
+
+# -- schedules -----------------------------------------------------------------------------------
+
+
+def warm_up(level, rate=1e-8):
+    model, optimizer = prepared(level, lambda model: adamw(model, rate))
+    fit(model, optimizer, lr_scheduler.LambdaLR(optimizer, lambda step: 1 + step).step, 20)
+
+
+def warm_up_of_sgd(level):
+    model, optimizer = prepared(level, lambda model: torch.optim.SGD(model.parameters(), lr=1e-7))
+    fit(model, optimizer, lr_scheduler.LinearLR(optimizer, 1e-3).step, 20)
+
+
+def one_cycle(level):
+    model, optimizer = prepared(level)
+    fit(model, optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1).step)
+
+
+def a_step_that_silences_the_scheduler(level):
+    model, optimizer = prepared(level)
+    optimizer.zero_grad()
+    optimizer.step()
+    fit(model, optimizer, lr_scheduler.StepLR(optimizer, 1).step)
+
+
+# -- gradients -----------------------------------------------------------------------------------
+
+
+def accumulated_and_clipped(level):
+    model, optimizer = prepared(level)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for x in X.split(2):
+            loops.scaled_backward(model(x).float().square().mean() / 2, optimizer)
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+
+
+def two_losses(level):
+    model, optimizer = prepared(level, num_losses=2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        out = model(X).float()
+        loops.scaled_backward(F.cross_entropy(out, Y), optimizer, loss_id=0, delay_unscale=False)
+        loops.scaled_backward(model(X).float().square().mean(), optimizer, loss_id=1)
+        optimizer.step()
+
+
+def a_closure(level):
+    model, optimizer = prepared(level, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loops.scaled_backward(loss, optimizer)
+        return loss.detach()
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def first_overflow(level):
+    model, optimizer = prepared(level, loss_scale="dynamic" if level == "O2" else None)
+    fit(model, optimizer)
+    descend(loss_of(model) * 2.0**10, optimizer)
+
+
+def truncated_backpropagation(level):
+    model = nn.RNN(8, 8, batch_first=True)
+    model, optimizer = prepared(level, model=model)
+    state = torch.zeros(1, 4, 8)
+    for _ in range(STEPS):
+        out, state = model(X[:, None], state.detach().to(model.weight_hh_l0.dtype))
+        descend(out.float().square().mean(), optimizer)
+
+
+# -- averages and targets ------------------------------------------------------------------------
+
+
+def average_made_before(level):
+    model = net()
+    average = copy.deepcopy(model).requires_grad_(False)
+    model, optimizer = prepared(level, model=model)
+
+    def update():
+        for old, new in zip(average.parameters(), model.parameters(), strict=True):
+            old.lerp_(new.detach().float(), 0.1)
+
+    fit(model, optimizer, update)
+
+
+def average_of_state_dicts(level):
+    model, optimizer = prepared(level)
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def update():
+        for name, value in model.state_dict().items():
+            average[name].mul_(0.9).add_(value, alpha=0.1)
+
+    fit(model, optimizer, update)
+
+
+def average_by_shadows(level):
+    """As in many scripts: with a swap by ``data`` for evaluation, and back."""
+    model, optimizer = prepared(level)
+    shadow = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    for _ in range(STEPS):
+        descend(loss_of(model), optimizer)
+        kept = {}
+        for name, param in model.named_parameters():
+            shadow[name] = 0.9 * shadow[name] + 0.1 * param.detach().float()
+            kept[name] = param.data.clone()
+            param.data.copy_(shadow[name])
+        with torch.no_grad():
+            model(X)
+        for name, param in model.named_parameters():
+            param.data.copy_(kept[name])
+
+
+def average_of_masters(level):
+    model, optimizer = prepared(level)
+    average = [param.detach().clone() for param in amp.master_params(optimizer)]
+    fit(
+        model,
+        optimizer,
+        lambda: torch._foreach_lerp_(average, [*amp.master_params(optimizer)], 0.1),
+    )
+
+
+def stochastic_weight_averaging(level):
+    model, optimizer = prepared(level)
+    average = AveragedModel(amp.restore(copy.deepcopy(model)))
+    fit(model, optimizer, lambda: average.update_parameters(amp.restore(copy.deepcopy(model))))
+
+
+def deep_q_learning(level, soft=False):
+    model = net()
+    target = copy.deepcopy(model)
+    model, optimizer = prepared(level, model=model)
+    for step in range(STEPS):
+        with torch.no_grad():
+            wanted = target(X).amax(1)
+        chosen = model(X).float().gather(1, Y[:, None]).squeeze(1)
+        descend(F.smooth_l1_loss(chosen, wanted), optimizer)
+        if soft:
+            for old, new in zip(target.parameters(), model.parameters(), strict=True):
+                old.data.mul_(0.9).add_(new.data, alpha=0.1)
+        elif step % 2:
+            target.load_state_dict(model.state_dict())
+
+
+def deep_q_learning_with_soft_updates(level):
+    deep_q_learning(level, soft=True)
+
+
+def teacher_and_student(level):
+    """DINO, BYOL, MoCo: the teacher stays in fp32."""
+    student = net()
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    student, optimizer = prepared(level, model=student)
+    queue = F.normalize(torch.ones(4, 8), dim=0)
+    for _ in range(STEPS):
+        keys = teacher(X).softmax(1)
+        descend(-(keys * student(X).float().log_softmax(1)).sum(1).mean(), optimizer)
+        queue = torch.cat([keys, queue[:, :4]])[:4]
+        for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+            old.mul_(0.99).add_(new.detach(), alpha=0.01)
+
+
+def distillation(level):
+    teacher, student = net().requires_grad_(False), net()
+    (teacher, student), optimizer = initialized(level, [teacher, student], adamw(student))
+    for _ in range(STEPS):
+        logits = teacher(X).float().log_softmax(1)
+        loss = F.kl_div(
+            student(X).float().log_softmax(1), logits, reduction="batchmean", log_target=True
+        )
+        descend(loss, optimizer)
+
+
+# -- several optimizers --------------------------------------------------------------------------
+
+
+def generative_adversary(level, clears=False, clips=None):
+    nets = [net(8), net(1)]
+    nets, optimizers = initialized(level, nets, [adamw(each, 1e-4) for each in nets], num_losses=2)
+    (generator, critic), (first, second) = nets, optimizers
+    for _ in range(STEPS):
+        loss = critic(X).float().mean() - critic(generator(X).detach()).float().mean()
+        descend(loss, second, loss_id=1)
+        if clips is not None:
+            for param in amp.master_params(second):
+                param.data.clamp_(-clips, clips)
+        descend(critic(generator(X)).float().mean(), first)
+        if clears:
+            second.zero_grad()
+
+
+def wasserstein_adversary(level):
+    generative_adversary(level, clears=True, clips=0.05)
+
+
+def gradient_penalty(level):
+    critic, optimizer = prepared(
+        level, model=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    )
+    for _ in range(STEPS):
+        x = X.clone().requires_grad_()
+        out = critic(x).float()
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        descend(out.mean() + (slope.norm(dim=1) - 1).square().mean(), optimizer)
+
+
+def proximal_policy_optimization(level):
+    body, policy, value = net(8), nn.Linear(8, 4), nn.Linear(8, 1)
+    model = nn.ModuleDict({"body": body, "policy": policy, "value": value})
+    model.forward = lambda x: (model["policy"](model["body"](x)), model["value"](model["body"](x)))
+    model, optimizer = prepared(level, model=model)
+    with torch.no_grad():
+        logits, values = model(X)
+        old = logits.float().log_softmax(1).gather(1, Y[:, None])
+    gain = torch.ones(4, 1)
+    for _ in range(STEPS):
+        logits, values = model(X)
+        distribution = torch.distributions.Categorical(logits=logits.float())
+        ratio = (distribution.log_prob(Y)[:, None] - old).exp()
+        surrogate = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+        loss = F.mse_loss(values.float(), gain) - surrogate - 0.01 * distribution.entropy().mean()
+        optimizer.zero_grad()
+        loops.scaled_backward(loss, optimizer)
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        optimizer.step()
+
+
+def soft_actor_critic(level):
+    actor, critic = net(8), net(1)
+    temperature = torch.zeros(1, requires_grad=True)
+    made = [adamw(actor), adamw(critic), torch.optim.Adam([temperature], lr=1e-3)]
+    (actor, critic), made = initialized(level, [actor, critic], made)
+    for _ in range(STEPS):
+        descend((critic(X).float() - 1).square().mean(), made[1])
+        action = actor(X)
+        descend(
+            (
+                temperature.exp().detach() * action.float().square().mean()
+                - critic(action).float().mean()
+            ),
+            made[0],
+        )
+        descend((temperature * action.detach().float().mean()).sum(), made[2])
+
+
+def a_part_that_trains_later(level):
+    """One block for two optimizers, one of which has no gradient yet."""
+    model = net()
+    optimizers = [adamw(model[:2]), adamw(model[2:])]
+    model, optimizers = initialized(level, model, optimizers)
+    for step in range(STEPS):
+        out = model(X) if step > 2 else model[0](X.to(model[0].weight.dtype))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loops.scaled_backward(out.float().square().mean(), optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# -- parts that are frozen -----------------------------------------------------------------------
+
+
+def low_rank_adaptation(level):
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(8, 4).requires_grad_(False)
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
+            nn.init.zeros_(self.up.weight)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    fit(*prepared(level, model=Adapted()))
+
+
+def prompt_tuning(level):
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prompt = nn.Parameter(torch.zeros(8))
+            self.body = net().requires_grad_(False)
+
+        def forward(self, x):
+            return self.body(x + self.prompt)
+
+    fit(*prepared(level, model=Prompted()))
+
+
+def unfrozen_later(level):
+    model = net()
+    model[0].requires_grad_(False)
+    model, optimizer = prepared(level, model=model)
+    fit(model, optimizer)
+    optimizer.add_param_group({"params": model[0].requires_grad_(True).parameters()})
+    fit(model, optimizer)
+
+
+def best_weights_are_kept(level):
+    model, optimizer = prepared(level)
+    kept = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        fit(model, optimizer)
+        model.load_state_dict(kept)
+    optimizer.load_state_dict(optimizer.state_dict())
+    fit(model, optimizer)
+
+
+# -- weights that are moved ----------------------------------------------------------------------
+
+
+def adversarial_weights(level):
+    """FGM, AWP: weights of the model itself are moved, and put back before the step."""
+    model, optimizer = prepared(level)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loops.scaled_backward(loss_of(model), optimizer)
+        kept = [param.data.clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.data.add_(param.grad.to(param.dtype), alpha=0.05)
+        loops.scaled_backward(loss_of(model), optimizer)
+        for param, value in zip(model.parameters(), kept, strict=True):
+            param.data.copy_(value)
+        optimizer.step()
+
+
+def sharpness_aware_minimization(level):
+    model, optimizer = prepared(level)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loops.scaled_backward(loss_of(model), optimizer)
+        params = [*amp.master_params(optimizer)]
+        with torch.no_grad():
+            steps = [0.05 * param.grad for param in params]
+            torch._foreach_add_(params, steps)
+        optimizer.zero_grad()
+        loops.scaled_backward(loss_of(model), optimizer)
+        with torch.no_grad():
+            torch._foreach_sub_(params, steps)
+        optimizer.step()
+
+
+def lookahead(level):
+    model, optimizer = prepared(level)
+    slow = [param.detach().clone() for param in amp.master_params(optimizer)]
+
+    def update():
+        for old, fast in zip(slow, amp.master_params(optimizer), strict=True):
+            old.lerp_(fast.data, 0.5)
+            fast.data.copy_(old)
+
+    fit(model, optimizer, update)
+
+
+def decay_by_hand(level):
+    model, optimizer = prepared(level)
+
+    def update():
+        for param in amp.master_params(optimizer):
+            param.data.mul_(0.99)
+            param.data.renorm_(2, 0, 1.0) if param.dim() > 1 else None
+
+    fit(model, optimizer, update)
+
+
+def reptile(level):
+    model, optimizer = prepared(level)
+    for _ in range(2):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        fit(model, optimizer, steps=2)
+        after = model.state_dict()
+        model.load_state_dict({name: before[name].lerp(after[name], 0.5) for name in before})
+
+
+def meta_learning(level):
+    model, optimizer = prepared(level)
+    for _ in range(STEPS):
+        weights = dict(model.named_parameters())
+        inner = F.cross_entropy(torch.func.functional_call(model, weights, (X,)).float(), Y)
+        slopes = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
+        adapted = {n: w - 0.1 * s for (n, w), s in zip(weights.items(), slopes, strict=True)}
+        outer = F.cross_entropy(torch.func.functional_call(model, adapted, (X,)).float(), Y)
+        descend(outer, optimizer)
+
+
+def evolution_strategies(level):
+    model, optimizer = prepared(level)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        noise = [torch.randn_like(param) for param in model.parameters()]
+        losses = []
+        for share in (0.01, -0.02):
+            for param, direction in zip(model.parameters(), noise, strict=True):
+                param.data.add_(direction, alpha=share)
+            losses.append(loss_of(model).item())
+        for param, direction in zip(model.parameters(), noise, strict=True):
+            param.data.add_(direction, alpha=0.01)
+            param.grad = (losses[0] - losses[1]) / 0.02 * direction
+        optimizer.step()
+
+
+def forward_gradients(level):
+    model, optimizer = prepared(level)
+    for _ in range(STEPS):
+        weights = dict(model.named_parameters())
+        noise = {name: torch.randn_like(param) for name, param in weights.items()}
+        with forward_ad.dual_level():
+            dual = {n: forward_ad.make_dual(weights[n].detach(), noise[n]) for n in weights}
+            out = torch.func.functional_call(model, dual, (X.to(model[0].weight.dtype),))
+            slope = forward_ad.unpack_dual(out).tangent.float().mean()
+        for name, param in model.named_parameters():
+            param.grad = (slope * noise[name]).to(param.dtype)
+        optimizer.step()
+
+
+# -- other fields --------------------------------------------------------------------------------
+
+
+def variational_autoencoder(level):
+    model, optimizer = prepared(level, model=net(16))
+    for _ in range(STEPS):
+        mean, log_variance = model(X).float().chunk(2, 1)
+        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        loss = F.mse_loss(drawn, X) - 0.5 * (1 + log_variance - mean**2 - log_variance.exp()).mean()
+        descend(loss, optimizer)
+
+
+def vector_quantization(level):
+    class Quantizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode, self.codes = nn.Linear(8, 4), nn.Embedding(8, 4)
+
+        def forward(self, x):
+            hidden = self.encode(x)
+            nearest = torch.cdist(hidden.float(), self.codes.weight.float()).argmin(1)
+            code = self.codes(nearest)
+            return hidden + (code - hidden).detach(), F.mse_loss(code, hidden.detach())
+
+    model, optimizer = prepared(level, model=Quantizer())
+    for _ in range(STEPS):
+        out, commitment = model(X)
+        descend(out.float().square().mean() + commitment.float(), optimizer)
+
+
+def diffusion(level):
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.time, self.body = nn.Linear(8, 8), net(8)
+
+        def forward(self, x, step):
+            frequencies = torch.exp(-math.log(1e4) * torch.arange(4) / 4)
+            angles = step[:, None].float() * frequencies
+            embedded = torch.cat([angles.sin(), angles.cos()], 1)
+            return self.body(x + self.time(embedded.to(x.dtype)))
+
+    model, optimizer = prepared(level, model=Denoiser())
+    for _ in range(STEPS):
+        noise, step = torch.randn(4, 8), torch.randint(0, 1000, (4,))
+        share = (step / 1000)[:, None]
+        descend(F.mse_loss(model(X * (1 - share) + noise * share, step).float(), noise), optimizer)
+
+
+def language_model_with_tied_embeddings(level):
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(4, 8)
+            self.body = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(8, 4, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            return self.head(self.body(self.embedding(tokens)))
+
+    model, optimizer = prepared(level, model=Language())
+    for _ in range(STEPS):
+        descend(F.cross_entropy(model(Y[None]).float()[0], Y.roll(1)), optimizer)
+
+
+def convolutions_with_batch_norm_and_mixup(level):
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 4))
+    model, optimizer = prepared(level, model=model)
+    for _ in range(STEPS):
+        mixed = 0.3 * X[:, None] + 0.7 * X.flip(0)[:, None]
+        out = model(mixed).float()
+        loss = 0.3 * F.cross_entropy(out, Y, label_smoothing=0.1) + 0.7 * F.cross_entropy(
+            out, Y.flip(0)
+        )
+        descend(loss, optimizer)
+
+
+def spectral_norm_of_a_critic(level):
+    parametrize = nn.utils.parametrizations.spectral_norm
+    fit(*prepared(level, model=nn.Sequential(parametrize(nn.Linear(8, 8)), nn.Linear(8, 4))))
+
+
+def graph_network(level):
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("edges", (torch.eye(4) / 3).to_sparse())
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            spread = torch.sparse.mm(self.edges.float(), self.first(x).float())
+            return self.last(spread.to(x.dtype))
+
+    fit(*prepared(level, model=Graph()))
+
+
+def is_recipe(value):
+    return inspect.isfunction(value) and [*inspect.signature(value).parameters][:1] == ["level"]
+
+
+RECIPES = [*filter(is_recipe, list(globals().values()))]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by forward_ad
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_nothing_is_said_of_a_healthy_recipe(caplog, level, recipe):
+    """pytest makes warnings errors."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        recipe(level)
+    assert [record.getMessage() for record in caplog.records if record.name == "apex"] == []

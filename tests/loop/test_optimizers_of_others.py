@@ -1,0 +1,207 @@
+"""Optimizers that keep tables of parameters, take more arguments, step in hooks or lack groups."""
+
+import functools
+from collections import deque
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+from apex._core.undo import Undo
+from tests.support import loops
+
+
+class Options:
+    """Options by the id of their parameter, as those of bitsandbytes."""
+
+    def __init__(self, params):
+        self.by_id = {id(param): 0.5 for param in params}
+
+
+class Tables(torch.optim.SGD):
+    """Reads its options from tables that it made before ``amp.initialize``."""
+
+    def __init__(self, params):
+        params = [*params]
+        super().__init__(params, lr=0.1)
+        self.excluded = {id(params[0])}
+        self.order = (params[1], [params[0]])
+        self.queue = deque(params)
+        self.options = Options(params)
+
+    def step(self, closure=None):
+        for param in self.queue:
+            param.grad *= self.options.by_id[id(param)] * (id(param) not in self.excluded)
+        assert self.order[1][0] is self.queue[0]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+def test_tables_by_parameters_and_their_ids_are_carried_over_and_back(level):
+    model = loops.net()
+    optimizer = Tables(model.parameters())
+    tables = optimizer.excluded, optimizer.queue, optimizer.options.by_id
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    before = loops.masters(optimizer)
+    loops.train_step(model, optimizer, *loops.batch())
+    changed = [
+        not torch.equal(*pair) for pair in zip(before, loops.masters(optimizer), strict=True)
+    ]
+    assert changed == [False, True, True, True]
+    amp.restore(model, optimizer)
+    params = [*model.parameters()]
+    assert optimizer.excluded == {id(params[0])}
+    assert [*optimizer.options.by_id] == [*map(id, params)]
+    assert all(map(lambda a, b: a is b, optimizer.queue, params))
+    assert tables == (optimizer.excluded, optimizer.queue, optimizer.options.by_id)
+
+
+class Takes(torch.optim.SGD):
+    def step(self, closure=None, factor=1.0, *, param=None):
+        param.grad *= factor
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", loops.LEVELS_SHORT)
+def test_what_a_step_takes_is_passed_on_and_a_parameter_as_its_master(level):
+    model, optimizer = loops.prepared(level, lambda params: Takes(params, lr=0.1), loss_scale=1.0)
+    before = loops.masters(optimizer)
+    loops.backward(model, optimizer, *loops.batch())
+    optimizer.step(None, 0.0, param=model[0].weight)
+    after = loops.masters(optimizer)
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] + [False] * 3
+
+
+class InHooks(torch.optim.Optimizer):
+    """Steps in hooks, without torch's constructor, as LOMO and torchao's CPUOffloadOptimizer."""
+
+    def __init__(self, params):
+        self.param_groups = [{"params": [*params]}]
+
+        @torch.no_grad()
+        def update(param):
+            param.sub_(param.grad, alpha=0.1)
+            self.steps = getattr(self, "steps", 0) + 1
+
+        for param in self.param_groups[0]["params"]:
+            param.register_post_accumulate_grad_hook(update)
+
+    def step(self, closure=None):
+        pass
+
+    def zero_grad(self, set_to_none=True):
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+
+@pytest.mark.parametrize("level", loops.LEVELS)
+def test_an_optimizer_that_steps_in_hooks_works_where_gradients_and_weights_are_fp32(level):
+    model = loops.net()
+    optimizer = InHooks(model.parameters())
+    initialize = functools.partial(
+        amp.initialize, model, optimizer, opt_level=level, master_weights=None, verbosity=0
+    )
+    if level in ("O1", "O2", "O5"):
+        with loops.nothing_changes(model), pytest.raises(RuntimeError, match="opt_level 'O4'"):
+            initialize()
+        return
+    initialize()
+    loops.train_step(model, optimizer, *loops.batch())
+    assert optimizer.steps == 4
+    amp.restore(model, optimizer)  # else the casts stay until Python collects the hooks
+
+
+class SecondOrder(torch.optim.SGD):
+    """Differentiates gradients, as AdaHessian."""
+
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]
+        torch.autograd.grad([p.grad.sum() for p in params], params, retain_graph=True)
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_an_optimizer_of_second_order_works_without_masters(level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model, optimizer = loops.prepared(
+        level, lambda p: SecondOrder(p, lr=0.1), model, loss_scale=1.0
+    )
+    with amp.scale_loss(loops.loss_of(model, *loops.batch()), optimizer) as scaled_loss:
+        scaled_loss.backward(create_graph=True)
+    if level in loops.WITH_MASTERS:
+        with pytest.raises(RuntimeError, match=r"used in the graph(?s:.*)needs opt_level 'O4'"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    amp.restore(model, optimizer)
+
+
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_an_optimizer_without_groups_is_taken_where_nothing_is_unscaled(level):
+    model, optimizer = loops.net(), MagicMock(spec=torch.optim.Optimizer)
+    options = {"opt_level": level, "verbosity": 0}
+    if level in loops.WITH_MASTERS:
+        with loops.nothing_changes(model), pytest.raises(TypeError, match="without param_groups"):
+            amp.initialize(model, optimizer, loss_scale=1.0, **options)
+        return
+    amp.initialize(model, optimizer, loss_scale=1.0, **options)
+    loops.backward(model, optimizer, *loops.batch())
+    for _ in range(2):
+        optimizer.step()
+    assert model[0].weight.grad is not None
+    amp.restore(model, optimizer)
+
+
+class Around:
+    """An optimizer in an attribute ``base``, as schedulefree's wrapper: reads gradients later."""
+
+    def __init__(self, base):
+        self.base = base
+
+    @property
+    def param_groups(self):
+        return self.base.param_groups
+
+    def zero_grad(self):
+        self.base.zero_grad()
+
+    @torch.no_grad()
+    def step(self):
+        self.base.step()
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("level", loops.MIXED)
+def test_a_wrapper_by_the_name_of_base_steps_after_its_optimizer(level, before):
+    pairs = []
+    for rate, wraps in ((0.1, True), (0.2, False)):
+        model = loops.net()
+        optimizer = loops.sgd(model.parameters(), lr=rate)
+        given = Around(optimizer) if wraps and before else optimizer
+        amp.initialize(model, given, opt_level=level, loss_scale=1.0, verbosity=0)
+        given = Around(optimizer) if wraps else optimizer
+        for x, y in loops.batches(3):
+            loops.train_step(model, given, x, y)
+        pairs.append((model, optimizer))
+    values = [loops.masters(optimizer) for _, optimizer in pairs]
+    torch.testing.assert_close(*values)
+
+
+def test_an_undo_that_fails_hides_neither_the_error_nor_the_other_undos(caplog):
+    undone = []
+
+    def change():
+        with Undo() as undo:
+            undo.callback(undone.append, 1)
+            undo.callback(undone.index, 2)  # a ValueError
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        change()
+    assert undone == [1]
+    assert "could not be undone" in caplog.text
