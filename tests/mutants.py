@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow that does not skip",
-        f"{ENGINE}/optimizer/step.py",
+        f"{ENGINE}/optimizer/prepared.py",
         "result = None if skipped else run()",
         "result = run()",
         "tests/loop/test_overflow.py",
@@ -96,16 +96,16 @@ MUTANTS = [
     ),
     Mutant(
         "casts on in `step`",
-        f"{ENGINE}/optimizer/step.py",
+        f"{ENGINE}/optimizer/prepared.py",
         "    uncast = ambient.UncastBlock()\n",
         "    uncast = nullcontext()\n",
         "tests/loop/test_step_casts.py",
     ),
     Mutant(
         "a host sync in a fused step",
-        f"{ENGINE}/optimizer/step.py",
-        "        skipped = flag\n",
-        "        skipped = bool(flag.tolist())\n",
+        f"{ENGINE}/optimizer/prepared.py",
+        "return run(), flag\n",
+        "return run(), bool(flag.tolist())\n",
         "tests/loop/test_cost.py",
     ),
     Mutant(

@@ -277,6 +277,14 @@ def mark_synced(pairs: Iterable[MasterPair]) -> None:
 
 
 @untraced
+def mark_trained(pairs: Iterable[MasterPair]) -> None:
+    """Records that an optimizer has stepped the masters."""
+    trained = MasterState.TRAINED  # each look-up of an Enum's member takes 0.1 us
+    for pair in pairs:
+        pair.state = trained
+
+
+@untraced
 def update_masters_from_model(pairs: Iterable[MasterPair], *, before_step: bool = False) -> bool:
     """Copies written model parameters to their masters, except to masters written as well.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from apex._core.policy import LossScale
 from apex._core.scale import ScaleRule, checked_static
 from apex._torch import foreach
 from apex._torch.copies import HostCopy, as_tensor, capturing, is_readable, moved
-
-if TYPE_CHECKING:
-    from apex._engine.optimizer.prepared import OverflowFlag
+from apex._torch.dynamo import untraced
 
 INITIAL_SCALE = 2.0**16
 
@@ -69,6 +67,70 @@ class Readback(Generic[T]):
             values: list[float] = copy.wait().tolist()
             arrived.append((source, values))
         return arrived
+
+
+class OverflowFlag:
+    """Raised by an overflow in any pass since the last step, until a step consumes it.
+
+    The flag is on the device of the last pass, and stays in place there, for CUDA graphs.
+
+    Attributes:
+        pending: The flag, 0-d fp32, if a pass has been checked since the last step.
+        was_skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
+    """
+
+    def __init__(self) -> None:
+        """Starts without a pass."""
+        self.was_skipped: Tensor | bool = False
+        self.pending: Tensor | None = None
+        self._flag: Tensor | None = None
+        self._host_copy: HostCopy | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the flag is."""
+        return torch.device("cpu") if self._flag is None else self._flag.device
+
+    @untraced
+    def add(self, found_inf: Tensor) -> None:
+        """Raises the flag if ``found_inf``, 0-d, of one more pass is set."""
+        if self._flag is None:
+            self._flag = torch.zeros_like(found_inf)
+        self._flag = moved(self._flag, found_inf.device)
+        if self.pending is None:
+            self._flag.copy_(found_inf)
+        else:
+            torch.maximum(self._flag, found_inf, out=self._flag)
+        self.pending = self._flag
+
+    def is_raised(self) -> bool:
+        """Returns whether the next step is skipped. Waits for the device."""
+        flag = self.pending
+        return flag is not None and bool(flag.tolist())  # sync: Python code needs the answer
+
+    @untraced
+    def consume(self, skipped: Tensor | bool) -> None:
+        """Lowers the flag after a step; records whether it was skipped, perhaps by the flag."""
+        self.was_skipped = skipped.clone() if isinstance(skipped, Tensor) else skipped
+        self.pending = None
+        self._host_copy = None
+
+    @untraced
+    def await_replay(self) -> None:
+        """Lowers the flag, which the next replay of a CUDA graph writes in place."""
+        if self._flag is not None:
+            self.pending = self._flag.zero_()
+
+    def was_skipped_on_host(self) -> bool | None:
+        """Returns whether the last step was skipped, None until the answer has arrived."""
+        skipped = self.was_skipped
+        if isinstance(skipped, bool):
+            return skipped
+        if self._host_copy is None:
+            self._host_copy = HostCopy(skipped)
+        if not self._host_copy.arrived:
+            return None
+        return bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
 
 
 class Scaler:

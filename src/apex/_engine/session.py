@@ -27,7 +27,7 @@ from apex._engine.conversion.subclass import hand_over, set_state
 from apex._engine.ddp import DDPTracker
 from apex._engine.masters import MasterTable
 from apex._engine.mistakes import Mistakes
-from apex._engine.optimizer import step, subclass
+from apex._engine.optimizer import subclass, unprepared
 from apex._engine.optimizer.prepared import PreparedOptimizer
 from apex._engine.scaler import Readback, ScaleUpdate, scaler_for
 from apex._torch import fsdp
@@ -143,7 +143,7 @@ class Session:
         self.start()
         self._models.update(models)
         if self.policy.master_weights:
-            step.hooks.add(self)
+            unprepared.hooks.add(self)
         match_states(optimizers, old_dtypes)
         groups = (group for model in models for group in fsdp.param_groups(model))
         self._shards += map(weakref.ref, groups)
@@ -178,7 +178,7 @@ class Session:
             self._casts.callback(self._functions.undo)
             self.region.begin_ambient()
             self._casts.callback(self.region.end)
-            step.hooks.add(self)
+            unprepared.hooks.add(self)
             weakref.finalize(self, self._casts.close).atexit = False
 
     def cast_in(self, models: Iterable[nn.Module]) -> None:

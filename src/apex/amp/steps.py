@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from apex._core import arguments
 from apex._core.param_groups import params_of
 from apex._engine import clipping
-from apex._engine.optimizer.prepared import OverflowFlag
 from apex._engine.optimizer.subclass import prepared_state
+from apex._engine.scaler import OverflowFlag
 from apex.amp.handle import session_of
 from apex.amp.optimizers import unwrap
 

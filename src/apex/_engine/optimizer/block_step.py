@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._core import tree
 from apex._core.foreach.working import shared_layout
 from apex._engine import masters
 from apex._engine.masters import MasterPair
+from apex._engine.optimizer.fused import reads_gradients_in_kernels
 from apex._torch import dispatch_modes, foreach
 from apex._torch.dynamo import untraced
 from apex._torch.parameters import set_grad
-
-if TYPE_CHECKING:
-    from apex._engine.optimizer.prepared import PreparedOptimizer
 
 least_elements = 2**21
 """Fewest elements of masters for which it pays on a CPU.
@@ -56,35 +55,32 @@ measured on a GPU.
 
 
 @untraced
-def begin(prepared: PreparedOptimizer) -> BlockStep | None:
-    """Begins a step block by block if the masters are large enough.
-
-    Expects an optimizer whose fused kernels alone read gradients.
-    """
+def begin(optimizer: Optimizer, pairs: Sequence[MasterPair]) -> BlockStep | None:
+    """Begins a step block by block if the masters are large enough, and kernels can take blocks."""
     elements = 0
-    for pair in prepared.pairs:
+    for pair in pairs:
         grad = pair.model.grad
         if grad is not None and grad.dtype is not torch.float32:
             elements += grad.numel()
     least = device_elements
-    if prepared.pairs[0].master.device.type == "cpu":
+    if pairs[0].master.device.type == "cpu":
         least = least_elements
-    if elements < least:
+    if elements < least or not reads_gradients_in_kernels(optimizer):
         return None
-    return BlockStep(prepared)
+    return BlockStep(optimizer, pairs)
 
 
 class BlockStep(TorchDispatchMode):
     """A dispatch mode around one step, whose kernels take the model's 16-bit gradients."""
 
-    def __init__(self, prepared: PreparedOptimizer) -> None:
+    def __init__(self, optimizer: Optimizer, pairs: Sequence[MasterPair]) -> None:
         """Starts as soon as the optimizer's own pre-hooks have run."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pairs = prepared.pairs
+        self._pairs = pairs
         # By ``id`` of the stand-in, which comes with the pair.
         self._shown: dict[int, tuple[Tensor, MasterPair]] = {}
         self._rounded: set[MasterPair] = set()
-        self._hook = prepared.optimizer.register_step_pre_hook(self._show_stand_ins)
+        self._hook = optimizer.register_step_pre_hook(self._show_stand_ins)
 
     @untraced
     def _show_stand_ins(self, *_: object) -> None:

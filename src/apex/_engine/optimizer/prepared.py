@@ -1,9 +1,11 @@
-"""amp's state for one optimizer: the masters in its groups, its open pass, and its overflow."""
+"""amp's state for one optimizer: the masters in its groups, its unfinished pass, and its step."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,88 +15,31 @@ from torch.optim import Optimizer
 from apex._core import dtypes
 from apex._core.param_groups import exchange, is_trained, move_state, params_of
 from apex._engine import masters
-from apex._engine.masters import MasterPair, MasterState
-from apex._engine.mistakes import Mistake
+from apex._engine.autocast import ambient
+from apex._engine.masters import MasterPair
+from apex._engine.mistakes import Mistake, inspect_step, inspect_weights
+from apex._engine.optimizer import block_step
+from apex._engine.optimizer.block_step import BlockStep
+from apex._engine.optimizer.fused import skips_in_kernel
+from apex._engine.scaler import OverflowFlag
 from apex._engine.stash import Stash
 from apex._torch.autograd import backward_id
-from apex._torch.copies import HostCopy, capturing, moved
-from apex._torch.dynamo import untraced
+from apex._torch.copies import capturing, moved
+from apex._torch.dynamo import is_compiling_here, untraced, untraced_frame
 from apex._torch.parameters import without_overrides
 
 if TYPE_CHECKING:
     from apex._engine.backward import BackwardPass
     from apex._engine.session import Session
 
+_SECOND_ORDER = (
+    "amp.initialize put fp32 masters into the optimizer's groups, but the graph of the loss has "
+    "the model's own parameters. An optimizer that differentiates gradients needs opt_level 'O4'."
+)
+"""The fix for optimizers such as AdaHessian and Sophia."""
+
 PREPARED = "_apex_prepared"
 """Attribute of a prepared optimizer that holds its state."""
-
-
-class OverflowFlag:
-    """Raised by an overflow in any pass since the last step, until a step consumes it.
-
-    The flag is on the device of the last pass, and stays in place there, for CUDA graphs.
-
-    Attributes:
-        was_skipped: Whether the last step was skipped: known on the host, or a 0-d fp32 flag.
-    """
-
-    def __init__(self) -> None:
-        """Starts without a pass."""
-        self.was_skipped: Tensor | bool = False
-        self._flag: Tensor | None = None
-        self._is_checked = False  # whether a pass has been checked since the last step
-        self._host_copy: HostCopy | None = None
-
-    @property
-    def pending(self) -> Tensor | None:
-        """The flag, 0-d fp32, if a pass has been checked since the last step."""
-        return self._flag if self._is_checked else None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the flag is."""
-        return torch.device("cpu") if self._flag is None else self._flag.device
-
-    @untraced
-    def add(self, found_inf: Tensor) -> None:
-        """Raises the flag if ``found_inf``, 0-d, of one more pass is set."""
-        if self._flag is None:
-            self._flag = torch.zeros_like(found_inf)
-        self._flag = moved(self._flag, found_inf.device)
-        if self._is_checked:
-            torch.maximum(self._flag, found_inf, out=self._flag)
-        else:
-            self._flag.copy_(found_inf)
-        self._is_checked = True
-
-    def is_raised(self) -> bool:
-        """Returns whether the next step is skipped. Waits for the device."""
-        flag = self.pending
-        return flag is not None and bool(flag.tolist())  # sync: Python code needs the answer
-
-    @untraced
-    def consume(self, skipped: Tensor | bool) -> None:
-        """Lowers the flag after a step; records whether it was skipped, perhaps by the flag."""
-        self.was_skipped = skipped.clone() if isinstance(skipped, Tensor) else skipped
-        self._is_checked = False
-        self._host_copy = None
-
-    def await_replay(self) -> None:
-        """Lowers the flag, which the next replay of a CUDA graph writes in place."""
-        if self._flag is not None:
-            self._flag.zero_()
-            self._is_checked = True
-
-    def was_skipped_on_host(self) -> bool | None:
-        """Returns whether the last step was skipped, None until the answer has arrived."""
-        skipped = self.was_skipped
-        if isinstance(skipped, bool):
-            return skipped
-        if self._host_copy is None:
-            self._host_copy = HostCopy(skipped)
-        if not self._host_copy.arrived:
-            return None
-        return bool(self._host_copy.wait().tolist())  # sync: none, it has arrived
 
 
 class PreparedOptimizer:
@@ -205,11 +150,10 @@ class PreparedOptimizer:
         """
         if not self.master_weights:
             return False
-        state = self.optimizer.state
         created: dict[int, MasterPair] = {}
         with without_overrides():
             for param in self.low_params():
-                if is_trained(param) or param in state:
+                if is_trained(param) or param in self.optimizer.state:
                     created[id(param)] = self.masters.create(param, self)
         if not created:
             return False
@@ -313,6 +257,7 @@ class PreparedOptimizer:
             overflow = torch.maximum(moved(self.overflow_of_others, overflow.device), overflow)
         self.overflow_of_others = overflow
 
+    @untraced
     def settle_overflow(self, *, takes: bool) -> None:
         """Ends what other optimizers' blocks have found, if the gradients were cleared since.
 
@@ -339,36 +284,110 @@ class PreparedOptimizer:
 
     # -- the step ----------------------------------------------------------------------------
 
-    @untraced
-    def begin_step(self, *, has_closure: bool = False) -> None:
-        """Updates the masters with weights that were written since the last step.
+    @untraced_frame
+    def step(self, run: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Runs the optimizer's own step ``run`` unless a gradient overflowed; updates the model.
 
-        Finishes an open pass. A closure's own pass may continue it, so with a closure it stays
-        open.
+        Returns its result, ``None`` for a skipped step. After an exception, gradients and overflow
+        are there for another try.
+
+        Raises:
+            RuntimeError: If there is a closure, and the loss scale is dynamic.
         """
-        if self._captured is not None:
-            self._check_captured()
-        if not has_closure:
+        self._check_captured()
+        if closure is None:
+            inspect_step(self)
             self.finish_backward()
+        else:  # its own pass may continue an unfinished one
+            self._check_closure()
+        inspect_weights(self)
         self.settle_overflow(takes=True)
         self.update_masters(before_step=True)
+        uncast = ambient.UncastBlock()
+        overrides: AbstractContextManager[Any] = nullcontext()
+        blocks: BlockStep | None = None
         self.steps += 1
         self.stepping = True
+        try:
+            if closure is not None:
+                run = functools.partial(run, self._evaluation(uncast.with_casts(closure)))
+            elif self.pairs:
+                overrides, blocks = self._show_grads()
+            with uncast, overrides:
+                result, skipped = self._run_unless_overflow(run)
+        except RuntimeError as error:
+            if self.pairs and "been used in the graph" in str(error):
+                error.args = (f"{error}\n{_SECOND_ORDER}",)
+            raise
+        finally:
+            self.stepping = False
+            self.masters.steps += 1
+            # Not only before the step: a hook may have run the model meanwhile.
+            masters.round_masters(self.pairs if blocks is None else blocks.end())
+        self.overflow.consume(skipped)
+        masters.mark_trained(self.pairs)
+        if self._captured is not None:
+            self._await_replay(self._captured)
+        return result
+
+    @untraced_frame
+    def _show_grads(self) -> tuple[AbstractContextManager[Any], BlockStep | None]:
+        """Makes the masters' gradients fp32, by blocks in the step itself where that saves memory.
+
+        Returns the context of the step.
+        """
+        if is_compiling_here():
+            masters.widen_grads(self.pairs)
+            return masters.shown(self.pairs), None
+        optimizer: Any = self.optimizer
+        blocks = block_step.begin(optimizer, self.pairs)
+        if blocks is None:
+            masters.widen_grads(self.pairs)
+        # Others may keep state in subclasses of tensors.
+        if optimizer.__class__.__module__.startswith(("torch.optim.", "apex.optimizers.")):
+            return without_overrides(), blocks
+        return nullcontext(), blocks
+
+    @untraced_frame
+    def _run_unless_overflow(self, run: Callable[..., Any]) -> tuple[Any, Tensor | bool]:
+        """Returns the step's result, and whether it was skipped: known here, or by the device."""
+        flag = self.overflow.pending
+        if flag is None:
+            return run(), False
+        optimizer: Any = self.optimizer
+        if not skips_in_kernel(optimizer, flag):
+            skipped = self.must_skip()
+            result = None if skipped else run()
+            return result, skipped
+        optimizer.found_inf = flag
+        try:
+            return run(), flag
+        finally:
+            optimizer.found_inf = None  # not deleted: a GradScaler around amp deletes its own
 
     @untraced
-    def end_step(self, *, failed: bool) -> None:
-        """Ends a step; one that failed leaves the overflow for another try."""
-        self.stepping = False
-        self.masters.steps += 1
-        if failed:
-            return
-        trained = MasterState.TRAINED  # each look-up of an Enum's member takes 0.1 us
-        for pair in self.pairs:
-            pair.state = trained
-        if self._captured is not None:
-            for param, grad in self._captured:
-                param.grad = grad
-            self.overflow.await_replay()
+    def _check_closure(self) -> None:
+        """Raises RuntimeError if an overflow may end an evaluation of a closure."""
+        if self.session.can_skip:
+            raise RuntimeError(
+                "optimizer.step got a closure, but the loss scale is dynamic: an overflow in an "
+                "evaluation could not skip the step. Pass a static scale to amp.initialize, such "
+                'as loss_scale=128.0, or use bf16, which needs none: opt_level="O4" or "O5". If '
+                "the optimizer calls the closure once, call it before optimizer.step() instead."
+            )
+
+    def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns the closure with amp's part: it computes the gradients, perhaps several times."""
+
+        @untraced_frame
+        def evaluate() -> Any:
+            masters.round_masters(self.pairs)
+            loss = closure()
+            self.update_masters_with_grads()
+            inspect_step(self)
+            return loss
+
+        return evaluate
 
     # -- CUDA graphs -------------------------------------------------------------------------
 
@@ -377,6 +396,7 @@ class PreparedOptimizer:
         models = [pair.model for pair in self.pairs]
         self._captured = [(param, param.grad) for param in models if param.grad is not None]
 
+    @untraced
     def _check_captured(self) -> None:
         """Checks, at a step, the gradients that a CUDA graph has captured.
 
@@ -385,6 +405,8 @@ class PreparedOptimizer:
         Raises:
             RuntimeError: If the gradients were cleared, so that a replay would train nothing.
         """
+        if self._captured is None:
+            return
         if capturing(self.params()[0].device):
             self._captured = None
         elif not self.has_grads():
@@ -394,6 +416,13 @@ class PreparedOptimizer:
                 "the same tensors. Call optimizer.zero_grad() before the capture only, or capture "
                 "the step, too."
             )
+
+    @untraced
+    def _await_replay(self, captured: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Restores, after a step, what the next replay of a CUDA graph writes in place."""
+        for param, grad in captured:
+            param.grad = grad
+        self.overflow.await_replay()
 
     @untraced
     def must_skip(self) -> bool:

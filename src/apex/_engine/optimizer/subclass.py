@@ -17,7 +17,6 @@ from apex._engine import masters
 from apex._engine.backward import unscale_grads
 from apex._engine.mistakes import inspect_grad_scaler
 from apex._engine.optimizer.prepared import PREPARED, PreparedOptimizer
-from apex._engine.optimizer.step import run_step
 from apex._torch.dynamo import untraced, untraced_frame
 
 _SCALING = "_step_supports_amp_scaling"
@@ -59,7 +58,7 @@ class AmpOptimizer(Optimizer):
             run = functools.partial(_call, run, others, kwargs)
         if prepared.stepping:  # an optimizer inside another: the step has begun
             return run() if closure is None else run(closure)
-        return run_step(prepared, run, closure)
+        return prepared.step(run, closure)
 
     # torch wraps a class's step to run hooks unless it is marked; the inner step runs them.
     step.hooked = True  # type: ignore[attr-defined]

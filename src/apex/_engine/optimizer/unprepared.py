@@ -1,0 +1,99 @@
+"""Steps of optimizers that amp has not prepared: hooks on them while a session needs it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from apex._core import dtypes
+from apex._core.param_groups import params_of
+from apex._engine import masters
+from apex._engine.autocast import ambient
+from apex._engine.mistakes import Mistake, Origin, origins_of
+from apex._engine.optimizer.prepared import PREPARED
+from apex._torch.dynamo import untraced
+from apex._torch.modules import named_tensors
+
+if TYPE_CHECKING:
+    from apex._engine.session import Session
+
+
+def _inspect(session: Session, optimizer: Optimizer, versions: Mapping[int, int]) -> None:
+    """Warns if an optimizer has stepped with scaled gradients, or 16-bit weights of a model itself.
+
+    ``versions`` are from before the step, by ``id`` of the parameter.
+    """
+    if Origin.OTHER in origins_of(params_of(optimizer)):
+        session.mistakes.warn(Mistake.FORGOTTEN_OPTIMIZER)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)  # counts no writes
+    weights: set[int] = set()
+    for model in session.models:
+        weights.update(map(id, named_tensors(model).values()))
+    for param in params_of(optimizer):
+        if id(param) not in weights or not dtypes.is_low_precision(param):
+            continue
+        if is_fused or versions.get(id(param)) != param._version:
+            session.mistakes.warn(Mistake.UNPREPARED_OPTIMIZER)
+        increment_version(param)
+
+
+class _Hooks:
+    """Hooks on the steps of all optimizers, while a session with masters or casts lives.
+
+    The end of the last session removes them, unless other code has registered hooks, too. Python
+    may collect a session while torch iterates over these. The hooks then stay, idle, for the next
+    session.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+        # Versions of each optimizer's parameters before its step, which may run other steps.
+        self._versions = weakref.WeakKeyDictionary[Optimizer, Mapping[int, int]]()
+
+    def add(self, session: Session) -> None:
+        """Watches other optimizers' steps over the parameters of ``session``, while it lives."""
+        self._sessions.add(session)
+        if not self._handles:
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        weakref.finalize(session, self._end).atexit = False
+
+    @untraced
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if PREPARED in vars(optimizer):
+            return None
+        self._versions[optimizer] = {id(param): param._version for param in params_of(optimizer)}
+        return ambient.begin_step(optimizer, args, kwargs)
+
+    @untraced
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if PREPARED in vars(optimizer):
+            return
+        ambient.end_step(optimizer)
+        stepped = [*filter(None, map(masters.pair_of_master, params_of(optimizer)))]
+        masters.round_masters(stepped)
+        for session in [*self._sessions]:
+            _inspect(session, optimizer, self._versions.get(optimizer, {}))
+
+    def _end(self) -> None:
+        if [*self._sessions]:
+            return
+        for handle in self._handles:
+            hooks: Any = handle.hooks_dict_ref()
+            if len(hooks) > 1:
+                return
+        while self._handles:
+            self._handles.pop().remove()
+
+
+hooks = _Hooks()
