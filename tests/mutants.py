@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow lost on its way to another device",
-        f"{ENGINE}/optimizer/prepared.py",
+        f"{ENGINE}/scaler.py",
         "self._flag = moved(self._flag, found_inf.device)",
         "self._flag = torch.zeros_like(found_inf)",
         "tests/loop/test_facts.py tests/loop/test_overflow.py",
