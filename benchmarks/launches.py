@@ -70,8 +70,8 @@ STEPS: Mapping[str, Cost] = {
 }
 """Each optimizer's step; LAMB and NovoGrad launch one kernel for each tensor."""
 
-WARMUP = 33
-"""Iterations before the counted one: amp inspects the first blocks, and copies their losses."""
+WARMUP = 40
+"""Iterations before the counted one: amp inspects the first blocks, and every 32nd step later."""
 
 # torch's kernels over lists, built with CUDA 13: the tensors that one launch takes, by the number
 # of lists, its thread blocks, and the elements of each (aten/src/ATen/native/cuda/ForeachFunctors).

@@ -74,8 +74,9 @@ def test_runs_resumed_in_a_new_process_are_the_uninterrupted_ones_bit_for_bit(tm
         # What makes the comparison worth its name:
         assert all(weight.isfinite().all() for weight in expected[3])
         scales = [[e["loss_scale"] for e in each[2].values()] for each in (saved, expected)]
-        assert scales[0] != scales[1]
-        assert len(set(scales[0])) == 2
+        if not config[1].startswith("LBFGS"):
+            assert scales[0] != scales[1]
+            assert len(set(scales[0])) == 2
         del pair
     torch.save(runs, tmp_path / "runs.pt")
     subprocess.run(

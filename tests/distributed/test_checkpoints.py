@@ -174,7 +174,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_uninterrupted_one(
 
 def test_a_run_that_lost_a_rank_restarts_as_the_uninterrupted_one(on_two_ranks, tmp_path):
     (tmp_path / "whole").mkdir()
-    expected = on_two_ranks(restarts.train, tmp_path / "whole")
+    expected = on_two_ranks(restarts.trained_on, tmp_path / "whole")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--max-restarts=1", "-m", restarts.__name__, str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, timeout=600)
