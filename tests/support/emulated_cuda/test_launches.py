@@ -17,7 +17,7 @@ from tests.support import loops
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
 
-@pytest.mark.parametrize(("max_norm", "most"), [(None, 8), (0.1, 12)])
+@pytest.mark.parametrize(("max_norm", "most"), [(None, 8), (0.1, 14)])
 def test_a_step_of_8_million_parameters_takes_few_launches(max_norm, most):
     counted = machinery("O5", fused_adamw, max_norm=max_norm)
     assert counted.launches <= most
