@@ -62,6 +62,8 @@ class WeightWatch:
         """Returns whether the step overwrites a written weight, as a flag; None if unknown."""
         flags: list[Tensor] = []
         for pair, distance in self._distances().items():
+            if pair.model.grad is None:  # another weight may have taken its memory
+                continue
             is_lost = distance > 0.0
             if pair in self._farthest:
                 is_lost &= distance >= self._farthest[pair]
@@ -72,15 +74,12 @@ class WeightWatch:
     def _distances(self) -> dict[MasterPair, Tensor]:
         """Returns how far weights are from their rounded masters.
 
-        Only of weights that are trained, and without a counted write, which the step copies to its
-        master whole.
+        Only of weights without a counted write, which the step copies to its master whole.
         """
         distances: dict[MasterPair, Tensor] = {}
         with without_overrides():
             for pair in self._pairs:
-                is_trained = pair.model.grad is not None
-                is_due = is_trained and pair.counts_as_synced
-                if is_due and not capturing(pair.model.device):
+                if pair.counts_as_synced and not capturing(pair.model.device):
                     weight = sample(dtensor.local(pair.model), self._turn)
                     master = sample(dtensor.local(pair.master), self._turn)
                     difference = master.to(weight.dtype).float() - weight.float()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,14 +148,15 @@ def replaced(attributes: dict[str, Any], values: Mapping[str, Any]) -> Iterator[
 
 def deepcopy_by_class(module: Any, memo: dict[int, Any]) -> Any:
     """Deep-copies a module as its class does, past a ``__getattr__`` that finds a part's method."""
-    if hasattr(type(module), "__deepcopy__"):
+    if inspect.getattr_static(type(module), "__deepcopy__", None) is not None:
         return copy.deepcopy(module, memo)
     vars(module)["__deepcopy__"] = None
     try:
         copied = copy.deepcopy(module, memo)
     finally:
         del vars(module)["__deepcopy__"]
-    vars(copied).pop("__deepcopy__", None)
+    if isinstance(copied, nn.Module):
+        vars(copied).pop("__deepcopy__", None)
     return copied
 
 
