@@ -83,12 +83,16 @@ def test_casts_end_with_a_restored_model_that_hooks_keep_alive():
     model = nn.Linear(2, 2)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
     amp.initialize(model, [*optimizers.values()], opt_level="O4", verbosity=0)
-    for param in model.parameters():
+    handles = [
         param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+        for param in optimizers
+    ]
     model(torch.ones(1, 2)).sum().backward()
     amp.restore(model)
     del model
     assert product() is torch.float32
+    for handle in handles:  # the collector does not see into them
+        handle.remove()
 
 
 def test_casts_end_beside_a_dtype_that_the_script_set():

@@ -1,9 +1,6 @@
 """Whole training steps under ``torch.compile``: results of eager, and few graphs."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,13 +41,6 @@ def test_compiled_step_makes_the_graphs_of_forward_and_own_step_alone(optimizer_
 
 @SAME_GRAPHS
 def test_compiled_step_breaks_no_oftener_than_autocast_and_grad_scaler():
-    """In a process of its own: hooks of sessions that other tests keep alive break graphs, too."""
-    code = "from tests.compiled import test_steps; test_steps.compare_breaks()"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
-
-
-def compare_breaks():
     model = loops.net()
     optimizer = loops.OPTIMIZERS["Adam"](model.parameters())
     scaler = torch.amp.GradScaler("cpu")

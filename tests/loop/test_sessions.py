@@ -129,8 +129,6 @@ def test_a_model_prepared_without_an_optimizer_between_steps_trains_on(level):
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_session_may_end_while_torch_runs_hooks_of_a_step(others):
     """What holds the last reference lets go in a hook, as the garbage collector may."""
-    gc.collect()
-    before = [*_global_optimizer_post_hooks]
     sessions = [loops.prepared("O5") for _ in range(others)]
     held = [loops.prepared("O5")]
     handles = [register_optimizer_step_post_hook(lambda *_: held.clear()) for _ in range(2)]
@@ -145,4 +143,4 @@ def test_a_session_may_end_while_torch_runs_hooks_of_a_step(others):
     sessions.append(loops.prepared("O5"))
     sessions.clear()
     gc.collect()
-    assert [*_global_optimizer_post_hooks] == before
+    assert not _global_optimizer_post_hooks
