@@ -79,7 +79,7 @@ def scale_loss(
         >>> optimizer.step()
     """
     del model
-    # Each once, because a pass moves its gradients once. No None once there is a session.
+    # Duplicates would unscale twice. `session_of` rejects unprepared optimizers.
     prepared: Any = map(prepared_state, unwrapped(optimizers))
     prepared_optimizers = list(dict.fromkeys(prepared))
     session = session_of(prepared_optimizers, caller="amp.scale_loss")

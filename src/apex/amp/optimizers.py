@@ -72,9 +72,9 @@ def _inside(optimizer: Any) -> Optimizer | None:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yields the parameters that the optimizer steps, which include any fp32 masters.
 
-    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. Without a
-    loss scale, masters also receive the gradients of a plain ``loss.backward()``. Also accepts
-    optimizers that amp has not prepared.
+    For clipping: ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)``. The
+    gradient of a master is its model parameter's, made fp32. Also accepts optimizers that amp has
+    not prepared.
 
     Raises:
         TypeError: If ``optimizer`` is not an optimizer.

@@ -150,12 +150,12 @@ class AmpOptimizer(Optimizer):
         masters.round_masters(self._apex_prepared.pairs)
 
     def _prepare_amp_backward(self) -> None:
-        """Stashes existing gradients before a backward pass with a loss scale."""
+        """Puts existing gradients aside before a backward pass with a loss scale."""
         self._apex_prepared.create_missing_masters()
         self._apex_prepared.make_room(scaled=True)
 
     def _post_amp_backward(self, scaler: Any) -> None:
-        """Unscales the gradients of the pass by apex's view of a scaler, and adds those stashed."""
+        """Unscales the gradients of the pass by apex's view of a scaler, and adds the earlier."""
         unscale_grads([self._apex_prepared], scaler._scaler, scaler._scaler.factor())
         self._apex_prepared.give_back()
         if scaler.dynamic:
