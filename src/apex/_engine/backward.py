@@ -169,7 +169,7 @@ class BackwardPass:
         A pass continues an earlier one that has the same scale and the same optimizers.
         """
         for prepared in self.prepared_optimizers:
-            delayed = prepared.open_pass
+            delayed = prepared.unfinished_pass
             if delayed is not None and prepared in delayed._lenders:
                 delayed.give_back(prepared)
                 continue
@@ -194,12 +194,12 @@ class BackwardPass:
         for prepared in self.prepared_optimizers:
             prepared.settle_overflow(takes=True)
             prepared.make_room(scaled=self.scaled, continues=self._continued is not None)
-            prepared.open_pass = self
+            prepared.unfinished_pass = self
             prepared.had_block = True
         for lender in lenders:
             lender.settle_overflow(takes=False)
             lender.make_room(scaled=True)
-            lender.open_pass = self
+            lender.unfinished_pass = self
             self._lenders.append(lender)
         self._stash.put_aside(unowned, self.session.reuses_grad)
         self._unowned = unowned
@@ -216,7 +216,7 @@ class BackwardPass:
             overflow = self._unscale_borrowed(_grads_of(lenders))
             for prepared in lenders:
                 self._lenders.remove(prepared)
-                prepared.open_pass = None
+                prepared.unfinished_pass = None
                 prepared.give_back()
                 if overflow is not None:
                     prepared.add_overflow_of_others(overflow)
@@ -290,7 +290,7 @@ class BackwardPass:
 
     def forget(self, prepared: PreparedOptimizer) -> None:
         """Ends the pass for an optimizer whose gradients were cleared after a delayed block."""
-        prepared.open_pass = None
+        prepared.unfinished_pass = None
         self.prepared_optimizers.remove(prepared)
 
     def finish_for(self, prepared: PreparedOptimizer) -> None:
@@ -327,7 +327,7 @@ class BackwardPass:
             raise
         finally:
             for prepared in self.prepared_optimizers:
-                prepared.open_pass = None
+                prepared.unfinished_pass = None
         if not self._delay_overflow_check:
             self._notify()
 
@@ -354,7 +354,7 @@ class BackwardPass:
         if self._continued is None:
             self._restore_grads()
         for prepared in self.prepared_optimizers:
-            prepared.open_pass = self._continued
+            prepared.unfinished_pass = self._continued
         self._notify()
         if self._continued is not None and self.scaled:
             self.session.mistakes.warn(Mistake.FAILED_AFTER_DELAYED)
@@ -362,7 +362,7 @@ class BackwardPass:
     def _restore_grads(self) -> None:
         """Drops the gradients of a pass that failed, and returns those from before."""
         for prepared in self.prepared_optimizers:
-            if self.scaled and prepared.open_pass is self:  # else it has not lost its own
+            if self.scaled and prepared.unfinished_pass is self:  # else it has not lost its own
                 prepared.remove_grads()
             prepared.stash.remove_new()
         for prepared in self.prepared_optimizers:

@@ -26,7 +26,7 @@ def clip_grad_norm_(
 
     Gradients of a 16-bit model stay in 16 bits.
     """
-    if prepared.open_pass is not None:
+    if prepared.unfinished_pass is not None:
         raise RuntimeError(
             "amp.clip_grad_norm_ was called while the gradients are still scaled. Call it after "
             "the amp.scale_loss block; with delay_unscale=True, after the last block of the step."

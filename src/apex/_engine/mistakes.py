@@ -380,7 +380,7 @@ def _find_mistake(prepared: PreparedOptimizer) -> Mistake | None:
     if Origin.OTHER in origins:
         return Mistake.FORGOTTEN_OPTIMIZER
     is_changed = origins == {Origin.CHANGED} and not _averages(prepared)
-    return Mistake.CLIPPED_DELAYED if prepared.open_pass is not None and is_changed else None
+    return Mistake.CLIPPED_DELAYED if prepared.unfinished_pass is not None and is_changed else None
 
 
 # -- at the step ----------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ def inspect_step(prepared: PreparedOptimizer) -> None:
     session = prepared.session
     if not session.mistakes.blocks_left:
         return
-    if prepared.open_pass is not None and prepared.open_pass.is_open:
+    if prepared.unfinished_pass is not None and prepared.unfinished_pass.is_open:
         return
     if not prepared.steps:
         session.check_shards()

@@ -252,7 +252,7 @@ class Session:
         under_ddp = bool(self.ddp_tracker.wrappers)
         for prepared in self._prepared_optimizers:
             # Blocks prepare the gradients themselves when they begin.
-            if prepared.open_pass is not None or (under_ddp and prepared.had_block):
+            if prepared.unfinished_pass is not None or (under_ddp and prepared.had_block):
                 return
         self.masters.prepare_plain_pass(model, under_ddp=under_ddp)
 
@@ -312,7 +312,7 @@ class Session:
                     unowned[id(param)] = param
             for prepared in session.prepared_optimizers:
                 stepped.update(map(id, prepared.trained_params()))
-                is_free = prepared.open_pass is None and prepared not in own
+                is_free = prepared.unfinished_pass is None and prepared not in own
                 if is_free and session.shares_grads(prepared):
                     lenders.append(prepared)
         return lenders, [param for key, param in unowned.items() if key not in stepped]

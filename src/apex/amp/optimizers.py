@@ -99,7 +99,7 @@ def _warn_of_scaled_grads(prepared: PreparedOptimizer, consumer: str) -> None:
 
     ``consumer`` is the file of the code that iterates over the masters.
     """
-    opened = prepared.open_pass
+    opened = prepared.unfinished_pass
     mistakes = prepared.session.mistakes
     # While a pass runs, hooks may ask for the masters, for instance to step them.
     if opened is None or not opened.scaled or backward_id() != -1:
@@ -170,7 +170,7 @@ class AmpStash:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether ``delay_unscale`` left gradients scaled."""
-        opened = self._prepared.open_pass
+        opened = self._prepared.unfinished_pass
         return self._scaled or (opened is not None and not opened.is_open)
 
     @params_have_scaled_gradients.setter

@@ -51,7 +51,7 @@ class PreparedOptimizer:
         masters: The table of all masters of the session.
         master_weights: Whether low-precision parameters get fp32 masters.
         inner_step: The ``step`` that the instance had before (an LR scheduler's wrapper).
-        open_pass: The backward pass still to be finished, if any, or one that borrows gradients.
+        unfinished_pass: The backward pass still to be finished, if any, or one that borrows gradients.
         overflow: Whether a pass since the last step overflowed.
         overflow_of_others: A 0-d flag: whether gradients overflowed that other optimizers' blocks
             have left. ``None`` without such blocks.
@@ -63,7 +63,7 @@ class PreparedOptimizer:
     """
 
     inner_step: Callable[..., Any] | None = None
-    open_pass: BackwardPass | None = None
+    unfinished_pass: BackwardPass | None = None
     had_block = False
     steps = 0
     stepping = False
@@ -131,7 +131,7 @@ class PreparedOptimizer:
 
     def check_new_params(self, new: Sequence[nn.Parameter]) -> None:
         """Raises ValueError unless the optimizer can take these parameters of models now."""
-        if self.open_pass is None or not self.open_pass.scaled:
+        if self.unfinished_pass is None or not self.unfinished_pass.scaled:
             return
         if any(param.grad is not None for param in new):
             raise ValueError(
@@ -180,7 +180,7 @@ class PreparedOptimizer:
     @untraced
     def finish_backward(self) -> None:
         """Finishes an open pass, which unscales its gradients."""
-        opened = self.open_pass
+        opened = self.unfinished_pass
         if opened is None:
             return
         if backward_id() == -1:
@@ -242,7 +242,7 @@ class PreparedOptimizer:
         If they are all of the optimizer's, a delayed pass ends for it.
         """
         self.stash.drop(cleared)
-        delayed = self.open_pass
+        delayed = self.unfinished_pass
         is_delayed = delayed is not None and not delayed.is_open
         if not self.is_live or not (is_delayed or self.overflow_of_others is not None):
             return
